@@ -1,0 +1,64 @@
+"""The errors of zero_sim: one small tree, each with the exit status that the command line gives it.
+
+Every message follows one pattern: what was expected, what came, where, and what to try.
+A mistake of the user is never an `assert`; an `assert` is a mistake of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class ZeroSimError(Exception):
+    """Root of every error that zero_sim raises on purpose."""
+
+    exit_status = 1
+
+
+class UsageError(ZeroSimError, ValueError):
+    """The caller asked for something that cannot be: a bad scenario, argument, layout or model."""
+
+    exit_status = 2
+
+
+class EnvironmentProblem(ZeroSimError):
+    """This machine or installation cannot run what was asked; the request itself is sound."""
+
+    exit_status = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing wrong with a scenario."""
+
+    path: str
+    """Dotted path of the field, such as `world.size`; empty for the file as a whole."""
+    message: str
+    """What was expected and what came."""
+    suggestion: str = ""
+    """What to try; empty when the message already says it."""
+
+    def __str__(self) -> str:
+        where = self.path or "(file)"
+        hint = f" {self.suggestion}" if self.suggestion else ""
+        return f"{where}: {self.message}{hint}"
+
+
+class ScenarioError(UsageError):
+    """A scenario is not valid; carries every problem found, not just the first."""
+
+    def __init__(self, source: str, problems: Iterable[Problem]) -> None:
+        self.source = source
+        self.problems: Sequence[Problem] = tuple(problems)
+        count = len(self.problems)
+        head = f"{source}: {count} problem{'s' if count != 1 else ''}"
+        super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+
+class LayoutError(UsageError):
+    """Flat offsets, buckets or shards were asked for that cannot exist."""
+
+
+class ModelError(UsageError):
+    """The model cannot be trained by the engine: no params, two devices, an unsupported dtype."""

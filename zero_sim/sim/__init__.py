@@ -1,0 +1,24 @@
+"""The simulated cluster: N ranks of unmodified torch.distributed code in one process."""
+
+from zero_sim.sim.failures import (
+    ContractViolation,
+    Deadlock,
+    RankFailed,
+    RankStalled,
+    RankStatus,
+    WorldFailure,
+)
+from zero_sim.sim.log import CollectiveRecord, EventLog
+from zero_sim.sim.world import World
+
+__all__ = [
+    "CollectiveRecord",
+    "ContractViolation",
+    "Deadlock",
+    "EventLog",
+    "RankFailed",
+    "RankStalled",
+    "RankStatus",
+    "World",
+    "WorldFailure",
+]

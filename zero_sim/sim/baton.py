@@ -1,0 +1,181 @@
+"""One baton: exactly one rank runs at a time, and it changes hands only where a rank blocks.
+
+[Note: hand-over]
+Every rank thread sleeps on a lock of its own, its gate. Handing over is: pick the next rank, open
+its gate, sleep on one's own. Between the two calls both threads are awake for a moment, but the one
+that hands over touches nothing shared any more. So no other lock is needed anywhere in `sim`.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from typing import Protocol
+
+from zero_sim.sim.failures import Deadlock, RankEnded, RankFailed, RankStatus, WorldFailure
+from zero_sim.sim.log import EventLog
+from zero_sim.sim.randomness import Randomness
+from zero_sim.sim.schedule import Schedule
+
+CALLER = -1
+"""Owner number of the thread that called `World.run`, in the randomness it lends to the ranks."""
+
+FRUITLESS_POLLS_MAX = 1000
+"""After so many polls of one unfinished work while nobody else can run, polling is a deadlock."""
+
+
+class Awaited(Protocol):
+    """Something a rank can wait for."""
+
+    done: bool
+    waiters: list[int]
+
+    @property
+    def doing(self) -> str:
+        """The wait in words."""
+        ...
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """World ranks that have to act before it is done."""
+        ...
+
+
+class Baton:
+    """The hand-over of control between rank threads during one run."""
+
+    def __init__(
+        self, gates: list[threading.Lock], *, schedule: Schedule, log: EventLog,
+        randomness: Randomness,
+    ) -> None:
+        self.gates = gates
+        self.schedule = schedule
+        self.log = log
+        self.randomness = randomness
+        self.all_ended = threading.Event()
+        self.failure: WorldFailure | None = None
+        self.holder = CALLER
+        self.turns = 0
+        self._waiting: dict[int, tuple[Awaited, str]] = {}
+        self._returned: set[int] = set()
+        self._running = set(range(len(gates)))
+        self._fruitless_polls = 0
+
+    def start(self) -> None:
+        """Make every rank ready and hand over to the first; called by `World.run`'s thread."""
+        self.randomness.take_out(CALLER)
+        for rank in range(len(self.gates)):
+            self.schedule.add(rank)
+        self._hand_over()
+
+    def restore_caller(self) -> None:
+        """Give the calling thread its random state back, after the last rank ended."""
+        self.randomness.put_in_place(CALLER, previous=self.holder)
+
+    def enter(self, rank: int) -> None:
+        """First thing in a rank thread that was woken: become the holder."""
+        self.randomness.put_in_place(rank, previous=self.holder)
+        self.holder = rank
+        self.check_alive()
+
+    def wait_for(self, rank: int, awaited: Awaited, site: str) -> None:
+        """Block `rank` until `awaited` is done, letting others run meanwhile."""
+        self.check_alive()
+        if awaited.done:
+            return
+        awaited.waiters.append(rank)
+        self._waiting[rank] = (awaited, site)
+        self._yield(rank)
+
+    def poll(self, rank: int, awaited: Awaited, site: str) -> bool:
+        """Whether `awaited` is done; if not, let every rank that can run have its turn first."""
+        if awaited.done or self.failure is not None:
+            return awaited.done
+        turns = self.turns
+        self.schedule.add(rank)
+        self._waiting[rank] = (awaited, site)
+        self._yield(rank)
+        self._waiting.pop(rank, None)
+        self._fruitless_polls = self._fruitless_polls + 1 if self.turns == turns + 1 else 0
+        if self._fruitless_polls > FRUITLESS_POLLS_MAX:
+            self._waiting[rank] = (awaited, site)
+            self.failure = self._deadlock()
+            raise RankEnded
+        return awaited.done
+
+    def fail(self, failure: WorldFailure) -> WorldFailure:
+        """End the world, whatever the program does with the exception; returns it to be raised."""
+        if self.failure is None:
+            self.failure = failure
+        return failure
+
+    def check_alive(self) -> None:
+        """Unwind the calling rank if the world has ended."""
+        if self.failure is not None:
+            raise RankEnded
+
+    def finish(self, awaited: Awaited) -> None:
+        """Make the ranks that wait for `awaited` ready again."""
+        for rank in awaited.waiters:
+            self._waiting.pop(rank, None)
+            self.schedule.add(rank)
+        awaited.waiters = []
+
+    def end_rank(self, rank: int, error: BaseException | None) -> None:
+        """Last thing in a rank thread: note how it ended and hand over for good."""
+        self._running.discard(rank)
+        if error is None:
+            self._returned.add(rank)
+        elif self.failure is None:
+            self.failure = _as_failure(rank, error)
+        self.randomness.take_out(rank)
+        self._hand_over()
+
+    def _yield(self, rank: int) -> None:
+        self.randomness.take_out(rank)
+        if not self._hand_over(rank):
+            self.gates[rank].acquire()
+        self.enter(rank)
+
+    def _hand_over(self, rank: int = CALLER) -> bool:
+        """Open the next rank's gate; True where that is `rank` itself, whose gate stays shut."""
+        chosen = self._next_rank()
+        if chosen is None:
+            self.all_ended.set()
+            return False
+        self.turns += 1
+        self.log.turns.append(chosen)
+        if chosen == rank:
+            return True
+        self.gates[chosen].release()
+        return False
+
+    def _next_rank(self) -> int | None:
+        if self.failure is None:
+            chosen = self.schedule.pick()
+            if chosen is not None or not self._running:
+                return chosen
+            self.failure = self._deadlock()
+        # The world has ended: wake the others one by one, so that each unwinds.
+        return min(self._running, default=None)
+
+    def _deadlock(self) -> Deadlock:
+        statuses = []
+        for rank in range(len(self.gates)):
+            if rank in self._waiting:
+                awaited, site = self._waiting[rank]
+                status = RankStatus(
+                    rank=rank, doing=awaited.doing, site=site, missing=awaited.missing
+                )
+            else:
+                status = RankStatus(rank=rank, doing="returned", site="", missing=())
+            statuses.append(status)
+        return Deadlock(tuple(statuses))
+
+
+def _as_failure(rank: int, error: BaseException) -> WorldFailure:
+    if isinstance(error, WorldFailure):
+        return error
+    failure = RankFailed(rank, error, "".join(traceback.format_exception(error)))
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,196 @@
+"""Where torch's process-wide distributed state becomes a rank's own; every private torch name is here.
+
+[Note: rank-local c10d]
+torch keeps one "world" (default group, group names, tags) per process. While any simulated world is
+open, that object is replaced by one that looks up the running thread: a rank thread sees its own,
+every other thread sees the original. Two functions are wrapped the same way: inside a rank,
+`init_process_group` joins the simulated world whatever backend it names, and groups asked for with
+`backend="gloo"` or `"nccl"` are simulated ones. Checked against torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c_bindings
+from torch.distributed import distributed_c10d as c10d
+
+from zero_sim.sim.process_group import SimProcessGroup
+
+
+class RankState(threading.local):
+    """Which rank the running thread is, if it is one."""
+
+    c10d_world: RankC10dWorld | None = None
+    join: Callable[[], None] | None = None
+    make_group: Callable[[str, list[int], int], SimProcessGroup] | None = None
+
+
+rank_state = RankState()
+"""The running thread's rank; empty in a thread that is no rank."""
+
+
+class RankC10dWorld:
+    """The fields of torch's `_World`, for one rank."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """As torch's `_World.pg_config_info`."""
+        return [
+            {
+                "pg_name": name, "pg_desc": group.group_desc,
+                "backend_config": self.pg_backend_config[group],
+                "ranks": list(self.pg_group_ranks[group]),
+                "group_size": len(self.pg_group_ranks[group]), "group_count": self.group_count,
+            }
+            for group, name in self.pg_names.items()
+        ]
+
+
+class _ThreadWorld:
+    """Stands where torch's `_World` stood and forwards to the running thread's."""
+
+    def __init__(self, original: Any) -> None:
+        object.__setattr__(self, "_original", original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(rank_state.c10d_world or self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(rank_state.c10d_world or self._original, name, value)
+
+
+def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
+    """The creator registered with torch for the backend `sim`."""
+    if rank_state.make_group is None:
+        raise RuntimeError(
+            "backend 'sim' exists only inside a rank of zero_sim.World; "
+            "expected to be called from a program that World.run runs"
+        )
+    ranks = list(options.global_ranks_in_group)
+    return rank_state.make_group(options.group_id, ranks, options.group_rank)
+
+
+def _register_backend() -> None:
+    if not hasattr(dist.Backend, "SIM"):
+        dist.Backend.register_backend(
+            "sim", _create_group, extended_api=True, devices=["cpu", "cuda"]
+        )
+
+
+def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if rank_state.join is None:
+            return original(*args, **kwargs)
+        rank_state.join()
+        return None
+
+    return init_process_group
+
+
+def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        if rank_state.c10d_world is None:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["backend"] = dist.Backend("sim")
+        for name in ("backend_options", "device_id"):
+            bound.arguments.pop(name, None)
+        return original(*bound.args, **bound.kwargs)
+
+    return new_process_group_helper
+
+
+_lock = threading.Lock()
+_open_count = 0
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Make c10d rank-local; counted, so that several worlds may be open."""
+    global _open_count
+    with _lock:
+        _open_count += 1
+        if _open_count > 1:
+            return
+        _register_backend()
+        _originals.update(
+            world=c10d._world, init=c10d.init_process_group, helper=c10d._new_process_group_helper
+        )
+        c10d._world = _ThreadWorld(c10d._world)
+        c10d._new_process_group_helper = _wrap_helper(_originals["helper"])
+        wrapped = _wrap_init(_originals["init"])
+        c10d.init_process_group = dist.init_process_group = wrapped
+        c_bindings._set_thread_isolation_mode(True)
+
+
+def uninstall() -> None:
+    """Give torch its own state back when the last world closes."""
+    global _open_count
+    with _lock:
+        _open_count -= 1
+        if _open_count:
+            return
+        c10d._world = _originals["world"]
+        c10d._new_process_group_helper = _originals["helper"]
+        c10d.init_process_group = dist.init_process_group = _originals["init"]
+        c_bindings._set_thread_isolation_mode(False)
+
+
+def enter_rank_thread(
+    *, join: Callable[[], None], make_group: Callable[[str, list[int], int], SimProcessGroup]
+) -> None:
+    """Make the calling thread a rank: its own c10d state, one compute thread, autograd in place.
+
+    The thread count must be set inside the thread: MKL does not take it over from the main one.
+    """
+    torch.set_num_threads(1)
+    torch.autograd.set_multithreading_enabled(False)
+    rank_state.c10d_world = RankC10dWorld()
+    rank_state.join = join
+    rank_state.make_group = make_group
+
+
+def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None:
+    """Run torch's own `init_process_group` for the calling rank."""
+    hook = sys.excepthook
+    try:
+        _originals["init"]("sim", rank=rank, world_size=world_size, store=store)
+    finally:
+        # torch chains one more excepthook at every call; with many ranks that would nest deeply.
+        sys.excepthook = hook
+
+
+def reset_rank() -> None:
+    """Forget every group of the calling rank but the warm default one, after a program ended."""
+    world = rank_state.c10d_world
+    assert world is not None
+    torch.set_grad_enabled(True)
+    if world.default_pg is not None and len(world.pg_map) == 1 and not world.pg_coalesce_state:
+        world.group_count = 1  # The default group took name 0; a new program's groups start at 1.
+        return
+    c_bindings._unregister_all_process_groups()
+    rank_state.c10d_world = RankC10dWorld()

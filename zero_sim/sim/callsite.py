@@ -1,0 +1,32 @@
+"""Where a collective was called: the innermost frame that is neither torch's nor the simulator's."""
+
+from __future__ import annotations
+
+import sys
+from os.path import dirname
+from types import CodeType
+
+import torch
+
+_HERE = dirname(__file__)
+_TORCH = dirname(torch.__file__)
+_inside: dict[CodeType, bool] = {}
+
+
+def _is_inside(code: CodeType) -> bool:
+    name = code.co_filename
+    return name.startswith((_HERE, _TORCH)) or name.startswith("<")
+
+
+def call_site() -> tuple[str, int]:
+    """File and line of the program's own call; `("", 0)` where every frame is library code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        inside = _inside.get(code)
+        if inside is None:
+            inside = _inside[code] = _is_inside(code)
+        if not inside:
+            return code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0

@@ -1,0 +1,192 @@
+"""What each collective does to the data, once every member has come.
+
+Pure functions over the members' calls in group-rank order: all inputs are read before any output is
+written, so that in-place forms, where an output is a view of an input, come out as they do on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from zero_sim.sim.order import Fold, Order
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """One rank's side of one collective, as torch.distributed handed it over.
+
+    What the lists hold depends on the kind: for a coalesced form entry `i` of `inputs` and
+    `outputs` belongs to the i-th collective; for list forms see the function of the kind.
+    """
+
+    kind: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor] = ()
+    reduce_op: ReduceOp.RedOpType | None = None
+    root: int = 0
+    input_splits: Sequence[int] = ()
+    output_splits: Sequence[int] = ()
+    file: str = ""
+    line: int = 0
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    return a.add_(b)
+
+
+FOLDS: dict[ReduceOp.RedOpType, Fold] = {
+    ReduceOp.SUM: _add,
+    ReduceOp.AVG: _add,
+    ReduceOp.PRODUCT: lambda a, b: a.mul_(b),
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+"""How two contributions combine. AVG is a SUM with one true division at the end, in the data's
+dtype, as gloo does it; NCCL instead multiplies each input by a rounded reciprocal."""
+
+
+def _finish(total: Tensor, call: Call, world_size: int) -> Tensor:
+    return total.div_(world_size) if call.reduce_op == ReduceOp.AVG else total
+
+
+def _fold(call: Call) -> Fold:
+    assert call.reduce_op is not None
+    return FOLDS[call.reduce_op]
+
+
+def _write(output: Tensor, value: Tensor) -> None:
+    output.copy_(value.reshape(output.shape))
+
+
+def all_reduce(calls: Sequence[Call], order: Order) -> None:
+    """Every rank's tensors become the reduction of all ranks' tensors, entry by entry."""
+    first = calls[0]
+    for i in range(len(first.inputs)):
+        parts = [call.inputs[i].reshape(-1) for call in calls]
+        total = _finish(order.everywhere(parts, _fold(first)), first, len(calls))
+        for call in calls:
+            _write(call.inputs[i], total)
+
+
+def reduce(calls: Sequence[Call], order: Order) -> None:
+    """As `all_reduce`, but only the root's tensor is written."""
+    first = calls[0]
+    parts = [call.inputs[0].reshape(-1) for call in calls]
+    total = _finish(order.everywhere(parts, _fold(first)), first, len(calls))
+    _write(calls[first.root].inputs[0], total)
+
+
+def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
+    """Flat forms: chunk `r` of every input is reduced into rank `r`'s output, entry by entry."""
+    first, world_size = calls[0], len(calls)
+    for i in range(len(first.inputs)):
+        chunked = [
+            call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls
+        ]
+        totals = [
+            _finish(order.scatter([rows[r] for rows in chunked], _fold(first), destination=r),
+                    first, world_size)
+            for r in range(world_size)
+        ]
+        for call, total in zip(calls, totals, strict=True):
+            _write(call.outputs[i], total)
+
+
+def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
+    """List form: `inputs[r]` of every rank is reduced into rank `r`'s one output; entries may differ in size."""
+    first, world_size = calls[0], len(calls)
+    totals = [
+        _finish(
+            order.scatter([call.inputs[r].reshape(-1) for call in calls], _fold(first), destination=r),
+            first, world_size)
+        for r in range(world_size)
+    ]
+    for call, total in zip(calls, totals, strict=True):
+        _write(call.outputs[0], total)
+
+
+def all_gather(calls: Sequence[Call], order: Order) -> None:
+    """Flat forms: every output becomes the ranks' inputs one after another, entry by entry."""
+    for i in range(len(calls[0].inputs)):
+        gathered = torch.cat([call.inputs[i].reshape(-1) for call in calls])
+        for call in calls:
+            _write(call.outputs[i], gathered)
+
+
+def all_gather_list(calls: Sequence[Call], order: Order) -> None:
+    """List form: `outputs[r]` becomes rank `r`'s input; with k inputs, `outputs[i * world_size + r]`."""
+    world_size = len(calls)
+    for i in range(len(calls[0].inputs)):
+        values = [call.inputs[i].clone() for call in calls]
+        for call in calls:
+            for r, value in enumerate(values):
+                _write(call.outputs[i * world_size + r], value)
+
+
+def broadcast(calls: Sequence[Call], order: Order) -> None:
+    """Every rank's tensors become the root's."""
+    root = calls[0].root
+    for i, value in enumerate(calls[root].inputs):
+        for r, call in enumerate(calls):
+            if r != root:
+                _write(call.inputs[i], value)
+
+
+def scatter(calls: Sequence[Call], order: Order) -> None:
+    """Rank `r`'s output becomes the root's `inputs[r]`."""
+    values = [value.clone() for value in calls[calls[0].root].inputs]
+    for call, value in zip(calls, values, strict=True):
+        _write(call.outputs[0], value)
+
+
+def gather(calls: Sequence[Call], order: Order) -> None:
+    """The root's `outputs[r]` becomes rank `r`'s input."""
+    values = [call.inputs[0].clone() for call in calls]
+    for output, value in zip(calls[calls[0].root].outputs, values, strict=True):
+        _write(output, value)
+
+
+def all_to_all_list(calls: Sequence[Call], order: Order) -> None:
+    """Rank `r`'s `outputs[s]` becomes rank `s`'s `inputs[r]`."""
+    values = [[value.clone() for value in call.inputs] for call in calls]
+    for r, call in enumerate(calls):
+        for s, output in enumerate(call.outputs):
+            _write(output, values[s][r])
+
+
+def all_to_all_flat(calls: Sequence[Call], order: Order) -> None:
+    """As the list form, with the lists cut from the first dimension of one tensor each."""
+    rows = [
+        [part.clone() for part in call.inputs[0].split(list(call.input_splits))] for call in calls
+    ]
+    for r, call in enumerate(calls):
+        for s, output in enumerate(call.outputs[0].split(list(call.output_splits))):
+            _write(output, rows[s][r])
+
+
+def barrier(calls: Sequence[Call], order: Order) -> None:
+    """Nothing to move: coming together is all."""
+
+
+PERFORM: dict[str, Callable[[Sequence[Call], Order], None]] = {
+    "all_reduce": all_reduce,
+    "reduce": reduce,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_list": reduce_scatter_list,
+    "all_gather": all_gather,
+    "all_gather_list": all_gather_list,
+    "broadcast": broadcast,
+    "scatter": scatter,
+    "gather": gather,
+    "all_to_all_list": all_to_all_list,
+    "all_to_all": all_to_all_flat,
+    "barrier": barrier,
+}

@@ -1,0 +1,62 @@
+"""Every event of a run as a record: the only thing that reports read."""
+
+from __future__ import annotations
+
+import hashlib
+from os.path import basename
+from typing import NamedTuple
+
+
+class CollectiveRecord(NamedTuple):
+    """One rank's call of one collective (or one send or receive)."""
+
+    rank: int
+    kind: str
+    """`all_reduce`, `reduce_scatter`, `all_gather`, ... whatever spelling the caller used."""
+    group: str
+    """Name of the group, `world` for the default one."""
+    group_ranks: tuple[int, ...]
+    """World ranks of the group's members, in group order."""
+    sequence: int
+    """How many collectives this rank had issued on this group before; per peer for point-to-point."""
+    dtype: str
+    elems: int
+    """Elements that the rank contributes; for a scatter, broadcast or receive, that it ends up with."""
+    elem_bytes: int
+    detail: str
+    """Reduce operation, root or peer."""
+    asynchronous: bool
+    file: str
+    line: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the contribution in bytes."""
+        return self.elems * self.elem_bytes
+
+    @property
+    def site(self) -> str:
+        """Where it was called, `file:line`."""
+        return f"{self.file}:{self.line}"
+
+
+class EventLog:
+    """The events of one run, in the one order in which they happened."""
+
+    def __init__(self) -> None:
+        self.collectives: list[CollectiveRecord] = []
+        self.turns: list[int] = []
+        """The ranks that got the baton, in order."""
+
+    def of_rank(self, rank: int) -> list[CollectiveRecord]:
+        """The calls of one rank, in its program's order."""
+        return [record for record in self.collectives if record.rank == rank]
+
+    def digest(self) -> str:
+        """A hash of every event; the folder of a call site is left out, so that it travels."""
+        state = hashlib.sha256()
+        for record in self.collectives:
+            fields = (*record[:-2], basename(record.file), record.line)
+            state.update(repr(fields).encode())
+        state.update(repr(self.turns).encode())
+        return state.hexdigest()

@@ -1,0 +1,230 @@
+"""The face that torch.distributed sees: a process group that turns every method into a `Call`.
+
+[Note: two spellings]
+torch 2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_single` and their
+`_coalesced` forms; older versions call `_allgather_base`, `_reduce_scatter_base`, `alltoall_base`,
+`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. Both are defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from zero_sim.sim.collectives import Call
+from zero_sim.sim.meeting import Group
+from zero_sim.sim.work import SimWork
+
+
+class Cluster(Protocol):
+    """What a process group needs of the world."""
+
+    def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> SimWork:
+        """Issue one rank's side of a collective."""
+        ...
+
+    def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> SimWork:
+        """Issue a send."""
+        ...
+
+    def receive(
+        self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
+    ) -> SimWork:
+        """Issue a receive."""
+        ...
+
+    def join_works(self, rank: int, works: Sequence[SimWork]) -> SimWork:
+        """One work that is done when all are."""
+        ...
+
+
+def _op(opts: Any) -> ReduceOp.RedOpType:
+    op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    return getattr(op, "op", op)
+
+
+def _root(opts: Any) -> int:
+    return 0 if opts is None else opts.rootRank
+
+
+def _asynchronous(opts: Any) -> bool:
+    return bool(getattr(opts, "asyncOp", False))
+
+
+class SimProcessGroup(ProcessGroup):
+    """One member's view of a group of simulated ranks."""
+
+    def __init__(self, cluster: Cluster, group: Group, group_rank: int) -> None:
+        super().__init__(group_rank, len(group.ranks))
+        self._cluster = cluster
+        self._group = group
+        self._group_rank = group_rank
+        self._coalescing: list[SimWork] | None = None
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._group.ranks)
+
+    def getBackendName(self) -> str:
+        """`sim`."""
+        return "sim"
+
+    @property
+    def group_name(self) -> str:
+        """The name under which c10d knows it."""
+        return self._group.name
+
+    @property
+    def group_desc(self) -> str:
+        """The name under which records show it."""
+        return self._group.label
+
+    def getGroupName(self) -> str:
+        """As `group_name`, for C++ callers."""
+        return self._group.name
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+    def abort(self) -> None:
+        """Nothing to abort."""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        return self._cluster.join_works(self._group.ranks[self._group_rank], works)
+
+    def _issue(self, kind: str, opts: Any, inputs: Sequence[Tensor], **parts: Any) -> Work:
+        call = Call(kind=kind, inputs=inputs, **parts)
+        work = self._cluster.issue(
+            self._group, self._group_rank, call, asynchronous=_asynchronous(opts)
+        )
+        return self._collect(work)
+
+    def _collect(self, work: SimWork) -> Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Reduce in place; the C++ reducer of DistributedDataParallel calls it too."""
+        return self._issue("all_reduce", opts, tensors, reduce_op=_op(opts))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Reduce into the root's tensor."""
+        return self._issue("reduce", opts, tensors, reduce_op=_op(opts), root=_root(opts))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Copy the root's tensor to all."""
+        return self._issue("broadcast", opts, tensors, root=_root(opts))
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> Work:
+        """List form: `inputs[0][r]` is reduced into rank `r`'s `outputs[0]`."""
+        return self._issue(
+            "reduce_scatter_list", opts, inputs[0], outputs=outputs, reduce_op=_op(opts)
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Flat form: chunk `r` of `input` is reduced into rank `r`'s `output`."""
+        return self._issue("reduce_scatter", opts, [input], outputs=[output], reduce_op=_op(opts))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Several flat reduce-scatters as one call."""
+        return self._issue("reduce_scatter", opts, inputs, outputs=outputs, reduce_op=_op(opts))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """List form: `outputs[0][r]` becomes rank `r`'s `inputs[0]`."""
+        flat = [tensor for row in outputs for tensor in row]
+        return self._issue("all_gather_list", opts, inputs, outputs=flat)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Flat form: `output` becomes the ranks' inputs one after another."""
+        return self._issue("all_gather", opts, [input], outputs=[output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Several flat all-gathers as one call."""
+        return self._issue("all_gather", opts, inputs, outputs=outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """The root's `outputs[0][r]` becomes rank `r`'s `inputs[0]`."""
+        mine = outputs[0] if outputs else []
+        return self._issue("gather", opts, inputs, outputs=mine, root=_root(opts))
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+        """Rank `r`'s `outputs[0]` becomes the root's `inputs[0][r]`."""
+        mine = inputs[0] if inputs else []
+        return self._issue("scatter", opts, mine, outputs=outputs, root=_root(opts))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Rank `r`'s `outputs[s]` becomes rank `s`'s `inputs[r]`."""
+        return self._issue("all_to_all_list", opts, inputs, outputs=outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int],
+        opts: Any = None,
+    ) -> Work:
+        """As `alltoall`, on row ranges of one tensor each; empty split lists mean even ones."""
+        return self._issue(
+            "all_to_all", opts, [input], outputs=[output],
+            input_splits=input_splits or self._even_rows(input),
+            output_splits=output_splits or self._even_rows(output),
+        )
+
+    alltoall_base = all_to_all_single
+
+    def _even_rows(self, tensor: Tensor) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        share, left = divmod(rows, self.size())
+        return [share] * self.size() if left == 0 else [rows]
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Come together."""
+        return self._issue("barrier", opts, [])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Come together; who does not come is named by the deadlock table."""
+        self.barrier().wait()
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        """Send to a member; done when the receive is there, as with NCCL."""
+        return self._collect(
+            self._cluster.send(self._group, self._group_rank, dst, tag=tag, tensor=tensors[0])
+        )
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+        """Receive from a member."""
+        return self._collect(
+            self._cluster.receive(self._group, self._group_rank, src, tag=tag, tensor=tensors[0])
+        )
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        """Receive from whoever sent first."""
+        return self._cluster.receive(
+            self._group, self._group_rank, None, tag=tag, tensor=tensors[0]
+        )
