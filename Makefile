@@ -1,0 +1,31 @@
+# Two targets do all the set-up: `make run` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SCENARIOS ?= scenarios
+
+.PHONY: run test check bench clean
+
+# torch first, and by its exact version: a range would fetch the newest build with its GPU libraries.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+run: $(VENV)/.installed
+	$(BIN)/zero-sim run $(SCENARIOS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest --numprocesses auto --quiet
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check zero_sim tests property_tests
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed
+	$(BIN)/zero-sim bench
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache

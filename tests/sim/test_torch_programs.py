@@ -1,0 +1,104 @@
+"""torch's own data-parallel code runs unmodified and gives the bits of a plain loop."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(4, 5, generator=generator)
+
+
+def plain_loop(size, steps, divide_first):
+    """One device: the ranks' gradients, added in rank order, averaged, then AdamW."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+    for step in range(steps):
+        totals = [torch.zeros_like(p) for p in net.parameters()]
+        for rank in range(size):
+            net.zero_grad()
+            net(batch(rank, step)).square().mean().backward()
+            for total, param in zip(totals, net.parameters(), strict=True):
+                total += param.grad * (1 / size) if divide_first else param.grad
+        for total, param in zip(totals, net.parameters(), strict=True):
+            param.grad = total if divide_first else total / size
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_distributed_data_parallel(world_of, size):
+    def program(rank):
+        net = nn.parallel.DistributedDataParallel(model())
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        return [param.detach() for param in net.parameters()]
+
+    expected = plain_loop(size, 3, divide_first=True)
+    for got in world_of(size).run(program):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_fully_shard(world_of, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def program(rank):
+        net = model()
+        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        return [param.full_tensor().detach() for param in net.parameters()]
+
+    expected = plain_loop(size, 3, divide_first=False)
+    for got in world_of(size).run(program):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_zero_redundancy_optimizer(world_of):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def program(rank):
+        net = nn.parallel.DistributedDataParallel(model())
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.AdamW, lr=0.01, foreach=False
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            net(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        return [param.detach() for param in net.parameters()]
+
+    expected = plain_loop(3, 3, divide_first=True)
+    for got in world_of(3).run(program):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_mesh_of_replicas_and_shards(world_of):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        net = model()
+        fully_shard(net, mesh=mesh)
+        net(batch(rank, 0)).square().mean().backward()
+        return dist.get_rank(mesh["shards"].get_group()), net[0].weight.grad.full_tensor()
+
+    got = world_of(4).run(program)
+    assert [rank for rank, _ in got] == [0, 1, 0, 1]
+    assert all(torch.equal(grad, got[0][1]) for _, grad in got)
