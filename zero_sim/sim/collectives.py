@@ -91,13 +91,32 @@ def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
         chunked = [
             call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls
         ]
-        totals = [
-            _finish(order.scatter([rows[r] for rows in chunked], _fold(first), destination=r),
-                    first, world_size)
-            for r in range(world_size)
-        ]
-        for call, total in zip(calls, totals, strict=True):
-            _write(call.outputs[i], total)
+        in_place = all(_in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls))
+        late: list[tuple[Tensor, Tensor]] = []
+        for r, call in enumerate(calls):
+            parts = [rows[r] for rows in chunked]
+            total = order.scatter(parts, _fold(first), destination=r)
+            total = _finish(total, first, world_size)
+            if in_place:
+                _write(call.outputs[i], total)
+            else:
+                late.append((call.outputs[i], total))
+        for output, total in late:
+            _write(output, total)
+
+
+def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
+    """Whether `part` is chunk `chunk` of `whole` or lies elsewhere, so that writing chunk by chunk is safe.
+
+    What NCCL allows too; it spares a copy of the whole buffer.
+    """
+    if whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+        return True
+    part_bytes = part.numel() * part.element_size()
+    return (
+        whole.is_contiguous() and part.is_contiguous()
+        and part.data_ptr() == whole.data_ptr() + chunk * part_bytes
+    )
 
 
 def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
@@ -115,10 +134,19 @@ def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
 
 def all_gather(calls: Sequence[Call], order: Order) -> None:
     """Flat forms: every output becomes the ranks' inputs one after another, entry by entry."""
+    world_size = len(calls)
     for i in range(len(calls[0].inputs)):
-        gathered = torch.cat([call.inputs[i].reshape(-1) for call in calls])
-        for call in calls:
-            _write(call.outputs[i], gathered)
+        values = [call.inputs[i].reshape(-1) for call in calls]
+        if not all(_in_place(call.outputs[i], call.inputs[i], r) for r, call in enumerate(calls)):
+            values = [value.clone() for value in values]
+        for s, call in enumerate(calls):
+            if not call.outputs[i].is_contiguous():
+                _write(call.outputs[i], torch.cat(values))
+                continue
+            rows = call.outputs[i].view(world_size, values[0].numel())
+            for r, value in enumerate(values):
+                if r != s or rows[r].data_ptr() != value.data_ptr():
+                    rows[r].copy_(value)
 
 
 def all_gather_list(calls: Sequence[Call], order: Order) -> None:

@@ -159,6 +159,11 @@ class World:
             thread.join(_UNWIND_SECONDS)
         c10d.uninstall()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it can no longer run anything."""
+        return self._closed
+
     def _new_baton(self) -> Baton:
         schedule = build_schedule(self.schedule, seed=self.seed)
         return Baton(
