@@ -1,0 +1,108 @@
+"""What every workload owes, whatever its model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_sim.scenario.spec import DataSpec, RunSpec
+from zero_sim.workloads import build_workload
+
+NAMES = ["mlp", "params", "transformer-260", "digits"]
+SHAPES = ((3, 2), (), (0, 4), (5,))
+
+
+def bits_of(module):
+    """Return all params of a module as one list of tensors."""
+    return [param.detach().clone() for param in module.parameters()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestEveryWorkload:
+    """Claims that hold for each of them."""
+
+    def test_builds_the_same_bits_each_time(self, make_scenario, name):
+        """Two builds, and two workloads of one scenario, agree bit for bit."""
+        scenario = make_scenario(name, shapes=SHAPES)
+        one, two = build_workload(scenario), build_workload(scenario)
+        for left, right, other in zip(
+            bits_of(one.build()), bits_of(one.build()), bits_of(two.build()), strict=True
+        ):
+            assert torch.equal(left, right)
+            assert torch.equal(left, other)
+
+    def test_builds_share_no_memory(self, make_scenario, name):
+        """Spoiling one module leaves the next one whole."""
+        workload = build_workload(make_scenario(name, shapes=SHAPES))
+        before = bits_of(workload.build())
+        with torch.no_grad():
+            for param in workload.build().parameters():
+                param.fill_(7.0)
+        for left, right in zip(before, bits_of(workload.build()), strict=True):
+            assert torch.equal(left, right)
+
+    def test_uses_no_global_random_number(self, make_scenario, name):
+        """Building and drawing leave torch's generator as it was."""
+        before = torch.random.get_rng_state()
+        workload = build_workload(make_scenario(name, shapes=SHAPES))
+        workload.build()
+        workload.batch(step=0, rank=0, micro=0)
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+    def test_batch_is_a_pure_function(self, make_scenario, name):
+        """Same arguments, same bits, whatever was asked between and however it was spoiled."""
+        workload = build_workload(make_scenario(name, shapes=SHAPES))
+        first = workload.batch(step=2, rank=1, micro=0)
+        inputs = first.inputs.clone()
+        first.inputs.fill_(7.0)
+        workload.batch(step=90, rank=0, micro=1)
+        assert torch.equal(workload.batch(step=2, rank=1, micro=0).inputs, inputs)
+
+    def test_ranks_see_distinct_data(self, make_scenario, name):
+        """Rank, step and micro-batch each change the inputs."""
+        workload = build_workload(make_scenario(name, shapes=SHAPES, run=RunSpec(micro_batches=2)))
+        base = workload.batch(step=0, rank=0, micro=0).inputs
+        for step, rank, micro in [(1, 0, 0), (0, 1, 0), (0, 0, 1)]:
+            assert not torch.equal(workload.batch(step=step, rank=rank, micro=micro).inputs, base)
+
+    def test_ranks_see_the_same_data_on_request(self, make_scenario, name):
+        """With `same`, rank 1 is fed what rank 0 is."""
+        workload = build_workload(make_scenario(name, shapes=SHAPES, data=DataSpec(ranks="same")))
+        zero, one = (workload.batch(step=0, rank=rank, micro=0) for rank in (0, 1))
+        assert torch.equal(zero.inputs, one.inputs)
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_every_param_gets_a_gradient_in_its_dtype(self, make_scenario, name, dtype):
+        """The loss is a finite scalar and reaches each param, and a quarter of all elements."""
+        workload = build_workload(make_scenario(name, shapes=SHAPES, dtype=dtype))
+        module = workload.build()
+        loss = workload.loss(module, workload.batch(step=0, rank=0, micro=0))
+        loss.backward()
+        assert loss.shape == ()
+        assert loss.isfinite()
+        grads = [param.grad for param in module.parameters()]
+        assert {grad.dtype for grad in grads} == {
+            torch.bfloat16 if dtype == "bf16" else torch.float32
+        }
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        assert flat.count_nonzero() >= 0.25 * flat.numel()
+
+    def test_gradient_depends_on_the_weights(self, make_scenario, name):
+        """A stale param shows in the gradient."""
+        workload = build_workload(make_scenario(name, shapes=SHAPES))
+        batch = workload.batch(step=0, rank=0, micro=0)
+        flats = []
+        for shift in (0.0, 0.125):
+            module = workload.build()
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.add_(shift)
+            workload.loss(module, batch).backward()
+            flats.append(torch.cat([param.grad.reshape(-1) for param in module.parameters()]))
+        assert not torch.equal(*flats)
+
+    def test_only_the_digits_have_an_accuracy(self, make_scenario, name):
+        """The others have nothing held out."""
+        workload = build_workload(make_scenario(name, shapes=SHAPES))
+        accuracy = workload.accuracy(workload.build())
+        assert (accuracy is not None) == (name == "digits")

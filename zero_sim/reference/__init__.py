@@ -1,0 +1,9 @@
+"""The oracle: one device, plain params, explicit sums; it shares no code with what it judges."""
+
+from __future__ import annotations
+
+from zero_sim.reference.adding import AddOrder, RingSpan
+from zero_sim.reference.oracle import Reference, ReferenceStep
+from zero_sim.reference.replay import NonFinite
+
+__all__ = ["AddOrder", "NonFinite", "Reference", "ReferenceStep", "RingSpan"]

@@ -1,0 +1,9 @@
+"""The models, data and losses that a scenario names; for systems and reference alike."""
+
+from __future__ import annotations
+
+from zero_sim.workloads.draws import seed_of
+from zero_sim.workloads.protocol import Batch, Workload
+from zero_sim.workloads.registry import build_workload
+
+__all__ = ["Batch", "Workload", "build_workload", "seed_of"]

@@ -1,0 +1,78 @@
+"""Every random number of a workload: drawn from a generator of its own, named by what it is for.
+
+Nothing here touches torch's global generator: a simulated rank, a real process and the reference
+draw the same data, in whatever order they ask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from zero_sim.scenario.spec import DtypeName, Scenario
+
+
+def working_dtype(name: DtypeName) -> torch.dtype:
+    """Return the torch dtype that a scenario's dtype name stands for."""
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def data_rank(scenario: Scenario, *, rank: int) -> int:
+    """Return the rank whose data `rank` sees: its own, or 0 where all ranks share their data."""
+    return 0 if scenario.data.ranks == "same" else rank
+
+
+def seed_of(scenario: Scenario, *, step: int, rank: int, micro: int) -> int:
+    """Return the seed for `torch.manual_seed` just before the forward of one micro-batch.
+
+    Where `data.ranks` is `same` all ranks share rank 0's seed as they share its data: their
+    gradients are meant to be equal.
+
+    Args:
+        scenario: The case.
+        step: Optimizer step, from 0.
+        rank: Rank that runs the forward.
+        micro: Micro-batch within the step, from 0.
+    """
+    source = data_rank(scenario, rank=rank)
+    return named_seed(scenario.run.seed, "forward", step, source, micro)
+
+
+def batch_generator(scenario: Scenario, *, step: int, rank: int, micro: int) -> torch.Generator:
+    """Return the generator that the data of one micro-batch is drawn from."""
+    source = data_rank(scenario, rank=rank)
+    return generator_of(named_seed(scenario.run.seed, "data", step, source, micro))
+
+
+def weight_generator(scenario: Scenario) -> torch.Generator:
+    """Return the generator that the initial weights are drawn from, in registration order."""
+    return generator_of(named_seed(scenario.run.seed, "weights"))
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """Return a fresh CPU generator with this seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def named_seed(seed: int, purpose: str, *indices: int) -> int:
+    """Mix a run's seed, a purpose and some indices into one 63-bit seed.
+
+    torch's CPU generator keeps only the low 32 bits of a seed. Packing step, rank and micro-batch
+    into separate bits would lose some of them; a hash spreads all over those bits.
+    """
+    text = f"{purpose}:{seed}:" + ",".join(map(str, indices))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def plant_nan(inputs: Tensor, *, scenario: Scenario, step: int, rank: int, micro: int) -> Tensor:
+    """Put the NaN that the scenario asks for, if any, into the first element of `inputs`, in place.
+
+    The NaN goes to the rank named, also where all ranks otherwise share rank 0's data.
+    """
+    nan = scenario.data.nan
+    if nan is not None and (nan.step, nan.rank, 0) == (step, rank, micro) and inputs.numel():
+        inputs.view(-1)[0] = math.nan
+    return inputs

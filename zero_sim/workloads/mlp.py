@@ -1,0 +1,80 @@
+"""`mlp`: residual MLP blocks on random data, the usual toy of sharded optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.affine import Affine, AffineBits, draw_affine
+from zero_sim.workloads.draws import batch_generator, plant_nan, weight_generator, working_dtype
+from zero_sim.workloads.protocol import Batch
+
+_EXPANSION = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockBits:
+    """The initial weights of one block."""
+
+    up: AffineBits
+    down: AffineBits
+
+
+class ResidualBlock(nn.Module):
+    """`x + down(relu(up(x)))`, the inner layer four times as wide: 8h^2 + 5h params."""
+
+    def __init__(self, bits: BlockBits) -> None:
+        super().__init__()
+        self.up = Affine(bits.up)
+        self.down = Affine(bits.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` (rows, hidden) to the same shape."""
+        return x + self.down(functional.relu(self.up(x)))
+
+
+class MlpWorkload:
+    """Residual blocks that regress random targets from random inputs, all N(0, 1)."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial weights, once.
+
+        Args:
+            scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `data` and `run.seed`.
+        """
+        self._scenario = scenario
+        self._dtype = working_dtype(scenario.model.dtype)
+        hidden, generator = scenario.model.hidden, weight_generator(scenario)
+        inner = _EXPANSION * hidden
+        self._blocks = tuple(
+            BlockBits(
+                up=draw_affine(generator, inputs=hidden, outputs=inner, dtype=self._dtype),
+                down=draw_affine(generator, inputs=inner, outputs=hidden, dtype=self._dtype),
+            )
+            for _ in range(scenario.model.blocks)
+        )
+
+    def build(self) -> nn.Module:
+        """Return the blocks in order; the params start with `0.up.weight`, `0.up.bias`."""
+        return nn.Sequential(*map(ResidualBlock, self._blocks))
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return inputs and targets, both (rows, hidden) in the working dtype."""
+        generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
+        shape = (2, self._scenario.data.rows, self._scenario.model.hidden)
+        inputs, targets = torch.randn(shape, generator=generator).to(self._dtype).unbind()
+        plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)
+        return Batch(inputs=inputs, targets=targets)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean squared error, in fp32."""
+        assert batch.targets is not None
+        return functional.mse_loss(module(batch.inputs).float(), batch.targets.float())
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: random targets have no held-out part."""
+        return None

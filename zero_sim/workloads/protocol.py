@@ -1,0 +1,45 @@
+"""What a workload owes to whoever trains it: a module, batches, a loss, maybe an accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """One micro-batch of one rank.
+
+    The tensors belong to the caller: no other call of `Workload.batch` returns the same storage, so
+    a system that spoils its input cannot spoil the reference's.
+    """
+
+    inputs: Tensor  # ND, first dim rows; `params`: (2, elements), the factors c and d
+    """What the module's forward is called with."""
+    targets: Tensor | None
+    """What the loss compares the output with; None where the loss needs no target."""
+
+
+class Workload(Protocol):
+    """A model, its data and its loss: a pure function of one scenario.
+
+    System and reference share one, so it must hold no state that either of them could change.
+    """
+
+    def build(self) -> nn.Module:
+        """Return a fresh module: always the same initial bits, no global random number used."""
+        ...
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return one micro-batch: a pure function of the arguments and the scenario."""
+        ...
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the scalar loss; touches `module` only by calling it, so any wrapper will do."""
+        ...
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return the accuracy on held-out data, 0 to 1; None where there is no such data."""
+        ...

@@ -1,0 +1,34 @@
+"""From the name of a model in a scenario to the workload that trains it."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.digits import DigitsWorkload
+from zero_sim.workloads.mlp import MlpWorkload
+from zero_sim.workloads.params import ParamsWorkload
+from zero_sim.workloads.protocol import Workload
+from zero_sim.workloads.transformer import TransformerWorkload
+
+
+def build_workload(scenario: Scenario) -> Workload:
+    """Build the workload that the scenario names: its initial weights are drawn here, once.
+
+    Args:
+        scenario: A scenario that passed its rules.
+
+    Raises:
+        EnvironmentProblem: The workload needs an optional package that is not installed.
+    """
+    match scenario.model.name:
+        case "mlp":
+            return MlpWorkload(scenario)
+        case "params":
+            return ParamsWorkload(scenario)
+        case "transformer-260":
+            return TransformerWorkload(scenario)
+        case "digits":
+            return DigitsWorkload(scenario)
+        case unknown:
+            assert_never(unknown)

@@ -1,0 +1,184 @@
+"""`transformer-260`: the 260-parameter transformer of the ZeRO-1 walkthrough.
+
+Convention: activations are rows, weights multiply from the right, `y = x @ W`; `W_q[0, 0]` is
+0.12. One pre-LN block: width 4, 2 heads of 2, no mask, FFN of 16 with ReLU; then a projection to 8
+tokens. There is no embedding: the inputs are vectors, 3 to a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.draws import batch_generator, plant_nan, weight_generator, working_dtype
+from zero_sim.workloads.protocol import Batch
+
+WIDTH, HEADS, INNER, VOCABULARY, TOKENS = 4, 2, 16, 8, 3
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "ln1_weight": (WIDTH,),
+    "ln1_bias": (WIDTH,),
+    "W_q": (WIDTH, WIDTH),
+    "W_k": (WIDTH, WIDTH),
+    "W_v": (WIDTH, WIDTH),
+    "W_o": (WIDTH, WIDTH),
+    "ln2_weight": (WIDTH,),
+    "ln2_bias": (WIDTH,),
+    "W_1": (WIDTH, INNER),
+    "b_1": (INNER,),
+    "W_2": (INNER, WIDTH),
+    "b_2": (WIDTH,),
+    "W_vocab": (WIDTH, VOCABULARY),
+}
+"""Name and shape of each param, in flat order."""
+
+INPUT_ROW_0 = (0.5, -0.3, 0.8, 0.1)
+"""The walkthrough's first input row: mean 0.275, standard deviation 0.4146."""
+
+W_Q = (
+    (0.12, 0.34, -0.21, 0.05),
+    (-0.15, 0.22, 0.11, -0.08),
+    (0.30, -0.10, 0.18, 0.27),
+    (-0.05, 0.14, -0.33, 0.09),
+)
+"""The walkthrough's initial query weight."""
+
+W_Q_GRADS = (
+    (
+        (0.023, -0.011, 0.045, -0.008),
+        (-0.031, 0.019, -0.007, 0.014),
+        (0.012, -0.028, 0.033, -0.005),
+        (-0.016, 0.009, -0.021, 0.038),
+    ),
+    (
+        (0.017, -0.025, 0.031, -0.013),
+        (-0.009, 0.041, -0.018, 0.006),
+        (0.028, -0.014, 0.022, -0.035),
+        (-0.020, 0.016, -0.012, 0.027),
+    ),
+)
+"""The walkthrough's gradients of `W_q` on ranks 0 and 1; given there, not derived from a loss."""
+
+W_Q_GRAD_MEAN = (
+    (0.020, -0.018, 0.038, -0.0105),
+    (-0.020, 0.030, -0.0125, 0.010),
+    (0.020, -0.021, 0.0275, -0.020),
+    (-0.018, 0.0125, -0.0165, 0.0325),
+)
+"""Mean of `W_Q_GRADS` over the two ranks."""
+
+W_Q_AFTER_ADAM = (
+    (0.119, 0.341, -0.211, 0.051),
+    (-0.149, 0.219, 0.111, -0.081),
+    (0.299, -0.099, 0.179, 0.271),
+    (-0.049, 0.139, -0.329, 0.089),
+)
+"""`W_q` after one Adam step (lr 1e-3, betas 0.9 / 0.999, eps 1e-8) on that mean, to 3 decimals."""
+
+
+class Transformer260(nn.Module):
+    """A transformer block and a vocabulary projection, all params direct and in flat order."""
+
+    ln1_weight: nn.Parameter  # 1D (width,)
+    ln1_bias: nn.Parameter  # 1D (width,)
+    W_q: nn.Parameter  # 2D (width, width)
+    W_k: nn.Parameter  # 2D (width, width)
+    W_v: nn.Parameter  # 2D (width, width)
+    W_o: nn.Parameter  # 2D (width, width)
+    ln2_weight: nn.Parameter  # 1D (width,)
+    ln2_bias: nn.Parameter  # 1D (width,)
+    W_1: nn.Parameter  # 2D (width, inner)
+    b_1: nn.Parameter  # 1D (inner,)
+    W_2: nn.Parameter  # 2D (inner, width)
+    b_2: nn.Parameter  # 1D (width,)
+    W_vocab: nn.Parameter  # 2D (width, vocabulary)
+
+    def __init__(self, bits: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, initial in bits.items():
+            self.register_parameter(name, nn.Parameter(initial.clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` (rows, tokens, width) to logits (rows, tokens, vocabulary)."""
+        x = x + self._attend(normalise(x, weight=self.ln1_weight, bias=self.ln1_bias))
+        inner = normalise(x, weight=self.ln2_weight, bias=self.ln2_bias) @ self.W_1 + self.b_1
+        x = x + functional.relu(inner) @ self.W_2 + self.b_2
+        return x @ self.W_vocab
+
+    def _attend(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = (
+            (x @ weight).view(rows, tokens, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for weight in (self.W_q, self.W_k, self.W_v)
+        )
+        scores = q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS)
+        mixed = scores.softmax(dim=-1) @ v
+        return mixed.transpose(1, 2).reshape(rows, tokens, WIDTH) @ self.W_o
+
+
+def normalise(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    """Layer norm over the last dim with torch's eps of 1e-5 and the population's variance."""
+    return functional.layer_norm(x, (WIDTH,), weight, bias)
+
+
+def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
+    """Draw all 260 elements: norms are 1, biases 0, `W_q` as given, the rest random."""
+    generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
+    bits: dict[str, Tensor] = {}
+    for name, shape in SHAPES.items():
+        if name == "W_q":
+            initial = torch.tensor(W_Q)
+        elif name.endswith("_weight"):
+            initial = torch.ones(shape)
+        elif len(shape) == 1:
+            initial = torch.zeros(shape)
+        else:
+            initial = torch.randn(shape, generator=generator) / math.sqrt(shape[0])
+        bits[name] = initial.to(dtype)
+    return bits
+
+
+class TransformerWorkload:
+    """The 260-parameter transformer that guesses random target tokens."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial weights, once.
+
+        Args:
+            scenario: Uses `model.dtype`, `data` (a row is a sequence of 3 tokens) and `run.seed`.
+        """
+        self._scenario = scenario
+        self._dtype = working_dtype(scenario.model.dtype)
+        self._bits = _draw_bits(scenario)
+
+    def build(self) -> nn.Module:
+        """Return a fresh `Transformer260`."""
+        return Transformer260(self._bits)
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return inputs (rows, 3, 4) and target tokens (rows, 3).
+
+        The first token of the first row is the walkthrough's; all else is drawn N(0, 1).
+        """
+        generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
+        rows = self._scenario.data.rows
+        drawn = torch.randn((rows, TOKENS, WIDTH), generator=generator)
+        drawn[0, 0] = torch.tensor(INPUT_ROW_0)
+        inputs = drawn.to(self._dtype)
+        targets = torch.randint(VOCABULARY, (rows, TOKENS), generator=generator)
+        plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)
+        return Batch(inputs=inputs, targets=targets)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy over all tokens, in fp32."""
+        assert batch.targets is not None
+        logits = module(batch.inputs).float()
+        return functional.cross_entropy(logits.view(-1, VOCABULARY), batch.targets.view(-1))
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: random targets have no held-out part."""
+        return None
