@@ -28,11 +28,13 @@ class ModelSpec:
     dtype: DtypeName = "fp32"
     """Dtype of the working params; the optimizer always keeps fp32 masters."""
     hidden: int = 8
-    """`mlp` and `digits`: width of a block; the inner layer of an `mlp` block is four times as wide."""
+    """`mlp` and `digits`: width of a block; the inner layer of an `mlp` block is four times as
+    wide."""
     blocks: int = 2
     """`mlp`: number of residual blocks."""
-    shapes: tuple[tuple[int, ...], ...] = ()
-    """`params`: one shape per param, in registration order; a zero makes an empty param."""
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    """`params`: one shape per param, in registration order; a zero makes an empty param. Other
+    models leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,8 @@ class SystemSpec:
     stage: Literal[0, 1] = 1
     """ZeRO stage: 0 is plain data parallelism, 1 shards the optimizer state."""
     divide: Literal["none", "pre", "post"] = "post"
-    """How the sum over ranks becomes a mean: not at all; each rank divides its gradient by the world
-    size before the sum, in the gradient's dtype; or the sum is divided in fp32 after it."""
+    """How the sum over ranks becomes a mean: not at all; each rank divides its gradient by the
+    world size before the sum, in the gradient's dtype; or the sum is divided in fp32 after it."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None
@@ -115,7 +117,8 @@ class OptimizerSpec:
     momentum: float = 0.0
     """`sgd`: momentum."""
     foreach: bool = False
-    """Whether the system under test steps with torch's foreach kernels; the reference never does."""
+    """Whether the system under test steps with torch's foreach kernels; the reference never
+    does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,9 +142,11 @@ class ExpectSpec:
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     accuracy_min: float | None = None
-    """Held-out accuracy to reach after the last step, 0 to 1; only for models with held-out data."""
+    """Held-out accuracy to reach after the last step, 0 to 1; only for models with held-out
+    data."""
     nonzero_min: float = 0.25
-    """Least fraction of gradient elements that must be nonzero in some step, so that a pass means something."""
+    """Least fraction of gradient elements that must be nonzero in some step, so that a pass means
+    something."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

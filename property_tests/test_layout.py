@@ -1,0 +1,139 @@
+"""Whatever is drawn, a layout gives every element exactly one owner."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
+
+SIZES = st.integers(0, 40) | st.sampled_from([0, 1, 63, 64, 65, 1000])
+SHAPES = st.lists(SIZES, max_size=1).map(tuple) | st.tuples(SIZES, st.integers(0, 3))
+
+
+@st.composite
+def layouts(draw):
+    """Draw params and a policy; a bucket size is often exactly a sum of param sizes."""
+    specs = [
+        ParamSpec(
+            name=f"p{index}",
+            shape=shape,
+            dtype=draw(st.sampled_from(["bf16", "fp32"])),
+            kind=draw(st.sampled_from(["dense", "dense", "expert"])),
+        )
+        for index, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=8)))
+    ]
+    sums = [sum(spec.numel for spec in specs[:stop]) for stop in range(1, len(specs) + 1)]
+    bucket_elems = draw(
+        st.none() | st.integers(1, 200) | st.sampled_from([max(1, total) for total in sums])
+    )
+    policy = LayoutPolicy(
+        shard_count=draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 12, 64])),
+        align_elems=draw(st.sampled_from([1, 2, 3, 8, 128])),
+        bucket_elems=bucket_elems,
+        param_order=draw(st.sampled_from(["registration", "reverse"])),
+    )
+    return specs, policy, plan_buffers(specs, policy=policy)
+
+
+EMPTY = [ParamSpec(name="empty", shape=(0,), dtype="fp32")]
+LONE = LayoutPolicy(shard_count=3, align_elems=2, bucket_elems=1)
+
+
+@given(layouts())
+@example((EMPTY, LONE, plan_buffers(EMPTY, policy=LONE)))
+def test_every_param_is_placed_once_with_its_own_size(layout):
+    """Grouping, ordering and bucketing lose and double nothing."""
+    specs, policy, buffers = layout
+    placed = [param for buffer in buffers for param in buffer.params]
+    assert sorted(p.name for p in placed) == sorted(s.name for s in specs)
+    assert all(p.span.numel == p.spec.numel for p in placed)
+    for buffer in buffers:
+        members = [s for s in specs if (s.kind, s.dtype) == (buffer.key.kind, buffer.key.dtype)]
+        expected = members if policy.param_order == "registration" else members[::-1]
+        assert [p.spec for p in buffer.params] == expected
+
+
+@given(layouts())
+def test_buckets_tile_the_buffer_and_params_tile_their_bucket(layout):
+    """Walking a buffer from 0 meets param after param, then padding, bucket after bucket."""
+    _, _, buffers = layout
+    for buffer in buffers:
+        position = 0
+        for index, bucket in enumerate(buffer.buckets):
+            assert (bucket.index, bucket.span.start) == (index, position)
+            for param in bucket.params:
+                assert (param.bucket, param.span.start) == (index, position)
+                position = param.span.stop
+            assert bucket.padding.start == position
+            position = bucket.padding.stop
+            assert bucket.span.stop == position
+        assert buffer.span.stop == position
+        assert buffer.numel + buffer.padding_elems == position
+
+
+@given(layouts())
+def test_a_bucket_closes_as_soon_as_it_is_full(layout):
+    """All but the last bucket hold bucket_elems; none would without its last non-empty param."""
+    _, policy, buffers = layout
+    for buffer in buffers:
+        if policy.bucket_elems is None:
+            assert len(buffer.buckets) == 1
+            continue
+        for bucket in buffer.buckets:
+            sizes = [param.spec.numel for param in bucket.params if param.spec.numel]
+            assert sum(sizes[:-1]) < policy.bucket_elems
+            if bucket is not buffer.buckets[-1]:
+                assert sum(sizes) >= policy.bucket_elems
+
+
+@given(layouts())
+def test_shards_are_even_aligned_and_tile_their_bucket(layout):
+    """No shard is longer than another, and each starts on an alignment boundary."""
+    _, policy, buffers = layout
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            spans = [bucket.shard_span(shard) for shard in range(policy.shard_count)]
+            assert {span.numel for span in spans} == {bucket.shard_elems}
+            assert all(span.start % policy.align_elems == 0 for span in spans)
+            edges = [bucket.span.start, *(span.stop for span in spans)]
+            assert [span.start for span in spans] == edges[:-1]
+            assert edges[-1] == bucket.span.stop
+            # Padding is never more than it takes to make the shards even and aligned.
+            assert bucket.padding.numel < policy.shard_count * policy.align_elems
+
+
+@given(layouts())
+def test_fragments_own_every_element_once_and_padding_never(layout):
+    """Over all shards, fragments cover the payload without overlap, and agree with owner."""
+    _, policy, buffers = layout
+    for buffer in buffers:
+        owners = [None] * buffer.span.stop
+        for shard in range(policy.shard_count):
+            for fragment in buffer.fragments(shard):
+                for element in range(fragment.in_buffer.start, fragment.in_buffer.stop):
+                    assert owners[element] is None
+                    owners[element] = shard
+        assert owners == [buffer.owner(element) for element in range(buffer.span.stop)]
+        for bucket in buffer.buckets:
+            payload, padding = bucket.payload, bucket.padding
+            assert None not in owners[payload.start : payload.stop]
+            assert set(owners[padding.start : padding.stop]) <= {None}
+
+
+@given(layouts())
+def test_fragments_put_together_are_the_param(layout):
+    """In shard order, the fragments of a param are adjacent and end where the param ends."""
+    _, policy, buffers = layout
+    for buffer in buffers:
+        reached = {param.name: 0 for param in buffer.params}
+        spans = {param.name: param.span for param in buffer.params}
+        for shard in range(policy.shard_count):
+            for fragment in buffer.fragments(shard):
+                shard_span = buffer.shard_span(bucket=fragment.bucket, shard=shard)
+                assert not fragment.in_param.empty
+                assert fragment.in_param.start == reached[fragment.param]
+                assert fragment.in_param.shift(spans[fragment.param].start) == fragment.in_buffer
+                assert fragment.in_shard.shift(shard_span.start) == fragment.in_buffer
+                reached[fragment.param] = fragment.in_param.stop
+        assert reached == {param.name: param.spec.numel for param in buffer.params}

@@ -1,0 +1,51 @@
+"""Integer division with its intent spelled out."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_sim.errors import LayoutError
+from zero_sim.layout import ceil_div, exact_div, round_up
+
+
+class TestCeilDiv:
+    """ceil_div rounds up, without going through a float."""
+
+    @pytest.mark.parametrize(
+        ("value", "divisor", "expected"), [(0, 3, 0), (1, 3, 1), (3, 3, 1), (4, 3, 2)]
+    )
+    def test_rounds_up(self, value, divisor, expected):
+        """The quotient is the least integer that is not below the ratio."""
+        assert ceil_div(value, divisor) == expected
+
+    def test_is_exact_beyond_a_float(self):
+        """Sizes beyond 2^53 elements are not rounded through a float."""
+        assert ceil_div(2**53 + 1, 1) == 2**53 + 1
+
+    @pytest.mark.parametrize(("value", "divisor"), [(-1, 2), (1, 0), (1, -2)])
+    def test_refuses_what_is_no_size(self, value, divisor):
+        """Negative sizes and divisors below 1 are layout errors."""
+        with pytest.raises(LayoutError, match="at least"):
+            ceil_div(value, divisor)
+
+
+class TestRoundUp:
+    """round_up goes to the next multiple."""
+
+    @pytest.mark.parametrize(("value", "expected"), [(0, 0), (1, 4), (4, 4), (5, 8)])
+    def test_goes_to_the_next_multiple(self, value, expected):
+        """A multiple stays; anything else goes up."""
+        assert round_up(value, 4) == expected
+
+
+class TestExactDiv:
+    """exact_div is a division that must come out even."""
+
+    def test_divides(self):
+        """A multiple is divided."""
+        assert exact_div(12, 4) == 3
+
+    def test_names_the_remainder_and_what_to_try(self):
+        """The message holds both operands, the remainder and the next multiple."""
+        with pytest.raises(LayoutError, match=r"multiple of 4 but got 13, which leaves 1.*= 16"):
+            exact_div(13, 4)

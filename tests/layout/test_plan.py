@@ -1,0 +1,111 @@
+"""Shards, fragments and owners of a planned buffer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from zero_sim.errors import LayoutError
+from zero_sim.layout import LayoutPolicy, ParamSpec, Span, plan_buffers
+
+
+def plan_one(*sizes, **policy):
+    """Plan one buffer of 1-D params p0, p1, ... of the given sizes."""
+    params = [ParamSpec(name=f"p{i}", shape=(n,), dtype="fp32") for i, n in enumerate(sizes)]
+    (buffer,) = plan_buffers(params, policy=LayoutPolicy(**policy))
+    return buffer
+
+
+class TestShards:
+    """Every bucket is cut into even shards."""
+
+    def test_are_even_and_adjacent(self):
+        """Three shards of a bucket of 7 elements hold 3 each, the last with padding."""
+        buffer = plan_one(7, shard_count=3)
+        spans = [buffer.shard_span(bucket=0, shard=shard) for shard in range(3)]
+        assert spans == [Span(0, 3), Span(3, 6), Span(6, 9)]
+
+    def test_start_on_alignment_boundaries(self):
+        """With alignment 4, every shard of every bucket starts at a multiple of 4."""
+        buffer = plan_one(5, 9, shard_count=3, align_elems=4, bucket_elems=1)
+        starts = [bucket.shard_span(s).start for bucket in buffer.buckets for s in range(3)]
+        assert starts == [0, 4, 8, 12, 16, 20]
+
+    @pytest.mark.parametrize("shard", [-1, 2])
+    def test_refuse_an_index_that_does_not_exist(self, shard):
+        """A negative shard is an error, not Python's count from the end."""
+        with pytest.raises(LayoutError, match=f"0 to 1 but got shard={shard} in bucket 0"):
+            plan_one(4, shard_count=2).shard_span(bucket=0, shard=shard)
+
+    @pytest.mark.parametrize("bucket", [-1, 1])
+    def test_refuse_a_bucket_that_does_not_exist(self, bucket):
+        """A negative bucket is an error too, and the message names the buffer."""
+        with pytest.raises(LayoutError, match=f"bucket={bucket} in buffer dense/fp32"):
+            plan_one(4, shard_count=2).shard_span(bucket=bucket, shard=0)
+
+
+class TestFragments:
+    """Fragments are the parts of params inside one shard."""
+
+    def test_split_a_param_over_shards(self):
+        """A param that crosses a boundary has a fragment on either side."""
+        buffer = plan_one(3, 5, shard_count=2)
+        (_, left) = buffer.fragments(0)
+        (right,) = buffer.fragments(1)
+        assert (left.in_param, right.in_param) == (Span(0, 1), Span(1, 5))
+        assert (left.in_buffer, right.in_buffer) == (Span(3, 4), Span(4, 8))
+        assert (left.in_shard, right.in_shard) == (Span(3, 4), Span(0, 4))
+
+    def test_reach_over_whole_shards(self):
+        """A param larger than a shard owns a middle shard alone."""
+        (middle,) = plan_one(1, 10, 1, shard_count=3).fragments(1)
+        assert (middle.param, middle.in_param, middle.in_shard) == ("p1", Span(3, 7), Span(0, 4))
+
+    def test_count_from_the_shard_of_their_own_bucket(self):
+        """in_shard starts at 0 in the second bucket as well."""
+        fragments = plan_one(4, 4, shard_count=2, bucket_elems=4).fragments(1)
+        assert [(f.bucket, f.in_shard) for f in fragments] == [(0, Span(0, 2)), (1, Span(0, 2))]
+
+    def test_skip_empty_params(self):
+        """A param without elements has no fragment anywhere, wherever it stands."""
+        buffer = plan_one(0, 2, 0, 0, 2, 0, shard_count=2)
+        assert [[f.param for f in buffer.fragments(s)] for s in range(2)] == [["p1"], ["p4"]]
+
+    def test_can_be_none_because_of_alignment(self):
+        """Padding to aligned shards can fill a whole shard: 9 elements in 3 shards of 8."""
+        assert plan_one(9, shard_count=3, align_elems=8).fragments(2) == ()
+
+    def test_leave_most_of_a_large_world_with_nothing(self):
+        """Seven ranks and two elements: five ranks own nothing."""
+        buffer = plan_one(2, shard_count=7)
+        assert [len(buffer.fragments(s)) for s in range(7)] == [1, 1, 0, 0, 0, 0, 0]
+
+
+class TestOwner:
+    """owner goes from a flat element to the shard that owns it."""
+
+    def test_agrees_with_the_shards(self):
+        """Each element of the payload is owned by the shard whose span holds it."""
+        buffer = plan_one(3, 2, 4, shard_count=2, bucket_elems=5)
+        assert [buffer.owner(e) for e in range(10)] == [0, 0, 0, 1, 1, None, 0, 0, 1, 1]
+
+    @pytest.mark.parametrize("element", [-1, 4])
+    def test_refuses_an_element_outside(self, element):
+        """The message names the buffer's span."""
+        with pytest.raises(LayoutError, match=rf"\[0, 4\) but got {element}"):
+            plan_one(4, shard_count=2).owner(element)
+
+
+class TestScale:
+    """Planning costs by the param, not by the element."""
+
+    def test_plans_seven_billion_params_for_a_thousand_ranks_at_once(self):
+        """300 params of 23M elements: plan and one rank's fragments in well under a second."""
+        start = time.perf_counter()
+        buffer = plan_one(
+            *[23_347_200] * 300, shard_count=1024, align_elems=128, bucket_elems=40_000_000
+        )
+        owned_elems = sum(f.in_buffer.numel for f in buffer.fragments(512))
+        assert time.perf_counter() - start < 0.5
+        assert (buffer.numel, owned_elems) == (7_004_160_000, 150 * 357 * 128)

@@ -1,0 +1,96 @@
+"""From paths to cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_sim.scenario.discover import discover
+
+GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
+
+
+def write(folder: Path, *names: str, text: str = GOOD) -> None:
+    """Scenario files in a folder."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def test_folders_are_searched_to_any_depth_in_order(tmp_path: Path) -> None:
+    """Sorted by path, whatever the file system says."""
+    write(tmp_path, "b.toml", "a/d.toml", "a/c/e.toml")
+    assert [case.id for case in discover([tmp_path]).cases] == ["e", "d", "b"]
+
+
+def test_what_is_no_scenario_is_passed_over(tmp_path: Path) -> None:
+    """Hidden files, other suffixes and a project's own TOML."""
+    write(tmp_path, ".hidden.toml", ".venv/x.toml", "pyproject.toml", "notes.md", "a.toml")
+    found = discover([tmp_path])
+    assert [case.id for case in found.cases] == ["a"]
+    assert found.errors == ()
+
+
+def test_a_file_given_twice_runs_once(tmp_path: Path) -> None:
+    """A folder and a file in it overlap."""
+    write(tmp_path, "a.toml", "b.toml")
+    assert [case.id for case in discover([tmp_path / "b.toml", tmp_path]).cases] == ["b", "a"]
+
+
+def test_bad_files_leave_the_others(tmp_path: Path) -> None:
+    """Each bad file is one error; the good ones are cases."""
+    write(tmp_path, "a.toml", "c.toml")
+    write(tmp_path, "b.toml", text="schema = 9")
+    found = discover([tmp_path, tmp_path / "gone.toml"])
+    assert [case.id for case in found.cases] == ["a", "c"]
+    assert [Path(error.source).name for error in found.errors] == ["b.toml", "gone.toml"]
+
+
+def test_folder_without_scenarios_is_an_error(tmp_path: Path) -> None:
+    """Nothing found must not look like nothing wrong."""
+    (error,) = discover([tmp_path]).errors
+    assert "got one without any *.toml file" in str(error)
+
+
+def test_expression_selects_by_id(tmp_path: Path) -> None:
+    """What it leaves is counted."""
+    write(tmp_path, "a.toml", text=f'{GOOD}[matrix]\n"world.size" = [1, 2, 3]\n')
+    found = discover([tmp_path], expression="size=2")
+    assert [case.id for case in found.cases] == ["a/size=2"]
+    assert found.passed_over_count == 2
+
+
+def test_equal_ids_get_their_folder(tmp_path: Path) -> None:
+    """Ids are unique, and the scenario carries the one that is shown."""
+    write(tmp_path, "x/a.toml", "y/a.toml", "y/b.toml")
+    cases = discover([tmp_path]).cases
+    assert [case.id for case in cases] == ["x/a", "y/a", "b"]
+    assert [case.scenario.name for case in cases] == ["x/a", "y/a", "b"]
+    assert [case.file_id for case in cases] == ["a", "a", "b"]
+
+
+def test_equal_folders_get_their_path(tmp_path: Path) -> None:
+    """One folder name is not always enough."""
+    write(tmp_path, "x/s/a.toml", "y/s/a.toml")
+    ids = [case.id for case in discover([tmp_path]).cases]
+    assert len(set(ids)) == 2
+    assert all(case_id.endswith("s/a") for case_id in ids)
+
+
+@pytest.mark.parametrize("folder", ["smoke", "edge", "real"])
+def test_shipped_scenarios_load(folder: str) -> None:
+    """Every file of the repository, with a comment first that says what it shows."""
+    root = Path(__file__).parents[2] / "scenarios" / folder
+    found = discover([root])
+    assert found.errors == ()
+    assert found.cases
+    for path in {case.source for case in found.cases}:
+        assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_shipped_ids_are_unique() -> None:
+    """No two shipped cases share an id, so none is renamed by what else is run."""
+    cases = discover([Path(__file__).parents[2] / "scenarios"]).cases
+    assert all(case.id == case.file_id for case in cases)

@@ -1,0 +1,178 @@
+"""The matrix: which cases a file makes, and what they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_sim.errors import ScenarioError
+from zero_sim.scenario import Scenario
+from zero_sim.scenario.load import parse_cases
+
+HEAD = 'schema = 1\n[model]\nname = "mlp"\n[matrix]\n'
+
+
+def cases(matrix: str, head: str = HEAD) -> tuple[Scenario, ...]:
+    """Cases of a file with this matrix."""
+    return parse_cases(head + matrix, source="toy.toml", stem="toy")
+
+
+def lines_of(matrix: str) -> list[str]:
+    """Problems of a file with this matrix."""
+    with pytest.raises(ScenarioError) as caught:
+        cases(matrix)
+    return [str(problem) for problem in caught.value.problems]
+
+
+class TestIds:
+    """Ids that people type and CI compares: they must not move."""
+
+    def test_product_in_the_order_of_the_file(self) -> None:
+        """The last key varies fastest."""
+        found = cases('"world.size" = [2, 3]\n"model.dtype" = ["bf16", "fp32"]\n')
+        assert [scenario.name for scenario in found] == [
+            "toy/size=2,dtype=bf16",
+            "toy/size=2,dtype=fp32",
+            "toy/size=3,dtype=bf16",
+            "toy/size=3,dtype=fp32",
+        ]
+
+    def test_values_reach_the_scenario(self) -> None:
+        """What the id says is what runs."""
+        assert [scenario.world.size for scenario in cases('"world.size" = [1, 5]\n')] == [1, 5]
+
+    def test_colliding_names_are_written_out(self) -> None:
+        """`name` and `name` would not tell which."""
+        found = cases('"model.name" = ["mlp"]\n"optimizer.name" = ["sgd"]\n"run.seed" = [1]\n')
+        assert found[0].name == "toy/model.name=mlp,optimizer.name=sgd,seed=1"
+
+    @pytest.mark.parametrize(
+        ("line", "label"),
+        [
+            ('"optimizer.lr" = [1e-3]', "lr=0.001"),
+            ('"optimizer.foreach" = [true]', "foreach=true"),
+            ('"optimizer.betas" = [[0.9, 0.99]]', "betas=0.9x0.99"),
+            ('"model.hidden" = [16]', "hidden=16"),
+            ('optimizer = [{ name = "sgd", momentum = 0.9 }]', "optimizer=name:sgd+momentum:0.9"),
+        ],
+    )
+    def test_values_as_an_id_shows_them(self, line: str, label: str) -> None:
+        """Every kind of value, without blanks or quotes."""
+        assert cases(line)[0].name == f"toy/{label}"
+
+    def test_shapes(self) -> None:
+        """Dims joined by x, params by +."""
+        head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
+        found = cases('"model.shapes" = [[[1], [2, 3]], [[]], []]', head)
+        assert [scenario.name for scenario in found] == [
+            "toy/shapes=1+2x3",
+            "toy/shapes=scalar",
+            "toy/shapes=",
+        ]
+
+    def test_long_values_are_called_by_their_place(self) -> None:
+        """An id stays an id."""
+        head = 'schema = 1\n[model]\nname = "params"\n[matrix]\n'
+        shapes = [[index] for index in range(100, 130)]
+        assert cases(f'"model.shapes" = [[[1]], {shapes}]', head)[1].name == "toy/shapes=#1"
+
+    def test_unquoted_keys_mean_the_same(self) -> None:
+        """TOML reads them as nested tables; the user means a path."""
+        assert cases("world.size = [1, 2]") == cases('"world.size" = [1, 2]')
+
+
+class TestTables:
+    """A table as a value."""
+
+    def test_is_laid_over_the_file_s_table(self) -> None:
+        """What the file says and the value does not, stays."""
+        head = 'schema = 1\n[model]\nname = "mlp"\n[optimizer]\nlr = 0.5\n[matrix]\n'
+        adamw, sgd = cases('optimizer = [{}, { name = "sgd", momentum = 0.9 }]', head)
+        assert (adamw.optimizer.name, adamw.optimizer.lr) == ("adamw", 0.5)
+        assert (sgd.optimizer.name, sgd.optimizer.lr) == ("sgd", 0.5)
+
+    def test_makes_a_table_that_the_file_lacks(self) -> None:
+        """`data.nan` need not exist before."""
+        (found,) = cases('"data.nan" = [{ step = 1, rank = 0 }]')
+        assert found.data.nan is not None
+        assert found.data.nan.step == 1
+
+
+class TestProblems:
+    """Mistakes in the matrix and in what it makes."""
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            (
+                '"world.sise" = [1]',
+                "matrix.world.sise: unknown field. Did you mean `world.size`?",
+            ),
+            ("size = [1]", "matrix.size: unknown field. Did you mean `world.size`?"),
+            (
+                '"world.size" = 3',
+                "matrix.world.size: expected a list of values, got 3 (integer). "
+                "Write [3] for one value.",
+            ),
+            (
+                '"world.size" = []',
+                "matrix.world.size: expected at least one value, got an empty list. "
+                "Remove the line, or list the values to try.",
+            ),
+            (
+                '"world.size" = [2, 3, 2]',
+                "matrix.world.size: expected different values, got 2 2 times. "
+                "Remove the repetition; case ids must differ.",
+            ),
+            (
+                "name = ['a', 'b']",
+                "matrix.name: `name` is the same for all cases of a file. "
+                "Remove it from the matrix.",
+            ),
+            (
+                '"run.seed" = [1]\nrun = [{ steps = 2 }]',
+                "matrix.run.seed: `run` varies as a whole already. Vary either `run` or `run.seed`.",
+            ),
+            (
+                '"run.seed" = [' + ", ".join(map(str, range(10_001))) + "]",
+                "matrix: expected at most 10,000 cases, got 10,001. Split the file or drop values.",
+            ),
+        ],
+    )
+    def test_text_of_a_mistake(self, line: str, said: str) -> None:
+        """Word for word, and nothing else with it."""
+        assert lines_of(line) == [said]
+
+    def test_matrix_that_is_no_table(self) -> None:
+        """The key is there, the table is not."""
+        with pytest.raises(ScenarioError, match="matrix: expected a table of lists, got 3"):
+            parse_cases('schema = 1\nmatrix = 3\nmodel = { name = "mlp" }', source="", stem="a")
+
+    def test_mistake_of_some_cases_names_them(self) -> None:
+        """A value out of range is laid to its case."""
+        assert lines_of('"world.size" = [0, 2]') == [
+            "world.size: expected an integer at least 1 and at most 4096, got 0 (integer) "
+            "(in case toy/size=0). Try 1."
+        ]
+
+    def test_mistake_of_many_cases_names_a_few(self) -> None:
+        """One problem, three names and a count."""
+        (line,) = lines_of('"world.size" = [0, 2]\n"run.seed" = [1, 2, 3, 4, 5]')
+        assert (
+            "(in cases toy/size=0,seed=1, toy/size=0,seed=2, toy/size=0,seed=3 and 2 more)" in line
+        )
+
+    def test_mistake_of_all_cases_is_the_file_s(self) -> None:
+        """What the matrix has no part in is said once, without it."""
+        head = 'schema = 1\n[model]\nname = "mlp"\n[run]\nsteps = 0\n[matrix]\n'
+        with pytest.raises(ScenarioError) as caught:
+            cases('"world.size" = [1, 2]', head)
+        assert [str(problem) for problem in caught.value.problems] == [
+            "run.steps: expected an integer at least 1, got 0 (integer). Try 1."
+        ]
+
+    def test_wrong_axis_does_not_hide_the_rest(self) -> None:
+        """The other axes are still expanded and checked."""
+        paths = [
+            line.split(":")[0] for line in lines_of('"world.sise" = [1]\n"run.steps" = [0, 1]')
+        ]
+        assert paths == ["matrix.world.sise", "run.steps"]

@@ -1,0 +1,123 @@
+"""Rules over the values of a scenario."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from zero_sim.errors import ScenarioError
+from zero_sim.scenario import (
+    DataSpec,
+    ExpectSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.scenario.fields import field_paths, type_at
+from zero_sim.scenario.rules import BOUNDS, RULES, check_scenario, require_valid
+
+MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
+PARAMS = Scenario(schema=1, model=ModelSpec(name="params", shapes=((3,),)))
+DIGITS = Scenario(schema=1, model=ModelSpec(name="digits"))
+
+
+def paths_of(scenario: Scenario) -> list[str]:
+    """Paths of all problems."""
+    return [problem.path for problem in check_scenario(scenario)]
+
+
+@pytest.mark.parametrize(
+    ("path", "changed"),
+    [
+        ("model.hidden", {"model": ModelSpec(name="mlp", hidden=0)}),
+        ("model.blocks", {"model": ModelSpec(name="mlp", blocks=0)}),
+        ("data.rows", {"data": DataSpec(rows=0)}),
+        ("world.size", {"world": WorldSpec(size=0)}),
+        ("world.size", {"world": WorldSpec(size=4097)}),
+        ("system.bucket_elems", {"system": SystemSpec(bucket_elems=0)}),
+        ("system.align_elems", {"system": SystemSpec(align_elems=0)}),
+        ("optimizer.lr", {"optimizer": OptimizerSpec(lr=0.0)}),
+        ("optimizer.lr", {"optimizer": OptimizerSpec(lr=float("nan"))}),
+        ("optimizer.lr", {"optimizer": OptimizerSpec(lr=float("inf"))}),
+        ("optimizer.betas[1]", {"optimizer": OptimizerSpec(betas=(0.9, 1.0))}),
+        ("optimizer.betas[0]", {"optimizer": OptimizerSpec(betas=(-0.1, 0.9))}),
+        ("optimizer.eps", {"optimizer": OptimizerSpec(eps=-1e-8)}),
+        ("optimizer.weight_decay", {"optimizer": OptimizerSpec(weight_decay=-0.1)}),
+        ("optimizer.momentum", {"optimizer": OptimizerSpec(momentum=0.9)}),
+        ("run.steps", {"run": RunSpec(steps=0)}),
+        ("run.micro_batches", {"run": RunSpec(micro_batches=0)}),
+        ("run.seed", {"run": RunSpec(seed=-1)}),
+        ("expect.nonzero_min", {"expect": ExpectSpec(nonzero_min=1.5)}),
+        ("expect.accuracy_min", {"expect": ExpectSpec(accuracy_min=0.5)}),
+        ("model.shapes", {"model": ModelSpec(name="mlp", shapes=((1,),))}),
+        ("model.shapes", {"model": ModelSpec(name="params")}),
+        ("model.shapes[0][1]", {"model": ModelSpec(name="params", shapes=((2, -1),))}),
+        ("model.shapes", {"model": ModelSpec(name="params", shapes=((2**20, 2**20),))}),
+        ("data.nan.step", {"data": DataSpec(nan=NanSpec(step=3, rank=0))}),
+        ("data.nan.rank", {"data": DataSpec(nan=NanSpec(step=0, rank=2))}),
+        ("data.nan.rank", {"data": DataSpec(nan=NanSpec(step=0, rank=-1))}),
+    ],
+)
+def test_one_broken_rule_is_one_problem(path: str, changed: dict[str, object]) -> None:
+    """Each rule speaks alone and names the field."""
+    assert paths_of(dataclasses.replace(MLP, **changed)) == [path]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        MLP,
+        PARAMS,
+        dataclasses.replace(DIGITS, expect=ExpectSpec(accuracy_min=0.95, nonzero_min=0.0)),
+        dataclasses.replace(MLP, optimizer=OptimizerSpec(name="sgd", momentum=0.9)),
+        dataclasses.replace(MLP, world=WorldSpec(size=4096, order="ring")),
+        dataclasses.replace(MLP, data=DataSpec(nan=NanSpec(step=2, rank=1))),
+        dataclasses.replace(PARAMS, model=ModelSpec(name="params", shapes=())),
+        dataclasses.replace(PARAMS, model=ModelSpec(name="params", shapes=((0,), ()))),
+    ],
+)
+def test_edges_of_what_is_allowed(scenario: Scenario) -> None:
+    """The last allowed value of each rule passes."""
+    assert check_scenario(scenario) == []
+
+
+def test_several_broken_rules_come_together() -> None:
+    """No rule hides another."""
+    scenario = dataclasses.replace(MLP, world=WorldSpec(size=0), run=RunSpec(steps=-1, seed=-1))
+    assert paths_of(scenario) == ["world.size", "run.steps", "run.seed"]
+
+
+def test_nan_beyond_the_world_says_both_numbers() -> None:
+    """The message holds the limit and where it comes from."""
+    (problem,) = check_scenario(
+        dataclasses.replace(MLP, data=DataSpec(nan=NanSpec(step=0, rank=5)))
+    )
+    assert str(problem) == (
+        "data.nan.rank: expected an integer at least 0 and less than world.size = 2, "
+        "got 5 (integer). Try 1; ranks count from 0."
+    )
+
+
+def test_rules_read_fields_that_exist() -> None:
+    """A field renamed in the records is renamed here."""
+    paths = {bound.path for bound in BOUNDS} | {path for rule in RULES for path in rule.reads}
+    assert paths <= set(field_paths())
+    assert all(type_at(path.split(".")) is not None for path in paths)
+
+
+def test_known_mistakes_silence_the_rules_that_read_them() -> None:
+    """A field of the wrong type has no value to judge."""
+    scenario = dataclasses.replace(MLP, world=WorldSpec(size=0))
+    assert check_scenario(scenario, known_bad={"world"}) == []
+
+
+def test_scenarios_built_in_code_are_held_to_the_same_rules() -> None:
+    """`require_valid` raises what a file would have."""
+    with pytest.raises(ScenarioError, match=r"world\.size: expected an integer at least 1"):
+        require_valid(dataclasses.replace(MLP, world=WorldSpec(size=0)))
+    require_valid(MLP)

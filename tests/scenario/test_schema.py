@@ -1,0 +1,72 @@
+"""The JSON Schema that `zero-sim schema` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from zero_sim.scenario.fields import field_paths
+from zero_sim.scenario.schema import DIALECT, scenario_schema
+
+SCHEMA = scenario_schema()
+
+
+def node(path: str) -> dict[str, object]:
+    """The schema of one field."""
+    here: dict = SCHEMA
+    for name in path.split("."):
+        here = here["properties"][name]
+        if "$ref" in here:
+            here = SCHEMA["$defs"][here["$ref"].rpartition("/")[2]]
+    return here
+
+
+def objects(value: object) -> Iterator[dict]:
+    """All objects within."""
+    if isinstance(value, dict):
+        yield value
+        for item in value.values():
+            yield from objects(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from objects(item)
+
+
+def test_is_json_and_names_its_dialect() -> None:
+    """Serialisable as it is."""
+    assert json.loads(json.dumps(SCHEMA))["$schema"] == DIALECT
+
+
+@pytest.mark.parametrize("path", field_paths())
+def test_every_field_is_described(path: str) -> None:
+    """With the string under the field in the records."""
+    assert node(path)["description"]
+
+
+def test_unknown_fields_are_refused_everywhere() -> None:
+    """An editor underlines what loading would refuse."""
+    tables = [node for node in objects(SCHEMA) if "properties" in node and "title" in node]
+    assert len(tables) >= 9
+    assert all(table["additionalProperties"] is False for table in tables)
+
+
+def test_null_is_no_choice() -> None:
+    """TOML has none."""
+    assert '"null"' not in json.dumps(SCHEMA)
+
+
+def test_ranges_are_those_of_the_rules() -> None:
+    """One table says both."""
+    assert (node("world.size")["minimum"], node("world.size")["maximum"]) == (1, 4096)
+    assert node("optimizer.lr")["exclusiveMinimum"] == 0
+    assert [item["exclusiveMaximum"] for item in node("optimizer.betas")["prefixItems"]] == [1, 1]
+
+
+def test_matrix_lists_every_path_that_may_vary() -> None:
+    """For completion in editors; a value is a list of what the field takes."""
+    matrix = SCHEMA["properties"]["matrix"]
+    assert set(matrix["properties"]) == set(field_paths()) - {"schema", "name"}
+    sizes = matrix["properties"]["world.size"]
+    assert (sizes["type"], sizes["minItems"], sizes["items"]["type"]) == ("array", 1, "integer")

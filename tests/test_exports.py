@@ -1,0 +1,70 @@
+"""The public names, and how little it costs to import them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import zero_sim
+
+SLOW = ("torch", "pydantic", "numpy", "hypothesis", "rich", "sklearn")
+
+
+def loaded_after(code: str) -> set[str]:
+    """Which of the slow packages a fresh interpreter has after running some code."""
+    script = f"{code}\nimport sys\nprint([name for name in {SLOW!r} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(re.findall(r"\w+", done.stdout.splitlines()[-1]))
+
+
+def test_all_is_sorted_and_short() -> None:
+    """Names that users import, in order."""
+    assert zero_sim.__all__ == sorted(zero_sim.__all__)
+    assert len(zero_sim.__all__) <= 30
+
+
+def test_version() -> None:
+    """Three numbers."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", zero_sim.__version__)
+
+
+@pytest.mark.parametrize("name", zero_sim.__all__)
+def test_every_name_resolves_and_is_documented(name: str) -> None:
+    """Lazy, yet there."""
+    assert getattr(zero_sim, name).__doc__
+    assert name in dir(zero_sim)
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    """As for any module."""
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = zero_sim.nothing
+
+
+@pytest.mark.parametrize(
+    ("code", "may_load"),
+    [
+        ("import zero_sim", set()),
+        ("import zero_sim.cli", set()),
+        ("from zero_sim import Scenario, errors", set()),
+        ("from zero_sim import load_scenario", {"pydantic"}),
+        (
+            "from click.testing import CliRunner\nfrom zero_sim.cli import main\n"
+            "assert CliRunner().invoke(main, ['--help']).exit_code == 0",
+            set(),
+        ),
+        (
+            "from click.testing import CliRunner\nfrom zero_sim.cli import main\n"
+            "assert CliRunner().invoke(main, ['schema']).exit_code == 0",
+            {"pydantic"},
+        ),
+    ],
+)
+def test_imports_stay_light(code: str, may_load: set[str]) -> None:
+    """`--help`, completion and collection answer at once because torch is not loaded."""
+    assert loaded_after(code) <= may_load

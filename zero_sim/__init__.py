@@ -1,0 +1,40 @@
+"""Prove sharded data-parallel training right, bit for bit, on a simulated cluster in one process.
+
+Importing this package imports neither torch nor anything else that is slow; each name below is
+loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero_sim import errors
+    from zero_sim.scenario.load import load_scenario
+    from zero_sim.scenario.spec import Scenario
+    from zero_sim.sim import World
+    from zero_sim.verify.runner import run_case
+
+__version__ = "0.1.0"
+
+__all__ = ["Scenario", "World", "errors", "load_scenario", "run_case"]
+
+_HOMES = {
+    "Scenario": "zero_sim.scenario.spec",
+    "World": "zero_sim.sim",
+    "load_scenario": "zero_sim.scenario.load",
+    "run_case": "zero_sim.verify.runner",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return importlib.import_module("zero_sim.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

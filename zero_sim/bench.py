@@ -1,0 +1,182 @@
+"""What zero_sim costs, as medians and as ratios taken in one run.
+
+Machines are noisy: a ratio compares two things that were timed in turns; an absolute figure tells
+only about the machine it was taken on.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.launch import WorldPool
+from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, Scenario, WorldSpec
+from zero_sim.sim import World
+from zero_sim.targets import find_target
+from zero_sim.verify import run_case
+from zero_sim.workloads import Workload, build_workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One figure and the goal it is held against."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float
+    ok: bool
+    """Whether the value is at most the goal."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return asdict(self)
+
+
+def _measured(name: str, value: float, unit: str, *, goal: float) -> Measurement:
+    return Measurement(name=name, value=round(value, 4), unit=unit, goal=goal, ok=value <= goal)
+
+
+def run_benchmarks() -> Iterator[Measurement]:
+    """Take every measurement, one after another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield _measured("warm all_reduce, 4 ranks", _warm_all_reduce(4, 200) * 1e3, "ms", goal=1.0)
+        yield _measured("warm all_reduce, 1024 ranks", _warm_all_reduce(1024, 5), "s", goal=1.0)
+        yield _measured("case: 4 ranks, 3 steps, hidden 8", _small_case() * 1e3, "ms", goal=20.0)
+        for hidden, goal in ((256, 1.2), (8, 2.0)):
+            ratio = _overhead(hidden)
+            yield _measured(f"ranks over plain loop, hidden {hidden}", ratio, "x", goal=goal)
+        yield _measured("peak memory over what 4 ranks hold", _memory_ratio(), "x", goal=1.1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _median_seconds(work: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _all_reduce_program(rank: int) -> float:
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def _warm_all_reduce(world_size: int, repeats: int) -> float:
+    with World(world_size) as world:
+        world.run(_all_reduce_program)
+        return _median_seconds(lambda: world.run(_all_reduce_program), repeats)
+
+
+def _mlp(hidden: int, *, size: int = 4, steps: int = 3, rows: int = 4) -> Scenario:
+    from zero_sim.scenario.spec import DataSpec
+
+    return Scenario(
+        schema=1, name="bench", model=ModelSpec(name="mlp", hidden=hidden, blocks=2),
+        data=DataSpec(rows=rows), world=WorldSpec(size=size), optimizer=OptimizerSpec(name="adamw"),
+        run=RunSpec(steps=steps),
+    )
+
+
+def _small_case() -> float:
+    scenario = _mlp(8)
+    with WorldPool() as pool:
+        run_case(scenario, pool=pool)
+        return _median_seconds(lambda: run_case(scenario, pool=pool), 40)
+
+
+def _overhead(hidden: int) -> float:
+    """Training on simulated ranks, over the same work done rank after rank in a plain loop."""
+    scenario = _mlp(hidden, steps=20 if hidden < 64 else 5, rows=16)
+    workload = build_workload(scenario)
+    for rank in range(scenario.world.size):
+        for step in range(scenario.run.steps):
+            workload.batch(step=step, rank=rank, micro=0)
+    with World(scenario.world.size) as world:
+        simulated, plain = [], []
+        for _ in range(9):
+            simulated.append(_simulated_seconds(world, scenario, workload))
+            plain.append(_plain_seconds(scenario, workload))
+    return statistics.median(a / b for a, b in zip(simulated, plain, strict=True))
+
+
+def _simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> float:
+    target = find_target("zero_sim")
+    engines: dict[int, object] = {}
+    times: list[float] = []
+
+    def program(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        engine = target.build(workload.build(), scenario=scenario, group=dist.group.WORLD)
+        engines[rank] = engine
+        dist.barrier()
+        times.append(time.perf_counter())
+        for step in range(scenario.run.steps):
+            engine.zero_grad()
+            loss = workload.loss(engine.module, workload.batch(step=step, rank=rank, micro=0))
+            engine.backward(loss, last_micro=True)
+            engine.step()
+        times.append(time.perf_counter())
+
+    world.run(program)
+    return max(times) - min(times)
+
+
+def _plain_seconds(scenario: Scenario, workload: Workload) -> float:
+    """Forward, backward and a rank's share of the optimizer, once a rank, without communication."""
+    size = scenario.world.size
+    modules = [workload.build() for _ in range(size)]
+    numel = sum(param.numel() for param in modules[0].parameters())
+    masters = [torch.zeros(-(-numel // size), requires_grad=True) for _ in range(size)]
+    optimizers = [torch.optim.AdamW([master], foreach=False) for master in masters]
+    started = time.perf_counter()
+    for step in range(scenario.run.steps):
+        for rank, module in enumerate(modules):
+            module.zero_grad()
+            workload.loss(module, workload.batch(step=step, rank=rank, micro=0)).backward()
+            masters[rank].grad = torch.zeros_like(masters[rank])
+            optimizers[rank].step()
+    return time.perf_counter() - started
+
+
+def _memory_ratio() -> float:
+    """Peak growth of a fresh process that trains 4 ranks, over the tensors that they keep."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from zero_sim.bench import print_memory; print_memory()"],
+        check=True, capture_output=True, text=True,
+    )
+    return float(done.stdout)
+
+
+def print_memory() -> None:
+    """Body of the process that `_memory_ratio` starts."""
+    torch.set_num_threads(1)
+    warm = _mlp(8)
+    with WorldPool() as pool:
+        run_case(warm, pool=pool)
+    scenario = _mlp(1024, steps=2, rows=2)
+    workload = build_workload(scenario)
+    module = workload.build()
+    numel = sum(param.numel() for param in module.parameters())
+    size = scenario.world.size
+    held_bytes = size * 8 * numel + 12 * numel  # fp32 params and grads; masters and moments sharded
+    del module
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with World(size) as world:
+        _simulated_seconds(world, scenario, workload)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sys.stdout.write(f"{(peak - before) * 1024 / held_bytes}\n")

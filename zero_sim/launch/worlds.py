@@ -1,0 +1,50 @@
+"""Simulated worlds kept open from case to case, so that set-up does not dominate a small case."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import World
+
+WORLDS_OPEN_MAX = 8
+
+
+class WorldPool:
+    """Open worlds by size; the least recently used one is closed when there are too many."""
+
+    def __init__(self, *, worlds_open_max: int = WORLDS_OPEN_MAX) -> None:
+        self._worlds_open_max = worlds_open_max
+        self._worlds: dict[int, World] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def world_for(self, scenario: Scenario) -> World:
+        """A world of the scenario's size, set to its order, schedule and seed.
+
+        Args:
+            scenario: The case that will run on it; only one case may at a time.
+        """
+        size = scenario.world.size
+        world = self._worlds.pop(size, None)
+        if world is not None and world.closed:
+            world = None
+        if world is None:
+            world = World(size)
+            while len(self._worlds) >= self._worlds_open_max:
+                self._worlds.pop(next(iter(self._worlds))).close()
+        self._worlds[size] = world
+        world.configure(
+            order=scenario.world.order, schedule=scenario.world.schedule, seed=scenario.run.seed
+        )
+        return world
+
+    def close(self) -> None:
+        """Close every world."""
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()

@@ -1,0 +1,218 @@
+"""Results as plain text for a terminal or a CI log: pure functions from records to strings.
+
+Plain ASCII on purpose, so that no locale and no log viewer can break a report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from zero_sim.errors import ScenarioError
+    from zero_sim.verify.records import CaseResult, Finding
+
+MARKS = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "error": "ERROR"}
+"""First word of a case's line, by verdict."""
+
+FINDINGS_SHOWN = 5
+"""Findings printed in full for one case; the first one is nearly always the cause."""
+DETAIL_LINES_MAX = 60
+
+_ID_WIDTH_MAX = 60
+
+
+class Measurement(Protocol):
+    """One row of the benchmark table."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def goal(self) -> float | None: ...
+    @property
+    def ok(self) -> bool | None: ...
+
+
+class Fact(Protocol):
+    """One row of the doctor's table."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> str: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def note(self) -> str: ...
+
+
+def id_width(ids: Iterable[str]) -> int:
+    """Width of the column that holds these case ids, in characters."""
+    return min(max((len(case_id) for case_id in ids), default=0), _ID_WIDTH_MAX)
+
+
+def render_case_line(result: CaseResult, *, width: int = 0) -> str:
+    """The one line of a case: mark, id, time and how much was looked at.
+
+    Args:
+        result: The result.
+        width: Characters for the id column.
+    """
+    if result.verdict == "error":
+        outcome = (result.error.splitlines() or ["not judged"])[0]
+    else:
+        outcome = f"{_count(result.compared_elems, 'element')} compared"
+        if result.collectives:
+            outcome += f", {_count(result.collectives, 'collective')}"
+    return f"{MARKS[result.verdict]:<5} {result.id:<{width}}  {result.seconds:>8.3f} s  {outcome}"
+
+
+def render_case(result: CaseResult, *, width: int = 0, reproduce: str = "") -> str:
+    """A case's line and, under it, everything there is to say.
+
+    Args:
+        result: The result.
+        width: Characters for the id column.
+        reproduce: Command that runs this case alone; shown unless the case passed.
+    """
+    lines = [render_case_line(result, width=width)]
+    if result.verdict == "error":
+        lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
+    shown = result.findings[:FINDINGS_SHOWN]
+    for finding in shown:
+        lines.extend(f"  {line}" if line else "" for line in render_finding(finding).splitlines())
+    if len(result.findings) > len(shown):
+        left = len(result.findings) - len(shown)
+        lines.append(f"  and {_count(left, 'more finding')}; --json lists them all")
+    lines.extend(f"  note: {note}" for note in result.notes)
+    if reproduce and result.verdict != "pass":
+        lines.append(f"  reproduce: {reproduce}")
+    return "\n".join(lines)
+
+
+def render_finding(finding: Finding) -> str:
+    """The block of one finding; lines for which it has nothing are left out."""
+    lines = [f"{finding.check}: {finding.message}"]
+    place = render_place(finding)
+    if place:
+        lines.append(f"  at        {place}")
+    if finding.expected is not None or finding.expected_value is not None:
+        lines.append(f"  expected  {_number(finding.expected, finding.expected_value)}")
+    if finding.got is not None or finding.got_value is not None:
+        apart = "" if finding.ulp is None else f"   {finding.ulp:,} ulp apart"
+        lines.append(f"  got       {_number(finding.got, finding.got_value)}{apart}")
+    if finding.differ_count is not None:
+        of = "" if finding.compared_count is None else f" of {finding.compared_count:,}"
+        word = "element differs" if finding.differ_count == 1 and not of else "elements differ"
+        lines.append(f"  extent    {finding.differ_count:,}{of} {word}")
+    detail = finding.detail.splitlines()
+    lines.extend(f"    {line}".rstrip() for line in detail[:DETAIL_LINES_MAX])
+    if len(detail) > DETAIL_LINES_MAX:
+        left = _count(len(detail) - DETAIL_LINES_MAX, "more line")
+        lines.append(f"    ... {left}; --json has them all")
+    return "\n".join(lines)
+
+
+def render_place(finding: Finding) -> str:
+    """Where it is: step, phase, rank, param and index, flat offset, bucket, shard."""
+    parts = [
+        f"{word} {value}"
+        for word, value in (
+            ("step", finding.step),
+            ("phase", finding.phase),
+            ("rank", finding.rank),
+        )
+        if value is not None
+    ]
+    if finding.param is not None:
+        index = finding.index
+        if index is None and finding.offset_in_param is not None:
+            index = (finding.offset_in_param,)
+        inside = "" if index is None else f"[{', '.join(map(str, index))}]"
+        parts.append(f"param '{finding.param}'{inside}")
+    if finding.flat_offset is not None:
+        parts.append(f"flat offset {finding.flat_offset}")
+    if finding.bucket is not None:
+        parts.append(f"bucket {finding.bucket}")
+    if finding.shard is not None:
+        span = ""
+        if finding.shard_start is not None and finding.shard_stop is not None:
+            span = f" [{finding.shard_start}, {finding.shard_stop})"
+        parts.append(f"shard {finding.shard}{span}")
+    return ", ".join(parts)
+
+
+def render_problems(errors: Sequence[ScenarioError]) -> str:
+    """Every problem of every file that is no scenario."""
+    return "\n".join(str(error) for error in errors)
+
+
+def render_summary(
+    results: Sequence[CaseResult], *, seconds: float, bad_files: int = 0, left_out: int = 0
+) -> str:
+    """The last line: how many cases, how they went, how long it took.
+
+    Args:
+        results: Results of the cases that ran.
+        seconds: Time of the whole run.
+        bad_files: Files that could not be read as scenarios.
+        left_out: Cases that were selected but never ran, after an interruption.
+    """
+    counts = Counter(result.verdict for result in results)
+    parts = [f"{counts['pass']} passed"]
+    for verdict, word in (("fail", "failed"), ("inconclusive", "inconclusive")):
+        if counts[verdict]:
+            parts.append(f"{counts[verdict]} {word}")
+    if counts["error"]:
+        parts.append(_count(counts["error"], "error"))
+    if left_out:
+        parts.append(f"{left_out} not run")
+    line = f"{_count(len(results) + left_out, 'case')}: {', '.join(parts)} in {seconds:.1f} s"
+    if bad_files:
+        line += f"; {_count(bad_files, 'file')} could not be read"
+    return line
+
+
+def render_facts(facts: Sequence[Fact]) -> str:
+    """The doctor's table."""
+    rows = [("ok" if fact.ok else "NO", fact.name, fact.value, fact.note) for fact in facts]
+    return _columns(rows)
+
+
+def render_measurements(measurements: Sequence[Measurement]) -> str:
+    """The benchmark table."""
+    rows = [
+        (
+            {True: "ok", False: "MISS", None: ""}[row.ok],
+            row.name,
+            f"{row.value:,.4g} {row.unit}".rstrip(),
+            "" if row.goal is None else f"goal {row.goal:,.4g} {row.unit}".rstrip(),
+        )
+        for row in measurements
+    ]
+    return _columns(rows)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _number(bits: str | None, value: str | None) -> str:
+    if bits is None:
+        return value or ""
+    return bits if value is None else f"{bits} ({value})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,169 @@
+"""What the records of `spec` say about themselves: field paths, their types, and both in words.
+
+Everything that talks about a field (messages, matrix paths, the JSON Schema) asks here, so that a
+field added to `spec` needs no second mention anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import types
+import typing
+from collections.abc import Sequence
+from typing import Literal
+
+from zero_sim.scenario.spec import Scenario
+
+Loc = tuple[str | int, ...]
+"""Where a value sits in a parsed file: keys of tables and indices of arrays."""
+
+_WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}
+_LONGEST_SHOWN = 60
+
+
+@functools.cache
+def fields_of(record: type) -> dict[str, object]:
+    """Types of a record's fields, `None` taken off optional ones, in the order of declaration."""
+    hints = typing.get_type_hints(record)
+    return {field.name: _strip_none(hints[field.name]) for field in dataclasses.fields(record)}
+
+
+def is_table(expected: object) -> bool:
+    """Whether a field of this type is written as a TOML table."""
+    return isinstance(expected, type) and dataclasses.is_dataclass(expected)
+
+
+def type_at(loc: Sequence[str | int]) -> object | None:
+    """Type that a scenario has at this place; None where it has no such field."""
+    here: object = Scenario
+    for part in loc:
+        if isinstance(part, int):
+            here = _element(here, part)
+        elif isinstance(here, type) and dataclasses.is_dataclass(here):
+            here = fields_of(here).get(part)
+        else:
+            return None
+        if here is None:
+            return None
+    return here
+
+
+@functools.cache
+def field_paths() -> tuple[str, ...]:
+    """Dotted paths of all fields, tables before the fields within them."""
+    return tuple(_paths(Scenario, ""))
+
+
+def path_of(loc: Sequence[str | int]) -> str:
+    """A place as users read it: `model.shapes[0][1]`."""
+    text = ""
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+@functools.cache
+def default_at(path: str) -> object | None:
+    """Default of a field that is not a table; None where it has none."""
+    names = path.split(".")
+    record = type_at(names[:-1])
+    if not isinstance(record, type) or not dataclasses.is_dataclass(record):
+        return None
+    for field in dataclasses.fields(record):
+        if field.name == names[-1] and field.default is not dataclasses.MISSING:
+            return field.default
+    return None
+
+
+def choices_of(expected: object) -> tuple[object, ...]:
+    """The values that a `Literal` field takes; empty for other fields."""
+    return typing.get_args(expected) if typing.get_origin(expected) is Literal else ()
+
+
+def describe_type(expected: object) -> str:
+    """What a field takes, in words: `an integer`, `an array of 2 numbers`, `a table`."""
+    if isinstance(expected, type) and expected in _WORDS:
+        return _WORDS[expected]
+    choices = choices_of(expected)
+    if choices:
+        shown = ", ".join(show(choice) for choice in choices)
+        return f"one of {shown}" if len(choices) > 1 else shown
+    if typing.get_origin(expected) is tuple:
+        return f"an array of {_elements_in_words(expected)}"
+    return "a table"
+
+
+def describe_value(value: object) -> str:
+    """What came, as it stands in the file and with its TOML type: `'three' (string)`."""
+    return f"{show(value)} ({toml_type(value)})"
+
+
+def show(value: object) -> str:
+    """A value as a reader of the file knows it, cut short where it is long."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(show(item) for item in value) + "]"
+    elif isinstance(value, int) and value.bit_length() > 256:
+        text = f"{'-' if value < 0 else ''}{hex(abs(value))}"
+    elif isinstance(value, datetime.date | datetime.time):
+        text = value.isoformat()
+    else:
+        text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+
+
+def toml_type(value: object) -> str:
+    """TOML's name for the type of a parsed value."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, dict):
+        return "table"
+    if isinstance(value, list):
+        return f"array of {len(value)}"
+    if isinstance(value, datetime.date | datetime.time):
+        return "date or time"
+    return {int: "integer", float: "float", str: "string"}.get(type(value), type(value).__name__)
+
+
+def _strip_none(hint: object) -> object:
+    if isinstance(hint, types.UnionType):
+        (inner,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+        return inner
+    return hint
+
+
+def _element(expected: object, index: int) -> object | None:
+    if typing.get_origin(expected) is not tuple:
+        return None
+    args = typing.get_args(expected)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return args[0]
+    return args[index] if index < len(args) else None
+
+
+def _elements_in_words(expected: object) -> str:
+    args = typing.get_args(expected)
+    if len(args) == 2 and args[1] is Ellipsis:
+        inner = args[0]
+        if typing.get_origin(inner) is tuple:
+            return f"arrays of {_elements_in_words(inner)}"
+        return _PLURALS[inner]
+    return f"{len(args)} {_PLURALS[args[0]]}"
+
+
+def _paths(record: type, prefix: str) -> list[str]:
+    found: list[str] = []
+    for name, expected in fields_of(record).items():
+        found.append(prefix + name)
+        if isinstance(expected, type) and dataclasses.is_dataclass(expected):
+            found.extend(_paths(expected, f"{prefix}{name}."))
+    return found

@@ -1,0 +1,168 @@
+"""From a TOML file to scenarios: read, expand, validate; every problem of the file at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from zero_sim.errors import Problem, ScenarioError, UsageError
+from zero_sim.scenario.decode import decode
+from zero_sim.scenario.matrix import Variant, expand
+from zero_sim.scenario.spec import Scenario
+
+FILE_BYTES_MAX = 2**20
+"""A scenario is written by hand; what is larger was given by mistake."""
+
+_TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+_IDS_SHOWN = 3
+
+
+def load_cases(path: str | Path) -> tuple[Scenario, ...]:
+    """All cases of a scenario file, in the order of its matrix.
+
+    Args:
+        path: A TOML file.
+
+    Returns:
+        At least one scenario, each with its case id as `name`.
+
+    Raises:
+        ScenarioError: with every problem of the file.
+    """
+    path = Path(path)
+    return parse_cases(_read(path), source=str(path), stem=path.stem)
+
+
+def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
+    """One case of a scenario file.
+
+    Args:
+        path: A TOML file.
+        case: Id of the case, needed where the file's matrix makes several.
+
+    Returns:
+        The scenario, with its case id as `name`.
+
+    Raises:
+        ScenarioError: with every problem of the file.
+        UsageError: when the file has no such case, or several and `case` was left out.
+    """
+    scenarios = load_cases(path)
+    if case is None and len(scenarios) == 1:
+        return scenarios[0]
+    for scenario in scenarios:
+        if scenario.name == case:
+            return scenario
+    ids = _some([scenario.name for scenario in scenarios])
+    if case is None:
+        raise UsageError(
+            f"{path}: expected a file of one case, got {len(scenarios)} ({ids}). "
+            "Try case=... with one of them, or load_cases() for all."
+        )
+    raise UsageError(f"{path}: expected the id of one of its cases ({ids}), got case={case!r}.")
+
+
+def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
+    """All cases of a scenario given as TOML text.
+
+    Args:
+        text: The file's content.
+        source: What messages call it.
+        stem: Name of the cases where the text itself gives none.
+
+    Returns:
+        At least one scenario, each with its case id as `name`.
+
+    Raises:
+        ScenarioError: with every problem of the text.
+    """
+    raw = _parse(text, source)
+    variants, problems = expand(raw)
+    name = raw.get("name")
+    base = name if isinstance(name, str) and name else stem
+    scenarios: list[Scenario] = []
+    found: dict[Problem, list[str]] = {}
+    for variant in variants:
+        case_id = _case_id(base, variant)
+        scenario, wrong = decode(variant.raw)
+        if scenario is not None:
+            scenarios.append(dataclasses.replace(scenario, name=case_id))
+        for problem in wrong:
+            found.setdefault(problem, []).append(case_id)
+    problems.extend(
+        problem if len(ids) == len(variants) else _in_cases(problem, ids)
+        for problem, ids in found.items()
+    )
+    if problems:
+        raise ScenarioError(source, problems)
+    return tuple(scenarios)
+
+
+def _case_id(base: str, variant: Variant) -> str:
+    return f"{base}/{variant.label}" if variant.label else base
+
+
+def _in_cases(problem: Problem, ids: Sequence[str]) -> Problem:
+    """A problem that only some cases of a file have, saying which."""
+    word = "case" if len(ids) == 1 else "cases"
+    message = f"{problem.message.removesuffix('.')} (in {word} {_some(ids)})."
+    return dataclasses.replace(problem, message=message)
+
+
+def _some(ids: Sequence[str]) -> str:
+    shown = ", ".join(ids[:_IDS_SHOWN])
+    more = len(ids) - _IDS_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _read(path: Path) -> str:
+    def refuse(message: str, suggestion: str) -> ScenarioError:
+        problem = Problem(path="", message=message, suggestion=suggestion)
+        return ScenarioError(str(path), [problem])
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise refuse("expected a TOML file, got nothing at this path.", "Check the path.") from None
+    except IsADirectoryError:
+        raise refuse("expected a TOML file, got a folder.", "Name a file in it.") from None
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise refuse(
+            f"expected a readable file, got: {reason}.", "Check its permissions."
+        ) from None
+    if len(data) > FILE_BYTES_MAX:
+        raise refuse(f"expected at most {FILE_BYTES_MAX:,} bytes, got more.", "Is it a scenario?")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise refuse(
+            f"expected UTF-8 text, got byte {data[error.start]:#04x} at offset {error.start}.",
+            "Save the file as UTF-8.",
+        ) from None
+
+
+def _parse(text: str, source: str) -> dict[str, object]:
+    try:
+        # TOML wants \n or \r\n; a byte order mark, as some editors write one, is no content.
+        return tomllib.loads(text.removeprefix("\ufeff"))
+    except RecursionError:
+        reason, place = "too many brackets within brackets", None
+    except ValueError as error:
+        place = _TOML_PLACE.search(str(error))
+        reason = _TOML_PLACE.sub("", str(error))
+    line = int(place[1]) if place and place[1] else None
+    lines = text.splitlines()
+    if line is None:
+        where = " at the end of the file" if place else ""
+    else:
+        where = f" at line {line}, column {place[2] if place else ''}"
+    suggestion = "Look for a bracket or quote that was never closed."
+    if line is not None and line <= len(lines) and lines[line - 1].strip():
+        suggestion = f"The line reads: {lines[line - 1].strip()[:80]}"
+    message = f"expected valid TOML, got an error{where}: {reason[:1].lower()}{reason[1:]}."
+    raise ScenarioError(source, [Problem(path="", message=message, suggestion=suggestion)])

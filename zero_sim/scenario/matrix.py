@@ -1,0 +1,179 @@
+"""The `[matrix]` table: one file, many cases, each with an id that does not change between runs.
+
+A key is a field path, its value the list of values that the field takes:
+
+    [matrix]
+    "world.size" = [1, 2, 3]
+    optimizer = [{ name = "adamw" }, { name = "sgd", momentum = 0.9 }]
+
+The cases are the product in the order of the file, the last key varying fastest. A table as a value
+is laid over the table that the file already has. Nothing is drawn and nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_sim.errors import Problem
+from zero_sim.scenario import suggest
+from zero_sim.scenario.fields import describe_value, field_paths, show
+
+CASES_MAX = 10_000
+"""Cases of one file; a matrix beyond this is a slip, and a campaign's job if it is not."""
+
+_FIXED = ("schema", "name")
+"""Fields that belong to the file and so cannot vary within it."""
+_ID_VALUE_MAX = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One case of a file before it is validated."""
+
+    label: str
+    """What the matrix adds to the file's name, `size=3,dtype=bf16`; empty without a matrix."""
+    raw: dict[str, object]
+
+
+def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
+    """All cases of a parsed file.
+
+    Args:
+        raw: What `tomllib` returned, with or without a `matrix`.
+
+    Returns:
+        The variants in order, and what is wrong with the matrix. An axis in error is left out of
+        the product, so that the rest of the file is still checked.
+    """
+    base = {key: value for key, value in raw.items() if key != "matrix"}
+    if "matrix" not in raw:
+        return [Variant(label="", raw=base)], []
+    matrix = raw["matrix"]
+    if not isinstance(matrix, dict):
+        problem = Problem(
+            path="matrix",
+            message=f"expected a table of lists, got {describe_value(matrix)}.",
+            suggestion='Try [matrix] with "world.size" = [1, 2, 3].',
+        )
+        return [Variant(label="", raw=base)], [problem]
+    axes = dict(_axes(matrix, ""))
+    problems = [problem for path, values in axes.items() for problem in _check(path, values)]
+    problems.extend(_overlaps(tuple(axes)))
+    bad = {problem.path.removeprefix("matrix.") for problem in problems}
+    sound = {path: values for path, values in axes.items() if path not in bad}
+    count = math.prod(len(values) for values in sound.values())
+    if count > CASES_MAX:
+        message = f"expected at most {CASES_MAX:,} cases, got {count:,}."
+        problems.append(
+            Problem(path="matrix", message=message, suggestion="Split the file or drop values.")
+        )
+        sound = {path: values[:1] for path, values in sound.items()}
+    return _product(base, sound), problems
+
+
+def _axes(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    # An unquoted key `world.size = [...]` arrives as nested tables; both spellings mean the same.
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _axes(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check(path: str, values: object) -> Iterator[Problem]:
+    where = f"matrix.{path}"
+    if path in _FIXED:
+        yield Problem(
+            path=where,
+            message=f"`{path}` is the same for all cases of a file.",
+            suggestion="Remove it from the matrix.",
+        )
+    elif path not in field_paths():
+        yield Problem(path=where, message="unknown field.", suggestion=suggest.for_path(path))
+    elif not isinstance(values, list):
+        yield Problem(
+            path=where,
+            message=f"expected a list of values, got {describe_value(values)}.",
+            suggestion=f"Write [{show(values)}] for one value.",
+        )
+    elif not values:
+        yield Problem(
+            path=where,
+            message="expected at least one value, got an empty list.",
+            suggestion="Remove the line, or list the values to try.",
+        )
+    else:
+        labels = Counter(_in_id(value, index) for index, value in enumerate(values))
+        yield from (
+            Problem(
+                path=where,
+                message=f"expected different values, got {label} {times} times.",
+                suggestion="Remove the repetition; case ids must differ.",
+            )
+            for label, times in labels.items()
+            if times > 1
+        )
+
+
+def _overlaps(paths: Sequence[str]) -> Iterator[Problem]:
+    for outer, inner in itertools.permutations(paths, 2):
+        if inner.startswith(f"{outer}."):
+            yield Problem(
+                path=f"matrix.{inner}",
+                message=f"`{outer}` varies as a whole already.",
+                suggestion=f"Vary either `{outer}` or `{inner}`.",
+            )
+
+
+def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Variant]:
+    names = _short_names(tuple(axes))
+    variants: list[Variant] = []
+    for picks in itertools.product(*(enumerate(values) for values in axes.values())):
+        raw = copy.deepcopy(dict(base))
+        parts: list[str] = []
+        for path, (index, value) in zip(axes, picks, strict=True):
+            _assign(raw, path, value)
+            parts.append(f"{names[path]}={_in_id(value, index)}")
+        variants.append(Variant(label=",".join(parts), raw=raw))
+    return variants
+
+
+def _short_names(paths: Sequence[str]) -> dict[str, str]:
+    lasts = Counter(path.rpartition(".")[2] for path in paths)
+    return {path: last if lasts[last := path.rpartition(".")[2]] == 1 else path for path in paths}
+
+
+def _assign(raw: dict[str, object], path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    table = raw
+    for name in parents:
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            return  # Not a table at all, which validation reports.
+        table = inner
+    before = table.get(last)
+    value = copy.deepcopy(value)
+    table[last] = (
+        {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    )
+
+
+def _in_id(value: object, index: int) -> str:
+    """A value as an id shows it; one too long for an id is called by its place, `#0`."""
+    text = _compact(value)
+    return text if len(text) <= _ID_VALUE_MAX else f"#{index}"
+
+
+def _compact(value: object) -> str:
+    if isinstance(value, dict):
+        return "+".join(f"{key}:{_compact(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        if any(isinstance(item, list) for item in value):
+            return "+".join(_compact(item) or "scalar" for item in value)
+        return "x".join(_compact(item) for item in value)
+    return value if isinstance(value, str) else show(value)

@@ -1,0 +1,234 @@
+"""What a scenario must keep beyond the types of its fields.
+
+Two kinds of rule, all pure and all asked: the range of one number (`BOUNDS`, which the JSON Schema
+shows too) and conditions over several fields (`RULES`). Each names the fields that it reads, so
+that one whose fields are already known to be wrong stays silent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from zero_sim.errors import Problem, ScenarioError
+from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.spec import Scenario
+
+WORLD_SIZE_MAX = 4096
+"""More rank threads than this is a slip of the finger, not a test."""
+PARAM_ELEMS_MAX = 2**30
+"""Elements of one `params` model; its fp32 master and reference alone then take 8 GiB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """The range that one number keeps; a field left out has nothing to keep."""
+
+    path: str
+    least: int
+    most: int | None = None
+    open_least: bool = False
+    """`least` itself is excluded."""
+    open_most: bool = False
+    """`most` itself is excluded."""
+
+    def holds(self, value: float) -> bool:
+        """Whether a finite value lies within."""
+        above = value > self.least if self.open_least else value >= self.least
+        if self.most is None:
+            return above
+        return above and (value < self.most if self.open_most else value <= self.most)
+
+    def in_words(self) -> str:
+        """The range as a message says it."""
+        low = f"more than {self.least}" if self.open_least else f"at least {self.least}"
+        if self.most is None:
+            return low
+        return f"{low} and {'less than' if self.open_most else 'at most'} {self.most}"
+
+
+BOUNDS = (
+    Bound(path="model.hidden", least=1),
+    Bound(path="model.blocks", least=1),
+    Bound(path="data.rows", least=1),
+    Bound(path="world.size", least=1, most=WORLD_SIZE_MAX),
+    Bound(path="system.bucket_elems", least=1),
+    Bound(path="system.align_elems", least=1),
+    Bound(path="optimizer.lr", least=0, open_least=True),
+    Bound(path="optimizer.betas", least=0, most=1, open_most=True),
+    Bound(path="optimizer.eps", least=0),
+    Bound(path="optimizer.weight_decay", least=0),
+    Bound(path="optimizer.momentum", least=0),
+    Bound(path="run.steps", least=1),
+    Bound(path="run.micro_batches", least=1),
+    Bound(path="run.seed", least=0, most=2**63 - 1),
+    Bound(path="expect.accuracy_min", least=0, most=1),
+    Bound(path="expect.nonzero_min", least=0, most=1),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A condition over several fields."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Scenario], Iterator[Problem]]
+
+
+def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> list[Problem]:
+    """All that is wrong with a scenario whose types are right.
+
+    Args:
+        scenario: The case.
+        known_bad: Paths already reported; no rule that reads one of them is asked.
+
+    Returns:
+        Problems in the order of the fields; empty for a valid scenario.
+    """
+    problems: list[Problem] = []
+    for bound in BOUNDS:
+        if not _touches((bound.path,), known_bad):
+            problems.extend(_check_bound(bound, scenario))
+    for rule in RULES:
+        if not _touches(rule.reads, known_bad):
+            problems.extend(rule.check(scenario))
+    return problems
+
+
+def require_valid(scenario: Scenario) -> None:
+    """Refuse a scenario built in code that breaks a rule.
+
+    Raises:
+        ScenarioError: with every problem.
+    """
+    problems = check_scenario(scenario)
+    if problems:
+        raise ScenarioError(scenario.name or "scenario", problems)
+
+
+def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
+    return any(
+        path == bad or path.startswith(f"{bad}.") or bad.startswith(f"{path}.")
+        for path in reads
+        for bad in known_bad
+    )
+
+
+def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
+    value: object = scenario
+    for name in bound.path.split("."):
+        value = getattr(value, name)
+    numbers = value if isinstance(value, tuple) else (value,)
+    for index, number in enumerate(numbers):
+        if number is None or (math.isfinite(number) and bound.holds(number)):
+            continue
+        yield Problem(
+            path=f"{bound.path}[{index}]" if isinstance(value, tuple) else bound.path,
+            message=f"expected {_kind(number)} {bound.in_words()}, got {describe_value(number)}.",
+            suggestion=_for_bound(bound, number),
+        )
+
+
+def _kind(number: object) -> str:
+    if not isinstance(number, float):
+        return "an integer"
+    return "a number" if math.isfinite(number) else "a finite number"
+
+
+def _for_bound(bound: Bound, number: float) -> str:
+    if bound.path.startswith("optimizer."):
+        usual = {"optimizer.lr": "0.001", "optimizer.betas": "0.9", "optimizer.eps": "1e-8"}
+        return f"Try {usual.get(bound.path, '0.0')}."
+    over = bound.most is not None and number > bound.most
+    return f"Try {bound.most if over else bound.least}."
+
+
+def _shapes(scenario: Scenario) -> Iterator[Problem]:
+    model = scenario.model
+    if model.name == "params" and model.shapes is None:
+        yield Problem(
+            path="model.shapes",
+            message="missing; model 'params' expects an array of arrays of integers, one a param.",
+            suggestion="Try shapes = [[3], [2, 4]].",
+        )
+    elif model.name != "params" and model.shapes is not None:
+        yield Problem(
+            path="model.shapes",
+            message=f"only model 'params' takes shapes, got them with model '{model.name}'.",
+            suggestion='Leave them out, or write name = "params".',
+        )
+
+
+def _dims(scenario: Scenario) -> Iterator[Problem]:
+    elems = 0
+    negative = False
+    for index, shape in enumerate(scenario.model.shapes or ()):
+        for axis, dim in enumerate(shape):
+            if dim < 0:
+                negative = True
+                yield Problem(
+                    path=f"model.shapes[{index}][{axis}]",
+                    message=f"expected an integer at least 0, got {describe_value(dim)}.",
+                    suggestion="Try 0 for an empty param.",
+                )
+        elems += math.prod(shape)
+    if not negative and elems > PARAM_ELEMS_MAX:
+        yield Problem(
+            path="model.shapes",
+            message=f"expected at most {PARAM_ELEMS_MAX:,} elements in all, got {elems:,}.",
+            suggestion="Try smaller shapes; faults of a layout show with a handful of elements.",
+        )
+
+
+def _nan_step(scenario: Scenario) -> Iterator[Problem]:
+    if scenario.data.nan is not None:
+        yield from _index("step", scenario.data.nan.step, scenario.run.steps, "run.steps")
+
+
+def _nan_rank(scenario: Scenario) -> Iterator[Problem]:
+    if scenario.data.nan is not None:
+        yield from _index("rank", scenario.data.nan.rank, scenario.world.size, "world.size")
+
+
+def _index(name: str, value: int, stop: int, source: str) -> Iterator[Problem]:
+    # A count below 1 is reported as such; every index would be wrong with it.
+    if stop >= 1 and not 0 <= value < stop:
+        yield Problem(
+            path=f"data.nan.{name}",
+            message=f"expected an integer at least 0 and less than {source} = {stop}, "
+            f"got {describe_value(value)}.",
+            suggestion=f"Try {stop - 1 if value >= stop else 0}; {name}s count from 0.",
+        )
+
+
+def _momentum(scenario: Scenario) -> Iterator[Problem]:
+    optimizer = scenario.optimizer
+    if optimizer.momentum != 0 and optimizer.name != "sgd":
+        yield Problem(
+            path="optimizer.momentum",
+            message=f"only optimizer 'sgd' has momentum, got {describe_value(optimizer.momentum)} "
+            f"with '{optimizer.name}'.",
+            suggestion='Leave it out, set betas instead, or write name = "sgd".',
+        )
+
+
+def _accuracy(scenario: Scenario) -> Iterator[Problem]:
+    floor = scenario.expect.accuracy_min
+    if floor is not None and scenario.model.name != "digits":
+        yield Problem(
+            path="expect.accuracy_min",
+            message=f"only model 'digits' has held-out data, got {describe_value(floor)} "
+            f"with model '{scenario.model.name}'.",
+            suggestion='Leave it out, or write name = "digits".',
+        )
+
+
+RULES = (
+    Rule(reads=("model.name", "model.shapes"), check=_shapes),
+    Rule(reads=("model.shapes",), check=_dims),
+    Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
+    Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
+    Rule(reads=("optimizer.name", "optimizer.momentum"), check=_momentum),
+    Rule(reads=("model.name", "expect.accuracy_min"), check=_accuracy),
+)

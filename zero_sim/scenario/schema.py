@@ -1,0 +1,109 @@
+"""The JSON Schema of a scenario file, for editors and for other tools."""
+
+from __future__ import annotations
+
+import copy
+
+from zero_sim.scenario.decode import adapter
+from zero_sim.scenario.matrix import CASES_MAX
+from zero_sim.scenario.rules import BOUNDS, PARAM_ELEMS_MAX, Bound
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+Node = dict[str, object]
+
+
+def scenario_schema() -> Node:
+    """What a scenario file may hold, with the fields' own descriptions, ranges and the matrix.
+
+    Returns:
+        A JSON Schema object. Conditions over several fields are not in it: loading checks them.
+    """
+    schema: Node = copy.deepcopy(adapter().json_schema())
+    _drop_null(schema)
+    for bound in BOUNDS:
+        _add_bound(_field(schema, bound.path), bound)
+    properties = _table(schema["properties"])
+    properties["matrix"] = {
+        "description": "Field paths and the values that each takes; the cases are the product, "
+        f"at most {CASES_MAX:,}.",
+        "type": "object",
+        "properties": _axes(schema),
+        "additionalProperties": False,
+    }
+    shapes = _field(schema, "model.shapes")
+    shapes["description"] = f"{shapes['description']} At most {PARAM_ELEMS_MAX:,} elements in all."
+    return {"$schema": DIALECT, **schema, "title": "zero_sim scenario"}
+
+
+def _table(node: object) -> Node:
+    assert isinstance(node, dict)
+    return node
+
+
+def _resolve(schema: Node, node: Node) -> Node:
+    ref = node.get("$ref")
+    if not isinstance(ref, str):
+        return node
+    return _table(_table(schema["$defs"])[ref.rpartition("/")[2]])
+
+
+def _field(schema: Node, path: str) -> Node:
+    node = schema
+    for name in path.split("."):
+        node = _resolve(schema, _table(_table(node["properties"])[name]))
+    return node
+
+
+def _drop_null(node: object) -> None:
+    """TOML cannot write null: an optional field is simply left out."""
+    if isinstance(node, list):
+        for item in node:
+            _drop_null(item)
+    if not isinstance(node, dict):
+        return
+    options = node.get("anyOf")
+    if isinstance(options, list):
+        kept = [option for option in options if option != {"type": "null"}]
+        if len(kept) == 1:
+            del node["anyOf"]
+            node.update(kept[0])
+    if node.get("default", ...) is None:
+        del node["default"]
+    for item in node.values():
+        _drop_null(item)
+
+
+def _add_bound(node: Node, bound: Bound) -> None:
+    targets = [_table(item) for item in node["prefixItems"]] if "prefixItems" in node else [node]
+    for target in targets:
+        target["exclusiveMinimum" if bound.open_least else "minimum"] = bound.least
+        if bound.most is not None:
+            target["exclusiveMaximum" if bound.open_most else "maximum"] = bound.most
+
+
+def _axes(schema: Node) -> Node:
+    """One list-valued property per field path, quoted as the matrix's keys are."""
+    axes: Node = {}
+
+    def visit(record: Node, prefix: str) -> None:
+        for name, raw in _table(record["properties"]).items():
+            path, node = f"{prefix}{name}", _table(raw)
+            if path in ("schema", "name"):
+                continue
+            inner = _resolve(schema, node)
+            is_record = "properties" in inner
+            item: Node = {"type": "object"} if is_record else dict(node)
+            item.pop("default", None)
+            axes[path] = {
+                "description": node.get("description", ""),
+                "type": "array",
+                "minItems": 1,
+                "uniqueItems": True,
+                "items": item,
+            }
+            if is_record:
+                visit(inner, f"{path}.")
+
+    visit(schema, "")
+    return axes

@@ -1,0 +1,149 @@
+"""What to try: the nearest name, the nearest choice, the value as it should have been written."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from zero_sim.scenario.fields import (
+    choices_of,
+    default_at,
+    describe_type,
+    field_paths,
+    fields_of,
+    is_table,
+    path_of,
+    show,
+    type_at,
+)
+from zero_sim.scenario.spec import Scenario
+
+_CUTOFF = 0.6
+
+_EXAMPLES = {
+    "schema": "Begin the file with schema = 1.",
+    "model": 'Add [model] with name = "mlp".',
+    "model.name": 'Try name = "mlp".',
+    "data.nan.step": "Try step = 0.",
+    "data.nan.rank": "Try rank = 0.",
+}
+"""What to write for the fields that have no default."""
+
+
+def closest(word: str, names: Iterable[str]) -> str | None:
+    """The name most like `word`, None where none is near."""
+    found = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=_CUTOFF)
+    return found[0] if found else None
+
+
+def meant_path(loc: Sequence[str | int]) -> str | None:
+    """The field that an unknown one most likely stands for, as a full path.
+
+    A neighbour in the same table first, then a field of that very name in another table.
+    """
+    *parents, last = loc
+    word = str(last)
+    record = type_at(parents) if parents else Scenario
+    if isinstance(record, type) and is_table(record):
+        names = [*fields_of(record), *(() if parents else ("matrix",))]
+        near = closest(word, names)
+        if near:
+            return path_of((*parents, near))
+    elsewhere = [path for path in field_paths() if path.rpartition(".")[2] == word]
+    return elsewhere[0] if elsewhere else None
+
+
+def for_unknown(loc: Sequence[str | int]) -> str:
+    """Suggestion for a field that does not exist."""
+    *parents, last = loc
+    meant = meant_path(loc)
+    here = path_of(parents)
+    if meant is None:
+        record = type_at(parents) if parents else Scenario
+        known = fields_of(record) if isinstance(record, type) and is_table(record) else {}
+        names = ", ".join(f"`{name}`" for name in known)
+        return f"{f'[{here}]' if here else 'A scenario'} takes {names}."
+    table, _, name = meant.rpartition(".")
+    if table == here:
+        return f"Did you mean `{name}`?"
+    place = f"in [{table}]" if table else "at the top of the file, before the first table"
+    return f"`{name}` belongs {place}; move it there." if name == last else f"See `{meant}`."
+
+
+def for_path(path: str) -> str:
+    """Suggestion for a dotted path that names no field."""
+    near = closest(path, field_paths())
+    if near is None:
+        word = path.rpartition(".")[2]
+        near = next((known for known in field_paths() if known.rpartition(".")[2] == word), None)
+    return f"Did you mean `{near}`?" if near else "Paths look like `world.size` or `model.dtype`."
+
+
+def for_type(expected: object, value: object, *, path: str) -> str:
+    """Suggestion for a value of the wrong type or outside a field's choices."""
+    return _rewrite(expected, value, path=path) or _fallback(path)
+
+
+def for_missing(path: str) -> str:
+    """Suggestion for a field that has no default and was left out."""
+    return _EXAMPLES.get(path, "")
+
+
+def _fallback(path: str) -> str:
+    if path.startswith("model.shapes"):
+        return "Shapes look like [[3], [2, 4]]."
+    default = default_at(path)
+    if default is None:
+        return for_missing(path) or "Leave it out for none."
+    return f"Leave it out for the default, {show(default)}."
+
+
+def _rewrite(expected: object, value: object, *, path: str) -> str:
+    """The value as it was probably meant."""
+    choices = choices_of(expected)
+    if choices:
+        return _for_choice(choices, value)
+    if is_table(expected):
+        return f"Write its fields under [{path}]."
+    if expected is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return f'Write "{value}", in quotes.'
+    if expected is bool and str(value).lower() in {"true", "false"}:
+        return f"Write {str(value).lower()}, without quotes."
+    if expected in (int, float):
+        return _for_number(expected, value)
+    if not isinstance(value, list | dict) and describe_type(expected).startswith("an array"):
+        return "Write it in brackets, as in [1, 2]."
+    return ""
+
+
+def ordered_choices(expected: object, value: object) -> tuple[object, ...]:
+    """The choices of a `Literal` field, the nearest to `value` first."""
+    choices = choices_of(expected)
+    near = closest(value, [str(choice) for choice in choices]) if isinstance(value, str) else None
+    return tuple(sorted(choices, key=lambda choice: str(choice) != near)) if near else choices
+
+
+def _for_choice(choices: Sequence[object], value: object) -> str:
+    near = closest(value, [str(choice) for choice in choices]) if isinstance(value, str) else None
+    if near is None:
+        return ""
+    exact = next(choice for choice in choices if str(choice) == near)
+    if not isinstance(exact, str):
+        return f"Write {exact}, without quotes." if near == value else f"Did you mean {exact}?"
+    return f'Did you mean "{near}"?'
+
+
+def _for_number(expected: object, value: object) -> str:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return ""
+    if isinstance(number, bool) or not isinstance(number, float):
+        return ""
+    whole = number.is_integer() and abs(number) < 2**53
+    if expected is int and not whole:
+        return ""
+    written = str(int(number)) if whole else str(value)
+    return f"Write {written}, without quotes." if isinstance(value, str) else f"Write {written}."

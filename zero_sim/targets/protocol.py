@@ -1,0 +1,96 @@
+"""The small protocol behind which every system under test stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zero_sim.scenario.spec import Scenario
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedPart:
+    """A part of one param that a rank owns, with all optimizer state it keeps for it.
+
+    Tensors are views of live state: they are read right after a step, before anything else runs.
+    """
+
+    param: str
+    """Name of the param, as `named_parameters` gives it."""
+    start: int
+    stop: int
+    """Half-open range of the flattened param's elements."""
+    grad: Tensor  # 1D, gradient dtype
+    """The reduced gradient, as the collective left it."""
+    master: Tensor  # 1D, fp32
+    state: Mapping[str, Tensor]  # 1D, or 0-D for counters
+    """torch's per-param optimizer state."""
+    flat_start: int
+    """Offset of `start` in the flat buffer."""
+    bucket: int
+    shard: int
+    """Index of the shard that holds it, 0 where nothing is sharded."""
+    shard_start: int
+    shard_stop: int
+    """Half-open range of that shard in the flat buffer."""
+    reduced_by: Literal["reduce_scatter", "all_reduce"]
+    """The collective that reduced the gradient; a ring's order depends on it."""
+    call_elems: int
+    """Elements of the tensor that was reduced in that one call."""
+    call_offset: int
+    """Offset of `start` in that tensor."""
+
+
+class Engine(Protocol):
+    """One rank's training engine."""
+
+    module: nn.Module
+    """What the harness calls forward on."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        ...
+
+    def backward(self, loss: Tensor, *, last_micro: bool) -> None:
+        """Run backward for one micro-batch."""
+        ...
+
+    def step(self) -> None:
+        """Reduce the gradients and update the params on every rank."""
+        ...
+
+    def params(self) -> Mapping[str, Tensor]:
+        """Full working params on this rank, trainable ones, by name."""
+        ...
+
+    def parts(self) -> Iterable[OwnedPart]:
+        """What this rank owns of the optimizer."""
+        ...
+
+    def stray_gradients(self, *, padding_only: bool) -> str:
+        """Where the gradient buffers hold a nonzero they must not; empty where nowhere.
+
+        Asked twice: right after `zero_grad`, when everything must be zero, and after a step with
+        only the padding looked at, which must be zero always.
+        """
+        ...
+
+
+class Target(Protocol):
+    """A system under test."""
+
+    name: str
+
+    def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> Engine:
+        """Wrap the module and its optimizer for training on this rank.
+
+        Args:
+            module: The model, with the same initial bits on every rank.
+            scenario: The case; a target reads `system` and `optimizer`.
+            group: The data-parallel group.
+        """
+        ...

@@ -1,0 +1,6 @@
+"""Scenario + target -> verdict: what is compared, the comparison, invariants, the first divergence."""
+
+from zero_sim.verify.records import CaseResult, Finding, Verdict
+from zero_sim.verify.runner import run_case
+
+__all__ = ["CaseResult", "Finding", "Verdict", "run_case"]

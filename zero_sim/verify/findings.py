@@ -1,0 +1,137 @@
+"""Turns what a check saw into the record that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zero_sim.reference import NonFinite
+from zero_sim.targets import OwnedPart
+from zero_sim.verify.compare import find_difference
+from zero_sim.verify.records import Finding
+
+
+def loss(step: int, rank: int, micro: int) -> Finding:
+    """A loss, before it is compared."""
+    return Finding(
+        check="equality.loss", message=f"the loss of micro-batch {micro} differs", step=step,
+        phase="forward", rank=rank,
+    )
+
+
+def param(step: int, rank: int, name: str) -> Finding:
+    """A working param, before it is compared."""
+    return Finding(
+        check="equality.params", message="the working param differs", step=step, phase="gather",
+        rank=rank, param=name, offset_in_param=0,
+    )
+
+
+_OWNED = {
+    "equality.grad": ("reduce", "the reduced gradient differs"),
+    "equality.master": ("optimizer", "the fp32 master differs"),
+    "equality.state": ("optimizer", "optimizer state {key!r} differs"),
+    "invariant.cast": ("write-back", "the working param is not its master, cast"),
+}
+"""Phase and message of each check of what a rank owns."""
+
+
+def owned(check: str, key: str, step: int, rank: int, part: OwnedPart) -> Finding:
+    """Something a rank owns, before it is compared; offsets are those of the part's first element."""
+    phase, message = _OWNED[check]
+    return Finding(
+        check=check, message=message.format(key=key), step=step, phase=phase, rank=rank,
+        param=part.param, offset_in_param=part.start, flat_offset=part.flat_start,
+        bucket=part.bucket, shard=part.shard, shard_start=part.shard_start,
+        shard_stop=part.shard_stop,
+    )
+
+
+def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
+    """Fill in the first element that differs, its values and how many more there are."""
+    if expected.dtype != got.dtype or expected.numel() != got.numel():
+        return replace(
+            at,
+            message=f"{at.message}: expected {expected.numel()} elements of {expected.dtype}, "
+            f"got {got.numel()} of {got.dtype}",
+        )
+    difference = find_difference(expected, got)
+    assert difference is not None, "same_bits and find_difference must agree"
+    first = difference.first
+    return replace(
+        at,
+        offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
+        flat_offset=None if at.flat_offset is None else at.flat_offset + first,
+        expected=_hex(difference.expected), got=_hex(difference.got),
+        expected_value=repr(difference.expected), got_value=repr(difference.got),
+        ulp=difference.ulp, differ_count=difference.differ_count,
+        compared_count=difference.compared_count,
+    )
+
+
+def nonfinite(step: int, origin: NonFinite) -> Finding:
+    """A local gradient of one rank is NaN or infinite before anything is reduced."""
+    return Finding(
+        check="input.nonfinite", step=step, phase="forward", rank=origin.rank, param=origin.param,
+        offset_in_param=origin.index,
+        message=f"the local gradient of micro-batch {origin.micro} is {origin.value!r} on this rank, "
+        "in the reference's replay too: it comes from the model or the data, not from the system",
+    )
+
+
+def _hex(value: float) -> str:
+    return float(value).hex()
+
+
+def _index(first: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), shape)) if shape else ()
+
+
+def with_index(finding: Finding, shapes: dict[str, tuple[int, ...]]) -> Finding:
+    """Add the index in the param's own shape, where only the flat offset is known."""
+    if finding.index is not None or finding.param not in shapes or finding.offset_in_param is None:
+        return finding
+    shape = shapes[finding.param]
+    numel = torch.Size(shape).numel()
+    if finding.offset_in_param >= numel:
+        return finding
+    return replace(finding, index=_index(finding.offset_in_param, shape))
+
+
+def sort_and_merge(found: Sequence[Finding], *, phases: Sequence[str]) -> tuple[Finding, ...]:
+    """Keep the first finding of each check, in the order in which an error travels.
+
+    The others of the same check are summed up in its `detail`: how much differs on which rank.
+    """
+    order = {phase: place for place, phase in enumerate(phases)}
+
+    def place(finding: Finding) -> tuple[int, int, int]:
+        return (
+            finding.step or 0, order.get(finding.phase or "", -1),
+            -1 if finding.rank is None else finding.rank,
+        )
+
+    merged: dict[str, list[Finding]] = {}
+    for finding in sorted(found, key=place):
+        merged.setdefault(finding.check, []).append(finding)
+    return tuple(replace(group[0], detail=_summary(group)) for group in merged.values())
+
+
+def _summary(group: Sequence[Finding]) -> str:
+    if len(group) == 1:
+        return group[0].detail
+    lines = [f"{len(group)} such differences in this step:"]
+    for finding in group[:12]:
+        where = f" param {finding.param!r}" if finding.param else ""
+        count = (
+            f": {finding.differ_count} of {finding.compared_count} elements"
+            if finding.differ_count else ""
+        )
+        key = f" ({finding.message})" if finding.check == "equality.state" else ""
+        lines.append(f"  rank {finding.rank}{where}{count}{key}")
+    if len(group) > 12:
+        lines.append(f"  and {len(group) - 12} more")
+    return "\n".join(lines)

@@ -1,0 +1,82 @@
+"""What must hold whatever the numbers are; none of it needs the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from zero_sim.targets import Engine, OwnedPart
+from zero_sim.verify.records import Finding
+
+
+def check_ownership(
+    parts: Mapping[int, Sequence[OwnedPart]], *, shapes: Mapping[str, tuple[int, ...]],
+    sharded: bool,
+) -> Iterator[Finding]:
+    """Check that every element is owned exactly once, or once on every rank where nothing is sharded.
+
+    Args:
+        parts: What each rank owns.
+        shapes: Shape of every trainable param.
+        sharded: Whether the ranks divide the optimizer state among themselves.
+    """
+    if sharded:
+        owned = [(rank, part) for rank in sorted(parts) for part in parts[rank]]
+        yield from _check_cover(owned, shapes=shapes)
+    else:
+        for rank in sorted(parts):
+            yield from _check_cover([(rank, part) for part in parts[rank]], shapes=shapes)
+
+
+def _check_cover(
+    owned: Sequence[tuple[int, OwnedPart]], *, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Finding]:
+    by_param: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
+    for rank, part in owned:
+        by_param.setdefault(part.param, []).append((part.start, part.stop, rank))
+    for name, spans in by_param.items():
+        numel = prod(shapes.get(name, (0,)))
+        reached, last_rank = 0, -1
+        for start, stop, rank in [*sorted(spans), (numel, numel, -1)]:
+            if start > reached:
+                yield _ownership(
+                    name, reached, f"elements {reached} to {start} of {numel} belong to no rank"
+                )
+            elif start < reached and start < stop:
+                yield _ownership(
+                    name, start,
+                    f"elements {start} to {min(stop, reached)} belong to ranks {last_rank} and {rank}",
+                )
+            if stop > numel:
+                yield _ownership(
+                    name, numel, f"rank {rank} owns elements up to {stop} of a param with {numel}"
+                )
+            if stop > reached:
+                reached, last_rank = stop, rank
+
+
+def _ownership(param: str, offset: int, message: str) -> Finding:
+    return Finding(
+        check="invariant.ownership", message=message, step=0, phase="forward", param=param,
+        offset_in_param=offset,
+    )
+
+
+def check_zero_gradients(engine: Engine, *, step: int, rank: int) -> Iterator[Finding]:
+    """Check that gradient buffers are zero before the first micro-batch of a step."""
+    where = engine.stray_gradients(padding_only=False)
+    if where:
+        yield Finding(
+            check="invariant.zero-gradients", step=step, rank=rank, phase="forward",
+            message=f"gradients are not zero before the first micro-batch: {where}",
+        )
+
+
+def check_padding(engine: Engine, *, step: int, rank: int) -> Iterator[Finding]:
+    """Check that the padding of gradient buffers is still zero after a step."""
+    where = engine.stray_gradients(padding_only=True)
+    if where:
+        yield Finding(
+            check="invariant.padding", step=step, rank=rank, phase="reduce",
+            message=f"padding of a gradient buffer was written: {where}",
+        )

@@ -1,0 +1,176 @@
+"""Compares everything a rank holds with the reference, after every step.
+
+A judge is called by the rank programs themselves, one rank at a time, right after a step and before
+anything else changes the state; so nothing is copied unless a difference is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from zero_sim.reference import Reference, ReferenceStep
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Engine, OwnedPart
+from zero_sim.verify import findings, invariants
+from zero_sim.verify.compare import same_bits
+from zero_sim.verify.positions import ring_spans
+from zero_sim.verify.records import Finding
+
+PHASES = ("forward", "reduce", "optimizer", "write-back", "gather")
+"""The phases of a step, in the order in which an error travels through them."""
+
+
+class Judge:
+    """Judges one run; collects findings of the first step at which anything is wrong.
+
+    Args:
+        scenario: The case.
+        reference: The oracle, at its first step.
+    """
+
+    def __init__(self, scenario: Scenario, *, reference: Reference) -> None:
+        self.scenario = scenario
+        self.compared_elems = 0
+        self.nonzero_fraction_max = 0.0
+        self.same_data = scenario.world.size > 1
+        self._reference = reference
+        self._steps: dict[int, ReferenceStep] = {}
+        self._observed = [-1] * scenario.world.size
+        self._parts: dict[int, list[OwnedPart]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._bad_step: int | None = None
+        self._findings: list[Finding] = []
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What was found at the first bad step, in the order in which an error travels."""
+        placed = [findings.with_index(found, self._shapes) for found in self._findings]
+        return findings.sort_and_merge(placed, phases=PHASES)
+
+    def built(self, rank: int, engine: Engine) -> None:
+        """Look at a rank's engine before the first step: who owns what."""
+        self._parts[rank] = list(engine.parts())
+        if len(self._parts) == self.scenario.world.size:
+            self._shapes = {name: tuple(param.shape) for name, param in engine.params().items()}
+            self._report(0, invariants.check_ownership(
+                self._parts, shapes=self._shapes, sharded=self.scenario.system.stage > 0
+            ))
+
+    def before_backward(self, rank: int, step: int, engine: Engine) -> None:
+        """Look at a rank right before the first backward of a step."""
+        self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
+
+    def observe(self, rank: int, step: int, losses: Sequence[Tensor], engine: Engine) -> None:
+        """Judge all of a rank's state after a step.
+
+        Args:
+            rank: The rank.
+            step: The step it has just done, from 0.
+            losses: Its loss for each micro-batch.
+            engine: Its engine.
+        """
+        if self._bad_step is not None and step > self._bad_step:
+            return
+        expected = self._expected(step)
+        self._report(step, self._compare(rank, step, losses, engine, expected))
+        self._observed[rank] = step
+        if min(self._observed) >= step:
+            self._steps.pop(step, None)
+
+    def _report(self, step: int, found: Iterator[Finding]) -> None:
+        for finding in found:
+            self._findings.append(finding)
+            self._bad_step = step if self._bad_step is None else min(self._bad_step, step)
+        if self._bad_step is not None:
+            # Only the first bad step tells where it began.
+            self._findings = [f for f in self._findings if f.step in (None, self._bad_step)]
+
+    def _expected(self, step: int) -> ReferenceStep:
+        if step not in self._steps:
+            for earlier, kept in self._steps.items():
+                if min(self._observed) < earlier:
+                    self._steps[earlier] = _frozen(kept)
+            self._steps[step] = self._advance()
+        return self._steps[step]
+
+    def _advance(self) -> ReferenceStep:
+        orders = None
+        if self.scenario.world.order == "ring":
+            # Replicated parts (stage 0) say the same on every rank; one rank's is enough.
+            told = self._parts if self.scenario.system.stage > 0 else {0: self._parts[0]}
+            spans = ring_spans(
+                (part for parts in told.values() for part in parts),
+                world_size=self.scenario.world.size,
+            )
+            orders = {name: spans.get(name, []) for name in self._shapes}
+        taken = self._reference.step(orders)
+        self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
+        self.same_data &= len(set(taken.data_digests.values())) == 1
+        if taken.nonfinite is not None:
+            self._report(taken.step, iter([findings.nonfinite(taken.step, taken.nonfinite)]))
+        return taken
+
+    def _compare(
+        self, rank: int, step: int, losses: Sequence[Tensor], engine: Engine,
+        expected: ReferenceStep,
+    ) -> Iterator[Finding]:
+        for micro, loss in enumerate(losses):
+            if self._differs(expected.losses[rank, micro], loss):
+                at = findings.loss(step, rank, micro)
+                yield findings.differing(at, expected.losses[rank, micro], loss)
+        params = engine.params()
+        for part in engine.parts():
+            yield from self._compare_part(rank, step, part, params, expected)
+        for name, value in expected.params.items():
+            if name not in params:
+                at = findings.param(step, rank, name)
+                yield replace(at, message="the system does not have this param")
+            elif self._differs(value, params[name]):
+                yield findings.differing(findings.param(step, rank, name), value, params[name])
+        yield from invariants.check_padding(engine, step=step, rank=rank)
+
+    def _compare_part(
+        self, rank: int, step: int, part: OwnedPart, params: Mapping[str, Tensor],
+        expected: ReferenceStep,
+    ) -> Iterator[Finding]:
+        name, start, stop = part.param, part.start, part.stop
+        want = expected.state[name]
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor.reshape(-1)[start:stop]
+
+        compared = [
+            ("equality.grad", "", cut(expected.grads[name]), part.grad),
+            ("equality.master", "", cut(expected.masters[name]), part.master),
+        ]
+        for key in sorted(want.keys() & part.state.keys()):
+            value = cut(want[key]) if want[key].dim() else want[key]
+            compared.append(("equality.state", key, value, part.state[key]))
+        working = cut(params[name])
+        compared.append(("invariant.cast", "", part.master.to(working.dtype), working))
+        for check, key, value, got in compared:
+            if self._differs(value, got):
+                yield findings.differing(findings.owned(check, key, step, rank, part), value, got)
+        for key in sorted(want.keys() ^ part.state.keys()):
+            at = findings.owned("equality.state", key, step, rank, part)
+            side = "the reference" if key in part.state else "the system"
+            yield replace(at, message=f"optimizer state {key!r} is missing in {side}")
+
+    def _differs(self, expected: Tensor, got: Tensor) -> bool:
+        self.compared_elems += expected.numel()
+        same_kind = expected.dtype == got.dtype and expected.numel() == got.numel()
+        return not (same_kind and same_bits(expected, got))
+
+
+def _frozen(step: ReferenceStep) -> ReferenceStep:
+    """A copy that survives the reference's next step; needed only where one rank runs ahead."""
+
+    def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    return replace(
+        step, grads=copied(step.grads), masters=copied(step.masters), params=copied(step.params),
+        state={name: copied(state) for name, state in step.state.items()},
+    )

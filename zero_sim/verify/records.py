@@ -1,0 +1,92 @@
+"""What the judge says: verdicts, findings and results. Records only; every report reads these."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["pass", "fail", "inconclusive", "error"]
+"""`pass`: all that is owed was observed and holds. `fail`: the system under test is wrong.
+`inconclusive`: nothing was wrong, but the case could not have shown it. `error`: it was not
+judged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that the judge saw, with every coordinate that it has; None where it has not."""
+
+    check: str
+    """Stable id of the check: `equality.master`, `invariant.ownership`, `world.deadlock`."""
+    message: str
+    """What is wrong, in one sentence."""
+    step: int | None = None
+    """Optimizer step, counted from 0."""
+    phase: str | None = None
+    """Part of the step, such as `forward` or `gather`."""
+    rank: int | None = None
+    param: str | None = None
+    """Name of the param in the model."""
+    index: tuple[int, ...] | None = None
+    """Index within the param's shape."""
+    offset_in_param: int | None = None
+    """The same as an offset into the flattened param, in elements."""
+    flat_offset: int | None = None
+    """Offset in the flat buffer, in elements."""
+    bucket: int | None = None
+    shard: int | None = None
+    shard_start: int | None = None
+    """First element of that shard in the flat buffer."""
+    shard_stop: int | None = None
+    """One past its last element."""
+    expected: str | None = None
+    """What the reference has, as a hex float."""
+    got: str | None = None
+    """What the system has, as a hex float."""
+    expected_value: str | None = None
+    """The same in decimal."""
+    got_value: str | None = None
+    """The same in decimal."""
+    ulp: int | None = None
+    """Representable numbers between the two."""
+    differ_count: int | None = None
+    """Elements that differ, of `compared_count`."""
+    compared_count: int | None = None
+    """Elements compared in this check."""
+    detail: str = ""
+    """More lines: a table, a traceback."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return _plain(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseResult:
+    """What came of one case."""
+
+    id: str
+    verdict: Verdict
+    seconds: float
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a reader should know beside the verdict, one sentence each."""
+    compared_elems: int = 0
+    """Elements compared bit for bit, over all steps, ranks and kinds of state."""
+    collectives: int = 0
+    """Collectives that the world recorded."""
+    log_digest: str = ""
+    """Digest of the event log: equal for two runs of one seed."""
+    error: str = ""
+    """Why the case was not judged; for verdict `error`."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return {**_plain(self), "findings": [finding.as_dict() for finding in self.findings]}
+
+
+def _plain(record: Finding | CaseResult) -> dict[str, object]:
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
