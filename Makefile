@@ -21,7 +21,8 @@ test: $(VENV)/.installed
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check zero_sim tests property_tests
-	$(BIN)/pyrefly check
+	$(BIN)/ruff format --check zero_sim tests property_tests
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed

@@ -12,33 +12,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
 from zero_sim.launch import WorldPool
-from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, Scenario, WorldSpec
+from zero_sim.report.records import Measurement
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    WorldSpec,
+)
 from zero_sim.sim import World
 from zero_sim.targets import find_target
 from zero_sim.verify import run_case
 from zero_sim.workloads import Workload, build_workload
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
-    """One figure and the goal it is held against."""
-
-    name: str
-    value: float
-    unit: str
-    goal: float
-    ok: bool
-    """Whether the value is at most the goal."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return asdict(self)
 
 
 def _measured(name: str, value: float, unit: str, *, goal: float) -> Measurement:
@@ -83,11 +74,13 @@ def _warm_all_reduce(world_size: int, repeats: int) -> float:
 
 
 def _mlp(hidden: int, *, size: int = 4, steps: int = 3, rows: int = 4) -> Scenario:
-    from zero_sim.scenario.spec import DataSpec
-
     return Scenario(
-        schema=1, name="bench", model=ModelSpec(name="mlp", hidden=hidden, blocks=2),
-        data=DataSpec(rows=rows), world=WorldSpec(size=size), optimizer=OptimizerSpec(name="adamw"),
+        schema=1,
+        name="bench",
+        model=ModelSpec(name="mlp", hidden=hidden, blocks=2),
+        data=DataSpec(rows=rows),
+        world=WorldSpec(size=size),
+        optimizer=OptimizerSpec(name="adamw"),
         run=RunSpec(steps=steps),
     )
 
@@ -116,13 +109,11 @@ def _overhead(hidden: int) -> float:
 
 def _simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> float:
     target = find_target("zero_sim")
-    engines: dict[int, object] = {}
     times: list[float] = []
 
     def program(rank: int) -> None:
         assert dist.group.WORLD is not None
         engine = target.build(workload.build(), scenario=scenario, group=dist.group.WORLD)
-        engines[rank] = engine
         dist.barrier()
         times.append(time.perf_counter())
         for step in range(scenario.run.steps):
@@ -157,7 +148,9 @@ def _memory_ratio() -> float:
     """Peak growth of a fresh process that trains 4 ranks, over the tensors that they keep."""
     done = subprocess.run(
         [sys.executable, "-c", "from zero_sim.bench import print_memory; print_memory()"],
-        check=True, capture_output=True, text=True,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return float(done.stdout)
 

@@ -124,9 +124,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         _echo_json([fact.as_dict() for fact in facts])
     else:
         click.echo(render_facts(facts))
-    ctx.exit(
-        0 if all(fact.ok for fact in facts if fact.required) else EnvironmentProblem.exit_status
-    )
+    can_run = all(fact.ok for fact in facts if fact.required)
+    ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
 
 
 @main.command()
@@ -137,8 +136,7 @@ def bench(as_json: bool) -> None:
 
     measurements = importlib.import_module("zero_sim.bench").run_benchmarks()
     if as_json:
-        names = ("name", "value", "unit", "goal", "ok")
-        _echo_json([{name: getattr(row, name) for name in names} for row in measurements])
+        _echo_json([row.as_dict() for row in measurements])
     else:
         click.echo(render_measurements(measurements))
 
@@ -203,7 +201,7 @@ class _Session:
             self.interrupted = True
             self.left_out = len(cases) - len(self.results)
             where = cases[len(self.results)].id if self.left_out else "the last case"
-            click.echo(f"\nInterrupted in {where}.", err=True)
+            click.echo(f"\nInterrupted during {where}.", err=True)
 
     def finish(self) -> int:
         from zero_sim.report.text import render_summary
@@ -261,7 +259,8 @@ class _Session:
             seconds = time.perf_counter() - started
             failed = CaseResult(id=case.id, verdict="error", seconds=seconds, error=str(error))
             return failed, error.exit_status
-        except Exception as error:  # One case's bug must not cost the others their verdict.
+        # One case's bug must not cost the others their verdict.
+        except Exception as error:  # noqa: BLE001
             seconds = time.perf_counter() - started
             finding = Finding(
                 check="internal.error",
@@ -310,7 +309,7 @@ def _progress(label: str) -> Iterator[None]:
 
     # Redirecting would send a piped stdout to the terminal.
     progress = Progress(
-        SpinnerColumn(),
+        SpinnerColumn("line"),
         TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
         console=Console(stderr=True),

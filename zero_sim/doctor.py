@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import zero_sim
+from zero_sim.report.records import Fact
 
 TORCH_LEAST = (2, 11)
 """The oldest torch that zero_sim is tested with."""
 
 _SIM_PARTS = ("zero_sim.sim", "zero_sim.verify.runner")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fact:
-    """One line of the examination."""
-
-    name: str
-    value: str
-    ok: bool
-    note: str = ""
-    """What does not work without it, and what to do."""
-    required: bool = False
-    """Whether nothing at all can run without it."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return dataclasses.asdict(self)
 
 
 def examine() -> tuple[Fact, ...]:
@@ -107,7 +89,8 @@ def _sim_facts() -> Iterator[Fact]:
     for module in _SIM_PARTS:
         try:
             importlib.import_module(module)
-        except Exception as error:  # Whatever it is, the doctor reports it and goes on.
+        # Whatever it is, it is reported like everything else that is amiss.
+        except Exception as error:  # noqa: BLE001
             note = f"import {module} failed: {type(error).__name__}: {error}"
             yield Fact(name="sim backend", value="broken", ok=False, note=note, required=True)
             return

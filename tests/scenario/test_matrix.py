@@ -66,7 +66,7 @@ class TestIds:
         assert [scenario.name for scenario in found] == [
             "toy/shapes=1+2x3",
             "toy/shapes=scalar",
-            "toy/shapes=",
+            "toy/shapes=none",
         ]
 
     def test_long_values_are_called_by_their_place(self) -> None:
@@ -130,7 +130,8 @@ class TestProblems:
             ),
             (
                 '"run.seed" = [1]\nrun = [{ steps = 2 }]',
-                "matrix.run.seed: `run` varies as a whole already. Vary either `run` or `run.seed`.",
+                "matrix.run.seed: `run` varies as a whole already. "
+                "Vary either `run` or `run.seed`.",
             ),
             (
                 '"run.seed" = [' + ", ".join(map(str, range(10_001))) + "]",

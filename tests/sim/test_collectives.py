@@ -8,8 +8,14 @@ import torch.distributed as dist
 
 SIZES = (1, 2, 3, 5)
 DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64,
-    torch.uint8, torch.bool,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
 )
 
 
@@ -35,8 +41,11 @@ def test_all_reduce_sums_in_every_dtype(world_of, size, dtype):
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
-        (dist.ReduceOp.SUM, [6, 9]), (dist.ReduceOp.AVG, [2, 3]), (dist.ReduceOp.MIN, [1, 2]),
-        (dist.ReduceOp.MAX, [3, 4]), (dist.ReduceOp.PRODUCT, [6, 24]),
+        (dist.ReduceOp.SUM, [6, 9]),
+        (dist.ReduceOp.AVG, [2, 3]),
+        (dist.ReduceOp.MIN, [1, 2]),
+        (dist.ReduceOp.MAX, [3, 4]),
+        (dist.ReduceOp.PRODUCT, [6, 24]),
     ],
 )
 def test_all_reduce_ops_on_floats(world_of, op, expected):
@@ -149,8 +158,9 @@ def test_broadcast_scatter_and_gather_from_any_root(world_of, root):
         shared = values(rank) + rank
         dist.broadcast(shared, src=root)
         mine = torch.empty(1)
-        dist.scatter(mine, [torch.tensor([10.0 + r]) for r in range(3)] if rank == root else None,
-                     src=root)
+        dist.scatter(
+            mine, [torch.tensor([10.0 + r]) for r in range(3)] if rank == root else None, src=root
+        )
         gathered = [torch.empty(1) for _ in range(3)] if rank == root else None
         dist.gather(mine * 2, gathered, dst=root)
         return shared, mine.item(), gathered
@@ -164,10 +174,16 @@ def test_broadcast_scatter_and_gather_from_any_root(world_of, root):
 def test_all_to_all_list_and_uneven_single(world_of):
     def program(rank):
         outs = [torch.empty(rank + 1) for _ in range(3)]
-        dist.all_to_all(outs, [torch.full((target + 1,), 10.0 * rank + target) for target in range(3)])
+        dist.all_to_all(
+            outs, [torch.full((target + 1,), 10.0 * rank + target) for target in range(3)]
+        )
         flat = torch.empty(3 * (rank + 1))
-        dist.all_to_all_single(flat, torch.cat([torch.full((t + 1,), 10.0 * rank + t) for t in range(3)]),
-                               output_split_sizes=[rank + 1] * 3, input_split_sizes=[1, 2, 3])
+        dist.all_to_all_single(
+            flat,
+            torch.cat([torch.full((t + 1,), 10.0 * rank + t) for t in range(3)]),
+            output_split_sizes=[rank + 1] * 3,
+            input_split_sizes=[1, 2, 3],
+        )
         return torch.cat(outs), flat
 
     for rank, (listed, flat) in enumerate(world_of(3).run(program)):
@@ -194,10 +210,12 @@ def test_send_and_receive_in_both_blocking_and_async_form(world_of):
 def test_batch_isend_irecv_rotates_a_ring(world_of):
     def program(rank):
         out = torch.empty(1)
-        works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % 4),
-            dist.P2POp(dist.irecv, out, (rank - 1) % 4),
-        ])
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % 4),
+                dist.P2POp(dist.irecv, out, (rank - 1) % 4),
+            ]
+        )
         for work in works:
             work.wait()
         return out.item()

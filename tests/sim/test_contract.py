@@ -21,16 +21,31 @@ def both(first, second):
 @pytest.mark.parametrize(
     ("aspect", "first", "second"),
     [
-        ("operation", lambda: dist.all_reduce(torch.ones(2)),
-         lambda: dist.broadcast(torch.ones(2), src=0)),
-        ("dtype", lambda: dist.all_reduce(torch.ones(2)),
-         lambda: dist.all_reduce(torch.ones(2, dtype=torch.bfloat16))),
-        ("element count", lambda: dist.all_reduce(torch.ones(2)),
-         lambda: dist.all_reduce(torch.ones(3))),
-        ("reduce operation", lambda: dist.all_reduce(torch.ones(2)),
-         lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX)),
-        ("root", lambda: dist.broadcast(torch.ones(2), src=0),
-         lambda: dist.broadcast(torch.ones(2), src=1)),
+        (
+            "operation",
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.broadcast(torch.ones(2), src=0),
+        ),
+        (
+            "dtype",
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.all_reduce(torch.ones(2, dtype=torch.bfloat16)),
+        ),
+        (
+            "element count",
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.all_reduce(torch.ones(3)),
+        ),
+        (
+            "reduce operation",
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX),
+        ),
+        (
+            "root",
+            lambda: dist.broadcast(torch.ones(2), src=0),
+            lambda: dist.broadcast(torch.ones(2), src=1),
+        ),
     ],
 )
 def test_mismatch_between_ranks_names_the_aspect_and_both_sites(world_of, aspect, first, second):

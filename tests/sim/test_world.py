@@ -132,8 +132,11 @@ with World(4, schedule="random", seed=3) as world:
         lines = []
         for hash_seed in ("1", "2"):
             done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", self.PROGRAM], capture_output=True,
-                text=True, check=True, env={"PYTHONHASHSEED": hash_seed, "PATH": "/usr/bin:/bin"},
+                [sys.executable, "-W", "ignore", "-c", self.PROGRAM],
+                capture_output=True,
+                text=True,
+                check=True,
+                env={"PYTHONHASHSEED": hash_seed, "PATH": "/usr/bin:/bin"},
             )
             lines += done.stdout.splitlines()
         assert len(lines) == 10
@@ -225,7 +228,7 @@ class TestBadPrograms:
         def program(rank):
             try:
                 dist.all_reduce(torch.ones(2 + rank))
-            except Exception:
+            except Exception:  # noqa: BLE001  That is what the test is about.
                 return "went on"
 
         failure = self.failing(world_of(2), program, ContractViolation)
@@ -256,10 +259,15 @@ class TestBadPrograms:
         assert isinstance(failure.error, UsageError)
 
 
-@pytest.mark.parametrize("arguments", [
-    {"world_size": 0}, {"world_size": 5000}, {"world_size": 2, "order": "lineer"},
-    {"world_size": 2, "schedule": "fair"},
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"world_size": 0},
+        {"world_size": 5000},
+        {"world_size": 2, "order": "lineer"},
+        {"world_size": 2, "schedule": "fair"},
+    ],
+)
 def test_bad_arguments_say_what_was_expected(arguments):
     with pytest.raises(UsageError, match="expected"):
         World(**arguments)

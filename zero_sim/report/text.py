@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zero_sim.errors import ScenarioError
+    from zero_sim.report.records import Fact, Measurement
     from zero_sim.verify.records import CaseResult, Finding
 
 MARKS = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "error": "ERROR"}
@@ -20,35 +21,7 @@ FINDINGS_SHOWN = 5
 """Findings printed in full for one case; the first one is nearly always the cause."""
 DETAIL_LINES_MAX = 60
 
-_ID_WIDTH_MAX = 60
-
-
-class Measurement(Protocol):
-    """One row of the benchmark table."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> float: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def goal(self) -> float | None: ...
-    @property
-    def ok(self) -> bool | None: ...
-
-
-class Fact(Protocol):
-    """One row of the doctor's table."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> str: ...
-    @property
-    def ok(self) -> bool: ...
-    @property
-    def note(self) -> str: ...
+_ID_WIDTH_MAX = 72
 
 
 def id_width(ids: Iterable[str]) -> int:

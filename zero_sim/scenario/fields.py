@@ -131,7 +131,7 @@ def toml_type(value: object) -> str:
         return f"array of {len(value)}"
     if isinstance(value, datetime.date | datetime.time):
         return "date or time"
-    return {int: "integer", float: "float", str: "string"}.get(type(value), type(value).__name__)
+    return {"int": "integer", "str": "string"}.get(type(value).__name__, type(value).__name__)
 
 
 def _strip_none(hint: object) -> object:

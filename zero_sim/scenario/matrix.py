@@ -65,7 +65,11 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
     problems = [problem for path, values in axes.items() for problem in _check(path, values)]
     problems.extend(_overlaps(tuple(axes)))
     bad = {problem.path.removeprefix("matrix.") for problem in problems}
-    sound = {path: values for path, values in axes.items() if path not in bad}
+    sound = {
+        path: values
+        for path, values in axes.items()
+        if path not in bad and isinstance(values, list)
+    }
     count = math.prod(len(values) for values in sound.values())
     if count > CASES_MAX:
         message = f"expected at most {CASES_MAX:,} cases, got {count:,}."
@@ -173,7 +177,9 @@ def _compact(value: object) -> str:
     if isinstance(value, dict):
         return "+".join(f"{key}:{_compact(item)}" for key, item in value.items())
     if isinstance(value, list):
+        if not value:
+            return "none"
         if any(isinstance(item, list) for item in value):
-            return "+".join(_compact(item) or "scalar" for item in value)
+            return "+".join(_compact(item) if item else "scalar" for item in value)
         return "x".join(_compact(item) for item in value)
     return value if isinstance(value, str) else show(value)

@@ -116,21 +116,28 @@ def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
 
 
 def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
+    for path, number in _numbers(bound.path, scenario):
+        if not (math.isfinite(number) and bound.holds(number)):
+            yield Problem(
+                path=path,
+                message=f"expected {_kind(number)} {bound.in_words()}, "
+                f"got {describe_value(number)}.",
+                suggestion=_for_bound(bound, number),
+            )
+
+
+def _numbers(path: str, scenario: Scenario) -> Iterator[tuple[str, int | float]]:
     value: object = scenario
-    for name in bound.path.split("."):
+    for name in path.split("."):
         value = getattr(value, name)
-    numbers = value if isinstance(value, tuple) else (value,)
-    for index, number in enumerate(numbers):
-        if number is None or (math.isfinite(number) and bound.holds(number)):
-            continue
-        yield Problem(
-            path=f"{bound.path}[{index}]" if isinstance(value, tuple) else bound.path,
-            message=f"expected {_kind(number)} {bound.in_words()}, got {describe_value(number)}.",
-            suggestion=_for_bound(bound, number),
-        )
+    if isinstance(value, tuple):
+        for index, number in enumerate(value):
+            yield f"{path}[{index}]", number
+    elif isinstance(value, int | float):
+        yield path, value
 
 
-def _kind(number: object) -> str:
+def _kind(number: float) -> str:
     if not isinstance(number, float):
         return "an integer"
     return "a number" if math.isfinite(number) else "a finite number"

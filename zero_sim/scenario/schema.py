@@ -75,7 +75,8 @@ def _drop_null(node: object) -> None:
 
 
 def _add_bound(node: Node, bound: Bound) -> None:
-    targets = [_table(item) for item in node["prefixItems"]] if "prefixItems" in node else [node]
+    items = node.get("prefixItems")
+    targets = [_table(item) for item in items] if isinstance(items, list) else [node]
     for target in targets:
         target["exclusiveMinimum" if bound.open_least else "minimum"] = bound.least
         if bound.most is not None:

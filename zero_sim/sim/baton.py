@@ -45,7 +45,11 @@ class Baton:
     """The hand-over of control between rank threads during one run."""
 
     def __init__(
-        self, gates: list[threading.Lock], *, schedule: Schedule, log: EventLog,
+        self,
+        gates: list[threading.Lock],
+        *,
+        schedule: Schedule,
+        log: EventLog,
         randomness: Randomness,
     ) -> None:
         self.gates = gates

@@ -1,4 +1,4 @@
-"""Where torch's process-wide distributed state becomes a rank's own; every private torch name is here.
+"""Where torch's process-wide distributed state becomes a rank's own; private torch names live here.
 
 [Note: rank-local c10d]
 torch keeps one "world" (default group, group names, tags) per process. While any simulated world is
@@ -57,10 +57,12 @@ class RankC10dWorld:
         """As torch's `_World.pg_config_info`."""
         return [
             {
-                "pg_name": name, "pg_desc": group.group_desc,
+                "pg_name": name,
+                "pg_desc": group.group_desc,
                 "backend_config": self.pg_backend_config[group],
                 "ranks": list(self.pg_group_ranks[group]),
-                "group_size": len(self.pg_group_ranks[group]), "group_count": self.group_count,
+                "group_size": len(self.pg_group_ranks[group]),
+                "group_count": self.group_count,
             }
             for group, name in self.pg_names.items()
         ]
@@ -124,6 +126,11 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
     return new_process_group_helper
 
 
+def _isolate_threads(isolated: bool) -> None:
+    """Give every thread its own C++ registry of groups, which functional collectives look up."""
+    c_bindings._set_thread_isolation_mode(isolated)  # pyrefly: ignore [missing-attribute]
+
+
 _lock = threading.Lock()
 _open_count = 0
 _originals: dict[str, Any] = {}
@@ -140,11 +147,11 @@ def install() -> None:
         _originals.update(
             world=c10d._world, init=c10d.init_process_group, helper=c10d._new_process_group_helper
         )
-        c10d._world = _ThreadWorld(c10d._world)
+        c10d._world = _ThreadWorld(c10d._world)  # pyrefly: ignore [bad-assignment]
         c10d._new_process_group_helper = _wrap_helper(_originals["helper"])
         wrapped = _wrap_init(_originals["init"])
         c10d.init_process_group = dist.init_process_group = wrapped
-        c_bindings._set_thread_isolation_mode(True)
+        _isolate_threads(True)
 
 
 def uninstall() -> None:
@@ -157,7 +164,7 @@ def uninstall() -> None:
         c10d._world = _originals["world"]
         c10d._new_process_group_helper = _originals["helper"]
         c10d.init_process_group = dist.init_process_group = _originals["init"]
-        c_bindings._set_thread_isolation_mode(False)
+        _isolate_threads(False)
 
 
 def enter_rank_thread(

@@ -1,4 +1,4 @@
-"""Where a collective was called: the innermost frame that is neither torch's nor the simulator's."""
+"""Where a collective was called: the innermost frame that is not torch's nor the simulator's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What each collective does to the data, once every member has come.
 
-Pure functions over the members' calls in group-rank order: all inputs are read before any output is
-written, so that in-place forms, where an output is a view of an input, come out as they do on a device.
+Pure functions over the members' calls in group-rank order. In-place forms, where an output is a
+view of an input, come out as they do on a device.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
     """Flat forms: chunk `r` of every input is reduced into rank `r`'s output, entry by entry."""
     first, world_size = calls[0], len(calls)
     for i in range(len(first.inputs)):
-        chunked = [
-            call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls
-        ]
-        in_place = all(_in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls))
+        chunked = [call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls]
+        in_place = all(
+            _in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls)
+        )
         late: list[tuple[Tensor, Tensor]] = []
         for r, call in enumerate(calls):
             parts = [rows[r] for rows in chunked]
@@ -106,7 +106,7 @@ def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
 
 
 def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
-    """Whether `part` is chunk `chunk` of `whole` or lies elsewhere, so that writing chunk by chunk is safe.
+    """Whether chunks can be written one by one: `part` is that chunk of `whole`, or elsewhere.
 
     What NCCL allows too; it spares a copy of the whole buffer.
     """
@@ -114,18 +114,23 @@ def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
         return True
     part_bytes = part.numel() * part.element_size()
     return (
-        whole.is_contiguous() and part.is_contiguous()
+        whole.is_contiguous()
+        and part.is_contiguous()
         and part.data_ptr() == whole.data_ptr() + chunk * part_bytes
     )
 
 
 def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
-    """List form: `inputs[r]` of every rank is reduced into rank `r`'s one output; entries may differ in size."""
+    """List form: every rank's `inputs[r]` is reduced into rank `r`'s output; sizes may differ."""
     first, world_size = calls[0], len(calls)
     totals = [
         _finish(
-            order.scatter([call.inputs[r].reshape(-1) for call in calls], _fold(first), destination=r),
-            first, world_size)
+            order.scatter(
+                [call.inputs[r].reshape(-1) for call in calls], _fold(first), destination=r
+            ),
+            first,
+            world_size,
+        )
         for r in range(world_size)
     ]
     for call, total in zip(calls, totals, strict=True):
@@ -150,7 +155,7 @@ def all_gather(calls: Sequence[Call], order: Order) -> None:
 
 
 def all_gather_list(calls: Sequence[Call], order: Order) -> None:
-    """List form: `outputs[r]` becomes rank `r`'s input; with k inputs, `outputs[i * world_size + r]`."""
+    """List form: `outputs[i * world_size + r]` becomes rank `r`'s `inputs[i]`."""
     world_size = len(calls)
     for i in range(len(calls[0].inputs)):
         values = [call.inputs[i].clone() for call in calls]

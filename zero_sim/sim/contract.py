@@ -72,7 +72,8 @@ def _check_flat(
     for whole, part in zip(large, small, strict=True):
         if whole.numel() != part.numel() * world_size:
             _refuse(
-                call, rank,
+                call,
+                rank,
                 f"expected the larger tensor to be {world_size} x the smaller one "
                 f"({world_size} x {part.numel()} elements), got {whole.numel()}",
             )
@@ -85,12 +86,14 @@ def _check_count(call: Call, tensors: Sequence[Tensor], *, rank: int, expected: 
 
 def _check_splits(call: Call, *, rank: int, world_size: int) -> None:
     for tensor, splits in (
-        (call.inputs[0], call.input_splits), (call.outputs[0], call.output_splits)
+        (call.inputs[0], call.input_splits),
+        (call.outputs[0], call.output_splits),
     ):
         rows = tensor.shape[0] if tensor.dim() else 0
         if len(splits) != world_size or sum(splits) != rows:
             _refuse(
-                call, rank,
+                call,
+                rank,
                 f"expected {world_size} split sizes that add up to {rows} rows, got {list(splits)}",
             )
 
@@ -116,7 +119,8 @@ def check_pair(first: Call, call: Call, *, ranks: tuple[int, int], what: str) ->
         f"  rank {ranks[1]}: {describe(call)}\n"
         "NCCL would hang or misread the data. Make every rank of the group issue the same calls "
         "in the same order.",
-        rank=ranks[1], other_rank=ranks[0],
+        rank=ranks[1],
+        other_rank=ranks[0],
     )
 
 
@@ -157,7 +161,8 @@ def check_all_to_all(calls: Sequence[Call], *, ranks: Sequence[int]) -> None:
                     f"{expected[target][source]}\n"
                     f"  rank {ranks[source]}: {describe(calls[source])}\n"
                     f"  rank {ranks[target]}: {describe(calls[target])}",
-                    rank=ranks[source], other_rank=ranks[target],
+                    rank=ranks[source],
+                    other_rank=ranks[target],
                 )
 
 

@@ -19,8 +19,7 @@ class RankFailed(WorldFailure):
         self.error = error
         self.traceback_text = traceback_text
         super().__init__(
-            f"rank {rank} raised {type(error).__name__}: {error}\n"
-            f"{traceback_text.rstrip()}"
+            f"rank {rank} raised {type(error).__name__}: {error}\n{traceback_text.rstrip()}"
         )
 
 

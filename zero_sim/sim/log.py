@@ -18,10 +18,10 @@ class CollectiveRecord(NamedTuple):
     group_ranks: tuple[int, ...]
     """World ranks of the group's members, in group order."""
     sequence: int
-    """How many collectives this rank had issued on this group before; per peer for point-to-point."""
+    """Collectives that the rank had issued on this group before; the tag of a send or receive."""
     dtype: str
     elems: int
-    """Elements that the rank contributes; for a scatter, broadcast or receive, that it ends up with."""
+    """Elements that the rank contributes, or ends up with where it contributes none."""
     elem_bytes: int
     detail: str
     """Reduce operation, root or peer."""

@@ -50,7 +50,9 @@ class Collective:
         for other, first in enumerate(self.calls):
             if first is not None:
                 contract.check_pair(
-                    first, call, ranks=(ranks[other], ranks[group_rank]),
+                    first,
+                    call,
+                    ranks=(ranks[other], ranks[group_rank]),
                     what=f"collective #{self.sequence} of group {self.group.label}",
                 )
                 break
@@ -72,7 +74,15 @@ class Message:
     """One send or receive until its other half comes."""
 
     __slots__ = (
-        "call", "done", "group", "missing_count", "peer", "rank", "source", "tensor", "waiters"
+        "call",
+        "done",
+        "group",
+        "missing_count",
+        "peer",
+        "rank",
+        "source",
+        "tensor",
+        "waiters",
     )
 
     def __init__(
@@ -131,7 +141,9 @@ class Group:
             del self._open[sequence]
         return collective, sequence
 
-    def send(self, group_rank: int, peer: int, *, tag: int, call: Call) -> tuple[Message, Message | None]:
+    def send(
+        self, group_rank: int, peer: int, *, tag: int, call: Call
+    ) -> tuple[Message, Message | None]:
         """Post a send; delivers at once where the receive is already there.
 
         Returns:
@@ -173,7 +185,8 @@ def _deliver(send: Message, receive: Message) -> None:
             "send and receive do not fit:\n"
             f"  rank {ranks[send.rank]}: {contract.describe(send.call)}\n"
             f"  rank {ranks[receive.rank]}: {contract.describe(receive.call)}",
-            rank=ranks[send.rank], other_rank=ranks[receive.rank],
+            rank=ranks[send.rank],
+            other_rank=ranks[receive.rank],
         )
     receive.tensor.copy_(send.tensor.reshape(receive.tensor.shape))
     send.done = receive.done = True

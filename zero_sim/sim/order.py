@@ -34,7 +34,7 @@ class Order(Protocol):
     name: str
 
     def scatter(self, parts: Sequence[Tensor], fold: Fold, *, destination: int) -> Tensor:
-        """Reduce one chunk that ends on group rank `destination`; parts are same-shaped, rank order."""
+        """Reduce one chunk that ends on group rank `destination`; parts in group-rank order."""
         ...
 
     def everywhere(self, parts: Sequence[Tensor], fold: Fold) -> Tensor:
@@ -113,8 +113,11 @@ class Ring:
         world_size, numel = len(parts), parts[0].numel()
         chunk_elems = -(-numel // world_size)
         pieces = [
-            self.scatter([part[start : start + chunk_elems] for part in parts], fold,
-                         destination=(chunk - 1) % world_size)
+            self.scatter(
+                [part[start : start + chunk_elems] for part in parts],
+                fold,
+                destination=(chunk - 1) % world_size,
+            )
             for chunk, start in enumerate(range(0, numel, chunk_elems or 1))
         ]
         return torch.cat(pieces) if pieces else parts[0].clone()

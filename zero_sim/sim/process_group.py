@@ -27,7 +27,9 @@ class Cluster(Protocol):
         """Issue one rank's side of a collective."""
         ...
 
-    def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> SimWork:
+    def send(
+        self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
+    ) -> SimWork:
         """Issue a send."""
         ...
 
@@ -59,7 +61,8 @@ class SimProcessGroup(ProcessGroup):
     """One member's view of a group of simulated ranks."""
 
     def __init__(self, cluster: Cluster, group: Group, group_rank: int) -> None:
-        super().__init__(group_rank, len(group.ranks))
+        # torch's stub does not show the constructor meant for subclasses: (rank, size).
+        super().__init__(group_rank, len(group.ranks))  # pyrefly: ignore
         self._cluster = cluster
         self._group = group
         self._group_rank = group_rank
@@ -186,12 +189,19 @@ class SimProcessGroup(ProcessGroup):
         return self._issue("all_to_all_list", opts, inputs, outputs=outputs)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int],
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
         opts: Any = None,
     ) -> Work:
         """As `alltoall`, on row ranges of one tensor each; empty split lists mean even ones."""
         return self._issue(
-            "all_to_all", opts, [input], outputs=[output],
+            "all_to_all",
+            opts,
+            [input],
+            outputs=[output],
             input_splits=input_splits or self._even_rows(input),
             output_splits=output_splits or self._even_rows(output),
         )

@@ -51,7 +51,7 @@ class Randomness:
         )
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Make `owner`'s saved state the process's, where `previous`'s was taken out just before."""
+        """Make `owner`'s saved state the process's; `previous`'s was taken out just before."""
         saved, before = self._saved[owner], self._saved[previous]
         torch.default_generator.set_state(saved.torch_state)
         random.setstate(saved.python_state)

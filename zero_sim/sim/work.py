@@ -29,7 +29,7 @@ class SimWork(Work):
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block this rank until the operation is done; a timeout is not needed, a hang is named at once."""
+        """Block this rank until the operation is done; a hang is named without any timeout."""
         for operation in self._operations:
             if not operation.done:
                 file, line = call_site()

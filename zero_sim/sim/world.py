@@ -59,8 +59,13 @@ class World:
     """
 
     def __init__(
-        self, world_size: int, *, order: str = "linear", schedule: str = "round-robin",
-        seed: int = 0, stall_seconds: float = 60.0,
+        self,
+        world_size: int,
+        *,
+        order: str = "linear",
+        schedule: str = "round-robin",
+        seed: int = 0,
+        stall_seconds: float = 60.0,
     ) -> None:
         if not 1 <= world_size <= WORLD_SIZE_MAX:
             raise UsageError(
@@ -166,9 +171,7 @@ class World:
 
     def _new_baton(self) -> Baton:
         schedule = build_schedule(self.schedule, seed=self.seed)
-        return Baton(
-            self._gates, schedule=schedule, log=self.log, randomness=self._randomness
-        )
+        return Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
 
     def _start_threads(self) -> list[threading.Thread]:
         threads = []
@@ -221,11 +224,15 @@ class World:
         group = self._groups.setdefault(name, Group(name, members, label=label))
         if group.ranks != members:
             rank, other = members[group_rank], group.ranks[0]
-            raise self._baton.fail(ContractViolation(
-                f"groups created in different order: rank {rank} makes group {name} of ranks "
-                f"{list(members)}, where rank {other} made it of {list(group.ranks)}. "
-                "Call new_group on every rank, in one order.", rank=rank, other_rank=other,
-            ))
+            raise self._baton.fail(
+                ContractViolation(
+                    f"groups created in different order: rank {rank} makes group {name} of ranks "
+                    f"{list(members)}, where rank {other} made it of {list(group.ranks)}. "
+                    "Call new_group on every rank, in one order.",
+                    rank=rank,
+                    other_rank=other,
+                )
+            )
         return SimProcessGroup(self, group, group_rank)
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> SimWork:
@@ -242,7 +249,9 @@ class World:
             self._baton.finish(collective)
         return SimWork(self._baton, rank, [collective], call.outputs or call.inputs)
 
-    def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> SimWork:
+    def send(
+        self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
+    ) -> SimWork:
         """Issue a send; `Cluster.send`."""
         call = Call(kind="send", inputs=[tensor])
         return self._exchange(group, group_rank, peer, tag, call, group.send)
@@ -261,7 +270,12 @@ class World:
         return SimWork(self._baton, rank, operations, tensors)
 
     def _exchange(
-        self, group: Group, group_rank: int, peer: int | None, tag: int, call: Call,
+        self,
+        group: Group,
+        group_rank: int,
+        peer: int | None,
+        tag: int,
+        call: Call,
         post: Callable[..., tuple[Message, Message | None]],
     ) -> SimWork:
         rank = group.ranks[group_rank]
@@ -281,13 +295,22 @@ class World:
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
     ) -> None:
         tensors = call.inputs or call.outputs
-        self.log.collectives.append(CollectiveRecord(
-            rank, call.kind, group.label, group.ranks, sequence,
-            str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
-            sum(tensor.numel() for tensor in tensors),
-            tensors[0].element_size() if tensors else 0,
-            detail, asynchronous, call.file, call.line,
-        ))
+        self.log.collectives.append(
+            CollectiveRecord(
+                rank,
+                call.kind,
+                group.label,
+                group.ranks,
+                sequence,
+                str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+                sum(tensor.numel() for tensor in tensors),
+                tensors[0].element_size() if tensors else 0,
+                detail,
+                asynchronous,
+                call.file,
+                call.line,
+            )
+        )
 
     def _wait_in_store(self, waited: KeyWait, site: str) -> None:
         self._baton.wait_for(self._baton.holder, waited, site)
@@ -314,7 +337,7 @@ class World:
             )
             if baton.all_ended.wait(1.0):
                 return
-        # The rank sits in native code that never returns; its thread is lost, and the world with it.
+        # The rank sits in native code that never returns: its thread is lost, and so is the world.
         self._closed = True
         c10d.uninstall()
         raise failure

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zero_sim.errors import UsageError
+from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.protocol import Target
-from zero_sim.targets.zero_sim import ZeroSimTarget
 
 _TARGETS: dict[str, Target] = {target.name: target for target in (ZeroSimTarget(),)}
 

@@ -1,4 +1,4 @@
-"""Scenario + target -> verdict: what is compared, the comparison, invariants, the first divergence."""
+"""Scenario and target in, verdict out: the comparison, invariants, the first divergence."""
 
 from zero_sim.verify.records import CaseResult, Finding, Verdict
 from zero_sim.verify.runner import run_case

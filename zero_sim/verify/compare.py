@@ -25,7 +25,7 @@ class Difference:
     expected: float
     got: float
     ulp: int | None
-    """Steps between the two values among all values of the dtype; None where one is NaN or for integers."""
+    """Values of the dtype from one to the other; None where one is NaN, and for integers."""
     differ_count: int
     compared_count: int
 
@@ -51,8 +51,12 @@ def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
     first = int(unequal.nonzero()[0])
     a, b = expected.reshape(-1)[first], got.reshape(-1)[first]
     return Difference(
-        first=first, expected=a.item(), got=b.item(), ulp=_ulp(a, b),
-        differ_count=differ_count, compared_count=unequal.numel(),
+        first=first,
+        expected=a.item(),
+        got=b.item(),
+        ulp=_ulp(a, b),
+        differ_count=differ_count,
+        compared_count=unequal.numel(),
     )
 
 

@@ -17,16 +17,24 @@ from zero_sim.verify.records import Finding
 def loss(step: int, rank: int, micro: int) -> Finding:
     """A loss, before it is compared."""
     return Finding(
-        check="equality.loss", message=f"the loss of micro-batch {micro} differs", step=step,
-        phase="forward", rank=rank,
+        check="equality.loss",
+        message=f"the loss of micro-batch {micro} differs",
+        step=step,
+        phase="forward",
+        rank=rank,
     )
 
 
 def param(step: int, rank: int, name: str) -> Finding:
     """A working param, before it is compared."""
     return Finding(
-        check="equality.params", message="the working param differs", step=step, phase="gather",
-        rank=rank, param=name, offset_in_param=0,
+        check="equality.params",
+        message="the working param differs",
+        step=step,
+        phase="gather",
+        rank=rank,
+        param=name,
+        offset_in_param=0,
     )
 
 
@@ -40,12 +48,20 @@ _OWNED = {
 
 
 def owned(check: str, key: str, step: int, rank: int, part: OwnedPart) -> Finding:
-    """Something a rank owns, before it is compared; offsets are those of the part's first element."""
+    """Something a rank owns, before it is compared; offsets are of the part's first element."""
     phase, message = _OWNED[check]
     return Finding(
-        check=check, message=message.format(key=key), step=step, phase=phase, rank=rank,
-        param=part.param, offset_in_param=part.start, flat_offset=part.flat_start,
-        bucket=part.bucket, shard=part.shard, shard_start=part.shard_start,
+        check=check,
+        message=message.format(key=key),
+        step=step,
+        phase=phase,
+        rank=rank,
+        param=part.param,
+        offset_in_param=part.start,
+        flat_offset=part.flat_start,
+        bucket=part.bucket,
+        shard=part.shard,
+        shard_start=part.shard_start,
         shard_stop=part.shard_stop,
     )
 
@@ -65,9 +81,12 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
         at,
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
-        expected=_hex(difference.expected), got=_hex(difference.got),
-        expected_value=repr(difference.expected), got_value=repr(difference.got),
-        ulp=difference.ulp, differ_count=difference.differ_count,
+        expected=_hex(difference.expected),
+        got=_hex(difference.got),
+        expected_value=repr(difference.expected),
+        got_value=repr(difference.got),
+        ulp=difference.ulp,
+        differ_count=difference.differ_count,
         compared_count=difference.compared_count,
     )
 
@@ -75,10 +94,14 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
 def nonfinite(step: int, origin: NonFinite) -> Finding:
     """A local gradient of one rank is NaN or infinite before anything is reduced."""
     return Finding(
-        check="input.nonfinite", step=step, phase="forward", rank=origin.rank, param=origin.param,
+        check="input.nonfinite",
+        step=step,
+        phase="forward",
+        rank=origin.rank,
+        param=origin.param,
         offset_in_param=origin.index,
-        message=f"the local gradient of micro-batch {origin.micro} is {origin.value!r} on this rank, "
-        "in the reference's replay too: it comes from the model or the data, not from the system",
+        message=f"the local gradient of micro-batch {origin.micro} is {origin.value!r} on this "
+        "rank, in the reference's replay too: it comes from the model or the data",
     )
 
 
@@ -110,7 +133,8 @@ def sort_and_merge(found: Sequence[Finding], *, phases: Sequence[str]) -> tuple[
 
     def place(finding: Finding) -> tuple[int, int, int]:
         return (
-            finding.step or 0, order.get(finding.phase or "", -1),
+            finding.step or 0,
+            order.get(finding.phase or "", -1),
             -1 if finding.rank is None else finding.rank,
         )
 
@@ -128,7 +152,8 @@ def _summary(group: Sequence[Finding]) -> str:
         where = f" param {finding.param!r}" if finding.param else ""
         count = (
             f": {finding.differ_count} of {finding.compared_count} elements"
-            if finding.differ_count else ""
+            if finding.differ_count
+            else ""
         )
         key = f" ({finding.message})" if finding.check == "equality.state" else ""
         lines.append(f"  rank {finding.rank}{where}{count}{key}")

@@ -10,10 +10,12 @@ from zero_sim.verify.records import Finding
 
 
 def check_ownership(
-    parts: Mapping[int, Sequence[OwnedPart]], *, shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[int, Sequence[OwnedPart]],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
     sharded: bool,
 ) -> Iterator[Finding]:
-    """Check that every element is owned exactly once, or once on every rank where nothing is sharded.
+    """Check that every element is owned exactly once; on every rank where nothing is sharded.
 
     Args:
         parts: What each rank owns.
@@ -44,8 +46,10 @@ def _check_cover(
                 )
             elif start < reached and start < stop:
                 yield _ownership(
-                    name, start,
-                    f"elements {start} to {min(stop, reached)} belong to ranks {last_rank} and {rank}",
+                    name,
+                    start,
+                    f"elements {start} to {min(stop, reached)} belong to ranks "
+                    f"{last_rank} and {rank}",
                 )
             if stop > numel:
                 yield _ownership(
@@ -57,7 +61,11 @@ def _check_cover(
 
 def _ownership(param: str, offset: int, message: str) -> Finding:
     return Finding(
-        check="invariant.ownership", message=message, step=0, phase="forward", param=param,
+        check="invariant.ownership",
+        message=message,
+        step=0,
+        phase="forward",
+        param=param,
         offset_in_param=offset,
     )
 
@@ -67,7 +75,10 @@ def check_zero_gradients(engine: Engine, *, step: int, rank: int) -> Iterator[Fi
     where = engine.stray_gradients(padding_only=False)
     if where:
         yield Finding(
-            check="invariant.zero-gradients", step=step, rank=rank, phase="forward",
+            check="invariant.zero-gradients",
+            step=step,
+            rank=rank,
+            phase="forward",
             message=f"gradients are not zero before the first micro-batch: {where}",
         )
 
@@ -77,6 +88,9 @@ def check_padding(engine: Engine, *, step: int, rank: int) -> Iterator[Finding]:
     where = engine.stray_gradients(padding_only=True)
     if where:
         yield Finding(
-            check="invariant.padding", step=step, rank=rank, phase="reduce",
+            check="invariant.padding",
+            step=step,
+            rank=rank,
+            phase="reduce",
             message=f"padding of a gradient buffer was written: {where}",
         )

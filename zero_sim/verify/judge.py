@@ -54,9 +54,12 @@ class Judge:
         self._parts[rank] = list(engine.parts())
         if len(self._parts) == self.scenario.world.size:
             self._shapes = {name: tuple(param.shape) for name, param in engine.params().items()}
-            self._report(0, invariants.check_ownership(
-                self._parts, shapes=self._shapes, sharded=self.scenario.system.stage > 0
-            ))
+            self._report(
+                0,
+                invariants.check_ownership(
+                    self._parts, shapes=self._shapes, sharded=self.scenario.system.stage > 0
+                ),
+            )
 
     def before_backward(self, rank: int, step: int, engine: Engine) -> None:
         """Look at a rank right before the first backward of a step."""
@@ -113,7 +116,11 @@ class Judge:
         return taken
 
     def _compare(
-        self, rank: int, step: int, losses: Sequence[Tensor], engine: Engine,
+        self,
+        rank: int,
+        step: int,
+        losses: Sequence[Tensor],
+        engine: Engine,
         expected: ReferenceStep,
     ) -> Iterator[Finding]:
         for micro, loss in enumerate(losses):
@@ -132,7 +139,11 @@ class Judge:
         yield from invariants.check_padding(engine, step=step, rank=rank)
 
     def _compare_part(
-        self, rank: int, step: int, part: OwnedPart, params: Mapping[str, Tensor],
+        self,
+        rank: int,
+        step: int,
+        part: OwnedPart,
+        params: Mapping[str, Tensor],
         expected: ReferenceStep,
     ) -> Iterator[Finding]:
         name, start, stop = part.param, part.start, part.stop
@@ -171,6 +182,9 @@ def _frozen(step: ReferenceStep) -> ReferenceStep:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     return replace(
-        step, grads=copied(step.grads), masters=copied(step.masters), params=copied(step.params),
+        step,
+        grads=copied(step.grads),
+        masters=copied(step.masters),
+        params=copied(step.params),
         state={name: copied(state) for name, state in step.state.items()},
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -78,13 +77,21 @@ def _run(
     verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
     notes = [f"held-out accuracy {value:.4f}" for value in accuracy if value is not None]
     return _result(
-        scenario, started, verdict=verdict, findings=found + tuple(doubts), notes=tuple(notes),
-        judge=judge, world=world,
+        scenario,
+        started,
+        verdict=verdict,
+        findings=found + tuple(doubts),
+        notes=tuple(notes),
+        judge=judge,
+        world=world,
     )
 
 
 def _program(
-    scenario: Scenario, workload: Workload, target: Target, judge: Judge,
+    scenario: Scenario,
+    workload: Workload,
+    target: Target,
+    judge: Judge,
     accuracy: list[float | None],
 ) -> Callable[[int], None]:
     """What every rank runs: a plain training loop with the judge looking on."""
@@ -139,53 +146,58 @@ def _check_accuracy(scenario: Scenario, accuracy: list[float | None]) -> list[Fi
     reached = accuracy[0]
     if reached is not None and reached >= wanted:
         return []
-    return [Finding(
-        check="expect.accuracy",
-        message=f"held-out accuracy after the last step: expected at least {wanted}, got {reached}",
-        step=scenario.run.steps - 1,
-    )]
+    return [
+        Finding(
+            check="expect.accuracy",
+            message=f"held-out accuracy after the last step: expected at least {wanted}, "
+            f"got {reached}",
+            step=scenario.run.steps - 1,
+        )
+    ]
 
 
 def _doubts(scenario: Scenario, judge: Judge) -> list[Finding]:
     """Why equality would mean little, though nothing is wrong."""
     doubts = []
     if judge.same_data and scenario.data.ranks == "distinct":
-        doubts.append(Finding(
-            check="guard.same-data",
-            message="all ranks saw the same data in every step, which hides most bugs of a reduction; "
-            "feed distinct data, or say data.ranks = \"same\" if that is the point",
-        ))
+        doubts.append(
+            Finding(
+                check="guard.same-data",
+                message="all ranks saw the same data in every step, which hides most bugs of a "
+                'reduction; feed distinct data, or say data.ranks = "same" if that is the point',
+            )
+        )
     if judge.nonzero_fraction_max < scenario.expect.nonzero_min:
-        doubts.append(Finding(
-            check="guard.zero-gradients",
-            message=f"at most {judge.nonzero_fraction_max:.0%} of the gradient elements were nonzero in "
-            f"any step, expected at least {scenario.expect.nonzero_min:.0%}: equal zeros prove nothing",
-        ))
+        doubts.append(
+            Finding(
+                check="guard.zero-gradients",
+                message=f"at most {judge.nonzero_fraction_max:.0%} of the gradient elements were "
+                f"nonzero in any step, expected at least {scenario.expect.nonzero_min:.0%}: "
+                "equal zeros prove nothing",
+            )
+        )
     return doubts
 
 
 def _result(
-    scenario: Scenario, started: float, *, verdict: Verdict, findings: tuple[Finding, ...] = (),
-    notes: tuple[str, ...] = (), error: str = "", judge: Judge | None = None,
+    scenario: Scenario,
+    started: float,
+    *,
+    verdict: Verdict,
+    findings: tuple[Finding, ...] = (),
+    notes: tuple[str, ...] = (),
+    error: str = "",
+    judge: Judge | None = None,
     world: World | None = None,
 ) -> CaseResult:
     return CaseResult(
-        id=scenario.name, verdict=verdict, seconds=time.perf_counter() - started,
-        findings=findings, notes=notes, error=error,
+        id=scenario.name,
+        verdict=verdict,
+        seconds=time.perf_counter() - started,
+        findings=findings,
+        notes=notes,
+        error=error,
         compared_elems=0 if judge is None else judge.compared_elems,
         collectives=0 if world is None else len(world.log.collectives),
         log_digest="" if world is None else world.log.digest(),
-    )
-
-
-def crashed(scenario: Scenario, error: BaseException) -> CaseResult:
-    """The result of a case in which zero_sim itself raised something it did not foresee."""
-    trace = "".join(traceback.format_exception(error))
-    finding = Finding(
-        check="internal.error", message=f"{type(error).__name__}: {error}", detail=trace
-    )
-    return CaseResult(
-        id=scenario.name, verdict="error", seconds=0.0, findings=(finding,), notes=(),
-        compared_elems=0, collectives=0, log_digest="",
-        error="zero_sim raised an unexpected error; please report it with the traceback",
     )

@@ -1,4 +1,4 @@
-"""The project's own system, Buffer -> DistributedDataParallel -> DistributedOptimizer, as a target."""
+"""The project's own system, the three layers of `zero_sim.zero`, as a target."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ def build_optim_factory(spec: OptimizerSpec) -> Callable[[ParamsT], Optimizer]:
     def factory(params: ParamsT) -> Optimizer:
         if spec.name == "sgd":
             return torch.optim.SGD(
-                params, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay,
+                params,
+                lr=spec.lr,
+                momentum=spec.momentum,
+                weight_decay=spec.weight_decay,
                 foreach=spec.foreach,
             )
         cls = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
         return cls(
-            params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay,
+            params,
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+            weight_decay=spec.weight_decay,
             foreach=spec.foreach,
         )
 
@@ -39,8 +46,11 @@ class ZeroSimEngine:
     def __init__(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> None:
         system = scenario.system
         config = ZeroConfig(
-            stage=system.stage, divide=system.divide, grad_dtype=system.grad_dtype,
-            bucket_elems=system.bucket_elems, align_elems=system.align_elems,
+            stage=system.stage,
+            divide=system.divide,
+            grad_dtype=system.grad_dtype,
+            bucket_elems=system.bucket_elems,
+            align_elems=system.align_elems,
         )
         self.module = module
         self._ddp = DistributedDataParallel(module, config=config, group=group)
@@ -73,10 +83,17 @@ class ZeroSimEngine:
             bucket = self._ddp.buffers[owned.buffer].plan.buckets[owned.bucket]
             shard = bucket.shard_span(owned.shard)
             yield OwnedPart(
-                param=owned.param, start=owned.in_param.start, stop=owned.in_param.stop,
-                grad=owned.grad, master=owned.master, state=owned.state,
-                flat_start=owned.in_buffer.start, bucket=owned.bucket, shard=owned.shard,
-                shard_start=shard.start, shard_stop=shard.stop,
+                param=owned.param,
+                start=owned.in_param.start,
+                stop=owned.in_param.stop,
+                grad=owned.grad,
+                master=owned.master,
+                state=owned.state,
+                flat_start=owned.in_buffer.start,
+                bucket=owned.bucket,
+                shard=owned.shard,
+                shard_start=shard.start,
+                shard_stop=shard.stop,
                 reduced_by="reduce_scatter" if self._stage == 1 else "all_reduce",
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
@@ -103,8 +120,6 @@ class ZeroSimTarget:
 
     name = "zero_sim"
 
-    def build(
-        self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup
-    ) -> ZeroSimEngine:
+    def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:
         """Wrap the module for training on this rank."""
         return ZeroSimEngine(module, scenario=scenario, group=group)

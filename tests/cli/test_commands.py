@@ -1,0 +1,105 @@
+"""The other commands, and what a slip of the finger gets."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+from click.testing import CliRunner, Result
+
+import zero_sim
+from zero_sim import cli, doctor
+from zero_sim.report.records import Measurement
+
+
+def invoke(*arguments: str) -> Result:
+    """Run the command line."""
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["runn"], "Did you mean 'run'?"),
+        (["run", "--jsn", "x"], "Did you mean '--json'?"),
+        (["run"], "Missing argument"),
+        (["run", "--backend", "nccl", "x"], "'nccl' is not 'sim'"),
+    ],
+)
+def test_usage_errors(arguments: list[str], said: str) -> None:
+    """Status 2 and a way on."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_version() -> None:
+    """The package's."""
+    assert invoke("--version").output == f"zero-sim, version {zero_sim.__version__}\n"
+
+
+def test_help_lists_the_commands() -> None:
+    """All of them, with a line each."""
+    out = invoke("--help").stdout
+    assert all(f"\n  {name} " in out for name in ("run", "schema", "doctor", "bench"))
+
+
+def test_schema_is_json() -> None:
+    """Ready to be written to a file."""
+    assert json.loads(invoke("schema").stdout)["title"] == "zero_sim scenario"
+
+
+class TestDoctor:
+    """What this machine can run."""
+
+    def test_says_what_is_here(self) -> None:
+        """Versions, threads, parts; as a table and as JSON."""
+        facts = {fact["name"]: fact for fact in json.loads(invoke("doctor", "--json").stdout)}
+        assert facts["torch"]["ok"]
+        assert {"python", "cpu threads", "run: backend sim", "run: model digits"} <= set(facts)
+        assert "cpu kernels" in invoke("doctor").stdout
+
+    def test_without_torch_nothing_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Status 4, and what to install."""
+        monkeypatch.setitem(sys.modules, "torch", None)
+        result = invoke("doctor")
+        assert result.exit_code == 4
+        assert "install the CPU build of torch" in result.stdout
+        assert "NO  run: backend sim" in result.stdout
+
+    def test_without_scikit_learn_all_else_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An extra that is absent is no fault of the machine."""
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+        facts = {fact.name: fact for fact in doctor.examine()}
+        assert 'pip install "zero-sim[digits]"' in facts["run: model digits"].note
+        assert not facts["run: model digits"].required
+
+    def test_old_torch_is_named(self) -> None:
+        """Versions compare as numbers."""
+        assert doctor._version("2.9.1+cpu") < doctor.TORCH_LEAST <= doctor._version("2.11.0a0")
+
+
+ROW = Measurement(name="all_reduce", value=0.5, unit="ms", goal=1.0, ok=True)
+
+
+class TestBench:
+    """Measurements beside their goals."""
+
+    @pytest.fixture(autouse=True)
+    def bench(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A benchmark that takes no time."""
+        module = types.ModuleType("zero_sim.bench")
+        monkeypatch.setattr(module, "run_benchmarks", lambda: [ROW], raising=False)
+        monkeypatch.setitem(sys.modules, "zero_sim.bench", module)
+
+    def test_table(self) -> None:
+        """For people."""
+        assert invoke("bench").stdout == "ok  all_reduce  0.5 ms  goal 1 ms\n"
+
+    def test_json(self) -> None:
+        """For programs."""
+        assert json.loads(invoke("bench", "--json").stdout) == [
+            {"name": "all_reduce", "value": 0.5, "unit": "ms", "goal": 1.0, "ok": True}
+        ]

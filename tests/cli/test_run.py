@@ -1,0 +1,201 @@
+"""`zero-sim run` as a whole: output and exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zero_sim import cli
+from zero_sim.errors import EnvironmentProblem, ModelError
+from zero_sim.scenario import Scenario
+from zero_sim.verify.records import CaseResult, Finding
+
+GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
+BAD = 'schema = 1\n[model]\nname = "mpl"\n[run]\nsteps = 0\n'
+
+Judge = Callable[[Scenario], CaseResult]
+
+
+def judge_by_name(scenario: Scenario) -> CaseResult:
+    """What the file is called is what comes of it."""
+    name = scenario.name
+    if name == "environment":
+        raise EnvironmentProblem("expected scikit-learn, which is not installed.")
+    if name == "usage":
+        raise ModelError("expected a model with params, got none.")
+    if name == "crash":
+        raise RuntimeError("boom")
+    if name == "interrupt":
+        raise KeyboardInterrupt
+    if name == "refused":
+        return CaseResult(id=name, verdict="error", seconds=0.0, error="expected params, got none")
+    if name in ("fail", "inconclusive"):
+        finding = Finding(check="equality.params", message="differs", step=1)
+        return CaseResult(id=name, verdict=name, seconds=0.1, findings=(finding,))
+    print("a model that prints")  # noqa: T201
+    return CaseResult(id=name, verdict="pass", seconds=0.1, compared_elems=10)
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
+
+    @contextlib.contextmanager
+    def open_judge(*, backend: str) -> Iterator[Judge]:
+        assert backend == "sim"
+        yield judge_by_name
+
+    monkeypatch.setattr(cli, "open_judge", open_judge)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*names: str, options: tuple[str, ...] = ()) -> Result:
+        for name in names:
+            Path(f"{name}.toml").write_text(BAD if name.startswith("bad") else GOOD)
+        arguments = ["run", *(f"{name}.toml" for name in names), *options]
+        return CliRunner().invoke(cli.main, arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("names", "status"),
+    [
+        (["pass"], 0),
+        (["fail"], 1),
+        (["crash"], 1),
+        (["usage"], 2),
+        (["refused"], 2),
+        (["bad"], 2),
+        (["inconclusive"], 3),
+        (["environment"], 4),
+        (["pass", "fail", "usage", "environment", "inconclusive", "bad"], 1),
+        (["pass", "environment", "usage", "inconclusive"], 2),
+        (["pass", "environment", "bad"], 2),
+        (["pass", "inconclusive", "environment"], 4),
+        (["inconclusive", "pass"], 3),
+    ],
+)
+def test_exit_status(invoke: Callable[..., Result], names: list[str], status: int) -> None:
+    """Of several, 1 outweighs 2, then 4, then 3."""
+    assert invoke(*names).exit_code == status
+
+
+def test_every_case_runs_whatever_came_before(invoke: Callable[..., Result]) -> None:
+    """A bad file, a crash and a machine that cannot do not cost the rest."""
+    result = invoke("bad", "crash", "environment", "usage", "pass")
+    marks = [line.split()[0] for line in result.stdout.splitlines() if line[:1].isupper()]
+    assert marks == ["ERROR", "ERROR", "ERROR", "PASS"]
+    assert result.stdout.splitlines()[-1].startswith("4 cases: 1 passed, 3 errors in ")
+    assert result.stdout.endswith("; 1 file could not be read\n")
+
+
+def test_all_problems_of_a_bad_file_are_printed(invoke: Callable[..., Result]) -> None:
+    """On stderr, beside the results of the others."""
+    result = invoke("bad", "pass")
+    assert "bad.toml: 2 problems" in result.stderr
+    assert 'Did you mean "mlp"?' in result.stderr
+    assert "run.steps: expected an integer at least 1" in result.stderr
+    assert "PASS" in result.stdout
+
+
+def test_errors_of_ours_have_no_traceback(invoke: Callable[..., Result]) -> None:
+    """The message is enough."""
+    assert "Traceback" not in invoke("environment", "usage", "bad").output
+
+
+def test_unexpected_errors_have_one(invoke: Callable[..., Result]) -> None:
+    """In the finding of the case that they ended."""
+    out = invoke("crash").stdout
+    assert "RuntimeError: boom" in out.splitlines()[0]
+    assert "internal.error: zero_sim raised an error that it did not foresee" in out
+    assert "Traceback" in out
+
+
+def test_failure_says_how_to_run_it_again(invoke: Callable[..., Result]) -> None:
+    """The command selects this very case."""
+    assert "  reproduce: zero-sim run fail.toml -k fail" in invoke("fail").stdout
+
+
+def test_expression_selects(invoke: Callable[..., Result]) -> None:
+    """Only what it names is run."""
+    result = invoke("pass", "fail", options=("-k", "not fail"))
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].startswith("1 case: 1 passed")
+
+
+def test_nothing_selected(invoke: Callable[..., Result]) -> None:
+    """Status 5, and what there would have been."""
+    result = invoke("pass", "fail", options=("-k", "nothing"))
+    assert result.exit_code == 5
+    assert "2 cases, none matches -k 'nothing'" in result.stderr
+
+
+def test_malformed_expression(invoke: Callable[..., Result]) -> None:
+    """A usage error, before anything is run."""
+    result = invoke("pass", options=("-k", "a and"))
+    assert result.exit_code == 2
+    assert "Error: -k 'a and': expected a word" in result.stderr
+    assert result.stdout == ""
+
+
+def test_path_that_is_not_there(invoke: Callable[..., Result]) -> None:
+    """Named; the others run."""
+    result = invoke("pass", options=("gone.toml",))
+    assert result.exit_code == 2
+    assert "gone.toml: 1 problem" in result.stderr
+    assert "1 passed" in result.stdout
+
+
+def test_interrupt_says_what_was_done(invoke: Callable[..., Result]) -> None:
+    """What passed is kept, what did not run is counted."""
+    result = invoke("pass", "interrupt", "fail")
+    assert result.exit_code == 130
+    assert "Interrupted during interrupt." in result.stderr
+    assert result.stdout.splitlines()[-1].startswith("3 cases: 1 passed, 2 not run in ")
+
+
+class TestJson:
+    """`--json`."""
+
+    def test_stdout_is_one_object(self, invoke: Callable[..., Result]) -> None:
+        """And nothing else, whatever a model prints."""
+        result = invoke("pass", "fail", "bad", options=("--json",))
+        report = json.loads(result.stdout)
+        assert [case["id"] for case in report["cases"]] == ["pass", "fail"]
+        assert "a model that prints" in result.stderr
+
+    def test_shape_of_a_case(self, invoke: Callable[..., Result]) -> None:
+        """The keys that other programs read."""
+        report = json.loads(invoke("fail", options=("--json",)).stdout)
+        (case,) = report["cases"]
+        assert (case["id"], case["verdict"], case["seconds"]) == ("fail", "fail", 0.1)
+        assert case["source"] == "fail.toml"
+        (finding,) = case["findings"]
+        assert (finding["check"], finding["step"], finding["rank"]) == ("equality.params", 1, None)
+        assert report["exit_status"] == 1
+
+    def test_shape_of_a_problem(self, invoke: Callable[..., Result]) -> None:
+        """One object a problem, with its file."""
+        report = json.loads(invoke("bad", options=("--json",)).stdout)
+        assert report["cases"] == []
+        assert [problem["path"] for problem in report["problems"]] == ["model.name", "run.steps"]
+        assert set(report["problems"][0]) == {"source", "path", "message", "suggestion"}
+
+    @pytest.mark.parametrize(
+        ("names", "options", "status"), [(["pass"], ("-k", "no"), 5), (["interrupt"], (), 130)]
+    )
+    def test_is_printed_whatever_happens(
+        self,
+        invoke: Callable[..., Result],
+        names: list[str],
+        options: tuple[str, ...],
+        status: int,
+    ) -> None:
+        """A reader of stdout always finds an object."""
+        result = invoke(*names, options=("--json", *options))
+        assert result.exit_code == json.loads(result.stdout)["exit_status"] == status

@@ -1,0 +1,188 @@
+"""Results as text, word for word."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zero_sim.report.records import Fact, Measurement
+from zero_sim.report.text import (
+    FINDINGS_SHOWN,
+    id_width,
+    render_case,
+    render_case_line,
+    render_facts,
+    render_finding,
+    render_measurements,
+    render_summary,
+)
+from zero_sim.verify.records import CaseResult, Finding
+
+FINDING = Finding(
+    check="equality.master",
+    message="the fp32 master differs from the reference",
+    step=4,
+    phase="update",
+    rank=2,
+    param="blocks.1.down.weight",
+    index=(1, 17),
+    offset_in_param=49,
+    flat_offset=1041,
+    bucket=3,
+    shard=2,
+    shard_start=1024,
+    shard_stop=1536,
+    expected="0x1.912p-3",
+    got="0x1.919p-3",
+    expected_value="0.19583",
+    got_value="0.19585",
+    ulp=7,
+    differ_count=3,
+    compared_count=1400,
+    detail="one\n\n  two",
+)
+PASSED = CaseResult(
+    id="toy/size=4", verdict="pass", seconds=0.2129, compared_elems=1_234_567, collectives=12
+)
+FAILED = CaseResult(id="toy", verdict="fail", seconds=1.0, findings=(FINDING,), compared_elems=1)
+
+
+def test_line_of_a_case() -> None:
+    """Mark, id, time, what was looked at."""
+    assert render_case_line(PASSED, width=16) == (
+        "PASS  toy/size=4           0.213 s  1,234,567 elements compared, 12 collectives"
+    )
+
+
+def test_line_of_an_error_says_why() -> None:
+    """The first line of the reason."""
+    result = CaseResult(id="toy", verdict="error", seconds=0.0, error="no params\nmore")
+    assert render_case_line(result) == "ERROR toy     0.000 s  no params"
+    assert render_case(result).splitlines()[1:] == ["      more"]
+
+
+def test_block_of_a_finding() -> None:
+    """Everything that a finding has, one kind of thing a line."""
+    assert render_finding(FINDING).splitlines() == [
+        "equality.master: the fp32 master differs from the reference",
+        "  at        step 4, phase update, rank 2, param 'blocks.1.down.weight'[1, 17], "
+        "flat offset 1041, bucket 3, shard 2 [1024, 1536)",
+        "  expected  0x1.912p-3 (0.19583)",
+        "  got       0x1.919p-3 (0.19585)   7 ulp apart",
+        "  extent    3 of 1,400 elements differ",
+        "    one",
+        "",
+        "      two",
+    ]
+
+
+def test_block_of_a_bare_finding_is_its_sentence() -> None:
+    """What is not known is not shown."""
+    assert render_finding(Finding(check="a.b", message="c")) == "a.b: c"
+
+
+def test_rank_and_step_zero_are_shown() -> None:
+    """Zero is a place."""
+    assert "step 0, rank 0" in render_finding(Finding(check="a", message="b", step=0, rank=0))
+
+
+def test_offset_serves_where_the_index_is_not_known() -> None:
+    """A flattened place is a place."""
+    finding = Finding(check="a", message="b", param="w", offset_in_param=5)
+    assert "param 'w'[5]" in render_finding(finding)
+
+
+def test_long_detail_is_cut() -> None:
+    """A thousand lines of table are for the JSON."""
+    text = render_finding(Finding(check="a", message="b", detail="x\n" * 1000))
+    assert len(text.splitlines()) < 70
+    assert text.endswith("... 940 more lines; --json has them all")
+
+
+def test_failed_case_shows_how_to_run_it_again() -> None:
+    """The finding, then the command."""
+    lines = render_case(FAILED, reproduce="zero-sim run a.toml -k toy").splitlines()
+    assert lines[0].startswith("FAIL  toy")
+    assert lines[1] == "  equality.master: the fp32 master differs from the reference"
+    assert lines[-1] == "  reproduce: zero-sim run a.toml -k toy"
+
+
+def test_passed_case_is_one_line() -> None:
+    """Nothing to reproduce."""
+    assert len(render_case(PASSED, reproduce="x").splitlines()) == 1
+
+
+def test_notes_follow_the_line() -> None:
+    """A pass may have something to say."""
+    result = dataclasses.replace(PASSED, notes=("held-out accuracy 0.9611",))
+    assert render_case(result).splitlines()[1] == "  note: held-out accuracy 0.9611"
+
+
+def test_many_findings_are_counted() -> None:
+    """The first is nearly always the cause."""
+    result = dataclasses.replace(FAILED, findings=(Finding(check="a", message="b"),) * 8)
+    text = render_case(result)
+    assert text.count("a: b") == FINDINGS_SHOWN
+    assert "and 3 more findings" in text
+
+
+def test_id_column_has_a_limit() -> None:
+    """One long id does not push all the others away."""
+    assert (id_width([]), id_width(["a", "bcd"]), id_width(["x" * 500])) == (0, 3, 72)
+
+
+class TestSummary:
+    """The last line."""
+
+    def test_all_passed(self) -> None:
+        """Only what there is."""
+        assert render_summary([PASSED], seconds=1.26) == "1 case: 1 passed in 1.3 s"
+
+    def test_everything_at_once(self) -> None:
+        """Each verdict counted, what never ran too."""
+        doubtful = dataclasses.replace(PASSED, verdict="inconclusive")
+        broken = dataclasses.replace(PASSED, verdict="error")
+        results = [PASSED, PASSED, FAILED, doubtful, broken, broken]
+        assert render_summary(results, seconds=12.3, bad_files=1, left_out=4) == (
+            "10 cases: 2 passed, 1 failed, 1 inconclusive, 2 errors, 4 not run in 12.3 s; "
+            "1 file could not be read"
+        )
+
+
+def test_facts_are_a_table() -> None:
+    """Columns line up; what does not work stands out."""
+    facts = [
+        Fact(name="torch", value="2.13.0", ok=True),
+        Fact(name="sim backend", value="broken", ok=False, note="why"),
+    ]
+    assert render_facts(facts).splitlines() == [
+        "ok  torch        2.13.0",
+        "NO  sim backend  broken  why",
+    ]
+
+
+def test_measurements_are_a_table() -> None:
+    """A value beside its goal; one without a goal has no mark."""
+    rows = [
+        Measurement(name="all_reduce", value=1.5, unit="ms", goal=1.0, ok=False),
+        Measurement(name="memory", value=1.05, unit="x", goal=1.1, ok=True),
+        Measurement(name="cases", value=61.0, unit="1/s"),
+    ]
+    assert render_measurements(rows).splitlines() == [
+        "MISS  all_reduce  1.5 ms  goal 1 ms",
+        "ok    memory      1.05 x  goal 1.1 x",
+        "      cases       61 1/s",
+    ]
+
+
+def test_reports_are_plain_ascii() -> None:
+    """No locale can break one."""
+    assert render_case(FAILED, reproduce="x").isascii()
+
+
+def test_records_turn_into_plain_objects() -> None:
+    """Lists for tuples, nothing else than JSON knows."""
+    plain = FAILED.as_dict()
+    assert plain["verdict"] == "fail"
+    assert plain["notes"] == []
+    assert plain["findings"][0]["index"] == [1, 17]
+    assert plain["findings"][0]["shard_stop"] == 1536

@@ -1,0 +1,63 @@
+"""The rule for equality, and what a difference says."""
+
+import math
+
+import pytest
+import torch
+
+from zero_sim.verify.compare import find_difference, same_bits
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_signed_zeros_are_equal_and_so_are_nans(dtype):
+    a = torch.tensor([0.0, -0.0, math.nan, 1.0], dtype=dtype)
+    b = torch.tensor([-0.0, 0.0, math.nan, 1.0], dtype=dtype)
+    assert same_bits(a, b)
+    assert find_difference(a, b) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_step_of_the_dtype_is_a_difference(dtype):
+    a = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype)
+    b = a.clone()
+    b[1, 0] = (
+        torch.nextafter(a[1, 0].double(), torch.tensor(9.0).double())
+        if dtype == torch.float64
+        else (
+            a[1, 0].reshape(1).view(torch.int16 if a.element_size() == 2 else torch.int32) + 1
+        ).view(dtype)[0]
+    )
+    difference = find_difference(a, b)
+    assert difference is not None
+    assert (difference.first, difference.ulp) == (2, 1)
+    assert (difference.differ_count, difference.compared_count) == (1, 4)
+
+
+def test_ulp_counts_across_zero():
+    tiny = torch.tensor([2.0**-149])
+    difference = find_difference(tiny, -tiny)
+    assert difference is not None
+    assert difference.ulp == 2
+
+
+def test_nan_against_a_number_differs_without_a_distance():
+    difference = find_difference(torch.tensor([1.0]), torch.tensor([math.nan]))
+    assert difference is not None
+    assert difference.ulp is None
+
+
+def test_integers_compare_exactly():
+    assert same_bits(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    difference = find_difference(torch.tensor([1, 2]), torch.tensor([1, 3]))
+    assert difference is not None
+    assert (difference.first, difference.expected, difference.got) == (1, 2, 3)
+
+
+def test_a_number_that_no_tolerance_would_see():
+    a = torch.full((1000,), 1.0)
+    b = a.clone()
+    b[999] = 1.0 + 2.0**-23
+    assert torch.allclose(a, b)
+    assert not same_bits(a, b)

@@ -1,0 +1,223 @@
+"""Verdicts on bad input, on empty passes, and on programs that go wrong."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ExpectSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    RunSpec,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets.own import ZeroSimTarget
+from zero_sim.verify import runner
+from zero_sim.workloads import Batch, digits
+
+
+class ChangedTarget:
+    """The project's own system with its engine changed by a function."""
+
+    name = "changed"
+
+    def __init__(self, change):
+        self._change = change
+
+    def build(self, module, *, scenario, group):
+        engine = ZeroSimTarget().build(module, scenario=scenario, group=group)
+        self._change(engine, group.rank())
+        return engine
+
+
+def raising(message):
+    def fail(*args, **kwargs):
+        raise RuntimeError(message)
+
+    return fail
+
+
+def test_a_rank_that_raises_is_a_finding_with_its_traceback(judged):
+    def change(engine, rank):
+        if rank == 2:
+            engine.step = raising("out of luck")
+
+    result = judged(target=ChangedTarget(change))
+    assert result.verdict == "fail"
+    finding = result.findings[0]
+    assert (finding.check, finding.rank) == ("world.rank-failed", 2)
+    assert "out of luck" in finding.message
+    assert "Traceback" in finding.detail
+
+
+def test_a_rank_that_never_calls_is_a_finding(judged):
+    def change(engine, rank):
+        if rank == 0:
+            engine.step = engine.zero_grad = lambda: None
+            engine.backward = lambda loss, *, last_micro: None
+
+    result = judged(target=ChangedTarget(change))
+    assert result.verdict == "fail"
+    assert result.findings[-1].check == "world.deadlock"
+    assert "ranks that never came: 0" in result.findings[-1].message
+
+
+def test_the_next_case_runs_after_a_broken_one(judged):
+    judged(target=ChangedTarget(lambda engine, rank: setattr(engine, "step", raising("x"))))
+    assert judged().verdict == "pass"
+
+
+def test_a_model_without_params_is_an_error_that_says_so(judged):
+    result = judged(model=ModelSpec(name="params", shapes=()))
+    assert result.verdict == "error"
+    assert "param" in result.error
+
+
+def test_params_on_two_devices_are_an_error_that_names_both(judged, monkeypatch):
+    real = runner.build_workload
+
+    class TwoDevices:
+        def __init__(self, scenario):
+            self._inner = real(scenario)
+            self._built = 0
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def build(self):
+            module = self._inner.build()
+            self._built += 1
+            if self._built > 1:  # The reference's own copy stays whole.
+                module.extra = nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
+            return module
+
+    monkeypatch.setattr(runner, "build_workload", TwoDevices)
+    result = judged()
+    assert result.verdict == "error"
+    assert "extra" in result.error
+    assert "meta" in result.error
+
+
+def test_a_nan_is_traced_to_its_rank_and_param(judged):
+    result = judged(data=DataSpec(nan=NanSpec(step=1, rank=2)))
+    assert result.verdict == "fail"
+    finding = result.findings[0]
+    assert (finding.check, finding.step, finding.rank) == ("input.nonfinite", 1, 2)
+    assert finding.param is not None
+    assert "nan" in finding.message
+
+
+def test_a_system_that_does_not_spread_the_nan_differs_too(judged):
+    def change(engine, rank):
+        right = engine.backward
+
+        def cleaned(loss, *, last_micro):
+            right(loss, last_micro=False)
+            for buffer in engine._ddp.buffers:
+                buffer.grad_data.nan_to_num_()
+            engine._ddp.finish_grad_sync()
+
+        engine.backward = cleaned
+
+    result = judged(target=ChangedTarget(change), data=DataSpec(nan=NanSpec(step=1, rank=2)))
+    assert {"input.nonfinite", "equality.grad"} <= {finding.check for finding in result.findings}
+
+
+def test_an_unknown_target_is_an_error_that_lists_the_known(judged):
+    result = judged(system=SystemSpec(target="zero"))
+    assert result.verdict == "error"
+    assert "zero_sim" in result.error
+
+
+class TestEmptyPasses:
+    """A case that could not have failed is not reported as a plain pass."""
+
+    def test_the_same_data_without_having_asked(self, judged, monkeypatch):
+        real = runner.build_workload
+
+        class SameData:
+            def __init__(self, scenario):
+                self._inner = real(scenario)
+
+            def __getattr__(self, name):
+                return getattr(self._inner, name)
+
+            def batch(self, *, step, rank, micro):
+                return self._inner.batch(step=step, rank=0, micro=micro)
+
+        monkeypatch.setattr(runner, "build_workload", SameData)
+        result = judged()
+        assert result.verdict == "inconclusive"
+        assert [finding.check for finding in result.findings] == ["guard.same-data"]
+
+    def test_the_same_data_on_purpose(self, judged):
+        assert judged(data=DataSpec(ranks="same"), world=WorldSpec(size=2)).verdict == "pass"
+
+    def test_gradients_that_are_mostly_zero(self, judged, monkeypatch):
+        real = runner.build_workload
+
+        class Faint:
+            def __init__(self, scenario):
+                self._inner = real(scenario)
+
+            def __getattr__(self, name):
+                return getattr(self._inner, name)
+
+            def batch(self, *, step, rank, micro):
+                batch = self._inner.batch(step=step, rank=rank, micro=micro)
+                return Batch(inputs=batch.inputs * 0, targets=batch.targets)
+
+        monkeypatch.setattr(runner, "build_workload", Faint)
+        result = judged(model=ModelSpec(name="params", shapes=((5,), (7,))))
+        assert result.verdict == "inconclusive"
+        assert [finding.check for finding in result.findings] == ["guard.zero-gradients"]
+
+
+def test_accuracy_that_is_not_reached_is_a_finding(judged):
+    result = judged(
+        model=ModelSpec(name="digits", hidden=8),
+        data=DataSpec(rows=4),
+        optimizer=OptimizerSpec(lr=0.01),
+        expect=ExpectSpec(accuracy_min=0.99),
+    )
+    assert result.verdict == "fail"
+    assert [finding.check for finding in result.findings] == ["expect.accuracy"]
+
+
+def test_a_missing_extra_is_a_problem_of_the_environment(judged, monkeypatch):
+    digits.load_split.cache_clear()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(EnvironmentProblem, match="digits"):
+        judged(model=ModelSpec(name="digits", hidden=8))
+
+
+def test_ten_runs_give_one_event_log(judged):
+    digests = {
+        judged(world=WorldSpec(size=4, schedule="random"), run=RunSpec(steps=2, seed=5)).log_digest
+        for _ in range(10)
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("order", ["linear", "linear-fp32", "ring", "tree"])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_order_is_judged_in_its_own_terms(judged, order, stage, size):
+    result = judged(
+        world=WorldSpec(size=size, order=order), system=SystemSpec(stage=stage, bucket_elems=60)
+    )
+    assert result.verdict == "pass", result.findings
+
+
+def test_orders_differ_so_that_naming_one_means_something(judged, monkeypatch):
+    from zero_sim.sim import order
+
+    monkeypatch.setitem(order.ORDERS, "tree", order.Ring())
+    result = judged(world=WorldSpec(size=4, order="tree"))
+    assert result.findings[0].check == "equality.grad"
