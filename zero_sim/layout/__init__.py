@@ -1,0 +1,25 @@
+"""Where every param lies: flat offsets, padding, buckets, shards and fragments. Integers only."""
+
+from __future__ import annotations
+
+from zero_sim.layout.integers import ceil_div, exact_div, round_up
+from zero_sim.layout.plan import BucketPlan, BufferKey, BufferPlan, Fragment, PlacedParam
+from zero_sim.layout.planner import plan_buffers
+from zero_sim.layout.request import LayoutPolicy, ParamOrder, ParamSpec
+from zero_sim.layout.span import Span
+
+__all__ = [
+    "BucketPlan",
+    "BufferKey",
+    "BufferPlan",
+    "Fragment",
+    "LayoutPolicy",
+    "ParamOrder",
+    "ParamSpec",
+    "PlacedParam",
+    "Span",
+    "ceil_div",
+    "exact_div",
+    "plan_buffers",
+    "round_up",
+]

@@ -1,0 +1,186 @@
+"""What a layout is: where every param, bucket and shard lies, and who owns which element.
+
+A *buffer* is the flat memory of all params of one kind and dtype. It is cut into *buckets*, the
+units of communication; a bucket holds whole params and then padding. A bucket is cut into even
+*shards*, one a rank, without regard for where params begin or end; the part of a param inside one
+shard is a *fragment*. Padding lies in a shard but belongs to nobody.
+
+All spans count elements from the start of the buffer unless their name says otherwise.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zero_sim.errors import LayoutError
+from zero_sim.layout.integers import exact_div
+from zero_sim.layout.request import LayoutPolicy, ParamSpec
+from zero_sim.layout.span import Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferKey:
+    """What the params of one buffer have in common."""
+
+    kind: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedParam:
+    """A param and its place."""
+
+    spec: ParamSpec
+    bucket: int
+    """Index of the one bucket that holds the whole param."""
+    span: Span
+
+    @property
+    def name(self) -> str:
+        """Name of the param."""
+        return self.spec.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragment:
+    """The part of one param that lies in one shard; never empty."""
+
+    param: str
+    """Name of the param."""
+    bucket: int
+    shard: int
+    in_buffer: Span
+    in_param: Span
+    """Elements of the flattened param, in logical (row-major) order."""
+    in_shard: Span
+    """Elements counted from the start of the shard of this bucket."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketPlan:
+    """One bucket: whole params, then padding, in `shard_count` even shards."""
+
+    index: int
+    span: Span
+    """The bucket with its padding."""
+    params: tuple[PlacedParam, ...]
+    padding: Span
+    """The tail of the bucket that belongs to no param; often empty."""
+    shard_count: int
+
+    @property
+    def payload(self) -> Span:
+        """The elements that belong to params."""
+        return Span(self.span.start, self.padding.start)
+
+    @property
+    def shard_elems(self) -> int:
+        """Number of elements of every shard, padding included."""
+        return exact_div(self.span.numel, self.shard_count)
+
+    def shard_span(self, shard: int) -> Span:
+        """Return where a shard lies.
+
+        Raises:
+            LayoutError: If there is no such shard.
+        """
+        if not 0 <= shard < self.shard_count:
+            raise LayoutError(
+                f"Expected a shard index of 0 to {self.shard_count - 1} but got shard={shard} "
+                f"in bucket {self.index}."
+            )
+        start = self.span.start + shard * self.shard_elems
+        return Span(start, start + self.shard_elems)
+
+    def fragments(self, shard: int) -> Iterator[Fragment]:
+        """Yield the non-empty fragments inside a shard, in buffer order."""
+        shard_span = self.shard_span(shard)
+        # The last param that starts at or before the shard is the only one that can reach into it
+        # from the left; searching for it keeps a thousand ranks from walking all params each.
+        first = bisect_right(self.params, shard_span.start, key=lambda param: param.span.start)
+        for param in self.params[max(0, first - 1) :]:
+            if param.span.start >= shard_span.stop:
+                break
+            in_buffer = param.span.intersect(shard_span)
+            if in_buffer.empty:
+                continue
+            yield Fragment(
+                param=param.name,
+                bucket=self.index,
+                shard=shard,
+                in_buffer=in_buffer,
+                in_param=in_buffer.shift(-param.span.start),
+                in_shard=in_buffer.shift(-shard_span.start),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferPlan:
+    """The layout of one buffer."""
+
+    key: BufferKey
+    policy: LayoutPolicy
+    params: tuple[PlacedParam, ...]
+    """In buffer order; disjoint; each inside one bucket."""
+    buckets: tuple[BucketPlan, ...]
+    """At least one; adjacent; together they are the buffer."""
+
+    @property
+    def span(self) -> Span:
+        """The whole buffer, padding included."""
+        return Span(0, self.buckets[-1].span.stop)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that belong to params."""
+        return sum(bucket.payload.numel for bucket in self.buckets)
+
+    @property
+    def padding_elems(self) -> int:
+        """Number of elements that belong to nobody."""
+        return sum(bucket.padding.numel for bucket in self.buckets)
+
+    def shard_span(self, *, bucket: int, shard: int) -> Span:
+        """Return where a shard of a bucket lies.
+
+        Raises:
+            LayoutError: If there is no such bucket or shard.
+        """
+        if not 0 <= bucket < len(self.buckets):
+            raise LayoutError(
+                f"Expected a bucket index of 0 to {len(self.buckets) - 1} but got bucket={bucket} "
+                f"in buffer {self.key}."
+            )
+        return self.buckets[bucket].shard_span(shard)
+
+    def fragments(self, shard: int) -> tuple[Fragment, ...]:
+        """Return everything that the owner of a shard index owns, in buffer order.
+
+        Empty for an owner that owns nothing, as happens with more ranks than elements.
+
+        Raises:
+            LayoutError: If there is no such shard.
+        """
+        return tuple(fragment for bucket in self.buckets for fragment in bucket.fragments(shard))
+
+    def owner(self, element: int) -> int | None:
+        """Return the shard index that owns an element; None for padding, which nobody owns.
+
+        Raises:
+            LayoutError: If the element lies outside the buffer.
+        """
+        if not self.span.contains(element):
+            raise LayoutError(
+                f"Expected an element of {self.span} but got {element} in buffer {self.key}."
+            )
+        # Only the last bucket can be empty (then it is the only one), so every start is distinct.
+        index = bisect_right(self.buckets, element, key=lambda bucket: bucket.span.start) - 1
+        bucket = self.buckets[index]
+        if bucket.padding.contains(element):
+            return None
+        return (element - bucket.span.start) // bucket.shard_elems  # floor: the shard that holds it

@@ -1,0 +1,102 @@
+"""Params and a policy in, buffer plans out: the arithmetic of ZeRO without a single tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zero_sim.errors import LayoutError
+from zero_sim.layout.integers import round_up
+from zero_sim.layout.plan import BucketPlan, BufferKey, BufferPlan, PlacedParam
+from zero_sim.layout.request import LayoutPolicy, ParamSpec
+from zero_sim.layout.span import Span
+
+
+def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[BufferPlan, ...]:
+    """Place params into one buffer for each (kind, dtype).
+
+    Every rank that is given the same params and policy computes the same plan, which is what lets
+    ranks agree on collectives without talking to each other.
+
+    Args:
+        params: Params in registration order, with unique names.
+        policy: Shards, alignment, bucket size and order.
+
+    Returns:
+        The buffers, in the order in which their first param is registered, whatever
+        `policy.param_order` does inside a buffer.
+
+    Raises:
+        LayoutError: If there are no params, or two of the same name.
+
+    Source:
+        ZeRO (arXiv 1910.02054), section 5: equal partitions by rank of the flattened params. Unlike
+        torch's ZeroRedundancyOptimizer, which gives whole params to ranks.
+    """
+    groups: dict[BufferKey, list[ParamSpec]] = {}
+    names: set[str] = set()
+    for spec in params:
+        if spec.name in names:
+            raise LayoutError(
+                f"Expected unique param names but got {spec.name!r} twice. "
+                f"A tied param is one param: list it once."
+            )
+        names.add(spec.name)
+        groups.setdefault(BufferKey(kind=spec.kind, dtype=spec.dtype), []).append(spec)
+    if not groups:
+        raise LayoutError("Expected at least one param to lay out but got none.")
+    return tuple(_plan_buffer(key, specs, policy=policy) for key, specs in groups.items())
+
+
+def _plan_buffer(key: BufferKey, specs: list[ParamSpec], *, policy: LayoutPolicy) -> BufferPlan:
+    ordered = specs if policy.param_order == "registration" else specs[::-1]
+    buckets: list[BucketPlan] = []
+    start = 0
+    for index, members in enumerate(_cut_into_buckets(ordered, bucket_elems=policy.bucket_elems)):
+        bucket = _plan_bucket(index, members, start=start, policy=policy)
+        buckets.append(bucket)
+        start = bucket.span.stop
+    return BufferPlan(
+        key=key,
+        policy=policy,
+        params=tuple(param for bucket in buckets for param in bucket.params),
+        buckets=tuple(buckets),
+    )
+
+
+def _cut_into_buckets(specs: list[ParamSpec], *, bucket_elems: int | None) -> list[list[ParamSpec]]:
+    """Close a bucket as soon as it holds `bucket_elems`; a param is never split over two.
+
+    An empty param never opens a bucket of its own behind a full one, so that adding one changes no
+    collective.
+    """
+    buckets: list[list[ParamSpec]] = [[]]
+    held_elems = 0
+    for spec in specs:
+        is_full = bucket_elems is not None and held_elems >= bucket_elems
+        if is_full and spec.numel > 0:
+            buckets.append([])
+            held_elems = 0
+        buckets[-1].append(spec)
+        held_elems += spec.numel
+    return buckets
+
+
+def _plan_bucket(
+    index: int, specs: list[ParamSpec], *, start: int, policy: LayoutPolicy
+) -> BucketPlan:
+    placed: list[PlacedParam] = []
+    end = start
+    for spec in specs:
+        span = Span(end, end + spec.numel)
+        placed.append(PlacedParam(spec=spec, bucket=index, span=span))
+        end = span.stop
+    # Padding each bucket, not the buffer once, is what makes every shard of every bucket even and
+    # aligned: a bucket starts where the last one's padding ends.
+    stop = start + round_up(end - start, policy.shard_count * policy.align_elems)
+    return BucketPlan(
+        index=index,
+        span=Span(start, stop),
+        params=tuple(placed),
+        padding=Span(end, stop),
+        shard_count=policy.shard_count,
+    )
