@@ -1,0 +1,234 @@
+"""The flat memory of one kind and dtype of param."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.errors import LayoutError, UsageError
+from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
+from zero_sim.zero import Buffer
+
+
+def make_buffer(params, *, group, stage=1, grad_dtype=torch.float32, **policy):
+    """Build the one buffer of named fp32 params; `shard_count` follows the group."""
+    specs = [
+        ParamSpec(name=name, shape=tuple(param.shape), dtype="fp32")
+        for name, param in params.items()
+    ]
+    shard_count = dist.get_world_size(group) if stage == 1 else 1
+    policy = LayoutPolicy(**{"shard_count": shard_count, **policy})
+    (plan,) = plan_buffers(specs, policy=policy)
+    return Buffer(plan, params=params, group=group, stage=stage, grad_dtype=grad_dtype)
+
+
+def make_params(*sizes):
+    """Make 1-D params p0, p1, ... that count up through all of them."""
+    values = torch.arange(float(sum(sizes))).split(list(sizes))
+    return {f"p{i}": nn.Parameter(value.clone()) for i, value in enumerate(values)}
+
+
+class TestViews:
+    """Params and gradients become views of flat memory."""
+
+    def test_params_keep_their_values(self, lone_group):
+        """Moving a param changes nothing but where it lies."""
+        params = make_params(3, 2)
+        buffer = make_buffer(params, group=lone_group, align_elems=4)
+        assert buffer.param_data.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+        assert params["p1"].tolist() == [3, 4]
+
+    def test_params_follow_the_flat_memory(self, lone_group):
+        """A write to the buffer is seen in the param, without a copy."""
+        params = make_params(3, 2)
+        buffer = make_buffer(params, group=lone_group)
+        buffer.param_data[4] = 9
+        assert params["p1"].tolist() == [3, 9]
+
+    def test_gradients_have_the_param_s_shape_and_their_own_dtype(self, lone_group):
+        """main_grad is a view of grad_data, in the gradient's dtype."""
+        params = {"w": nn.Parameter(torch.ones(2, 3))}
+        buffer = make_buffer(params, group=lone_group, grad_dtype=torch.bfloat16)
+        params["w"].main_grad[1, 2] = 7
+        assert params["w"].main_grad.dtype is torch.bfloat16
+        assert buffer.grad_data.tolist() == [0, 0, 0, 0, 0, 7]
+
+    def test_hold_the_logical_order_of_a_transposed_param(self, lone_group):
+        """A param with foreign strides is laid out row by row, as its shape reads."""
+        params = {"w": nn.Parameter(torch.arange(6.0).reshape(2, 3).t())}
+        before = params["w"].tolist()
+        buffer = make_buffer(params, group=lone_group)
+        assert buffer.param_data.tolist() == [0, 3, 1, 4, 2, 5]
+        assert params["w"].tolist() == before
+
+    def test_stage_0_leaves_params_where_they_are(self, lone_group):
+        """Without shards there is no flat param memory to pay for."""
+        params = make_params(3)
+        place = params["p0"].data_ptr()
+        buffer = make_buffer(params, group=lone_group, stage=0)
+        assert buffer.param_data is None
+        assert params["p0"].data_ptr() == place
+
+
+class TestReduction:
+    """Gradients are summed over the ranks, bucket by bucket."""
+
+    def test_scatters_each_bucket(self, run_ranks):
+        """Every rank finds the sum of its own part of each param, and only there."""
+
+        def program(rank):
+            params = make_params(3, 4)
+            buffer = make_buffer(params, group=dist.group.WORLD, bucket_elems=1)
+            for param in params.values():
+                param.main_grad.copy_(torch.arange(1.0, param.numel() + 1) * 10**rank)
+            buffer.reduce_scatter_grads()
+            return [buffer.get_grad_shard(param).tolist() for param in params.values()]
+
+        results, log = run_ranks(2, program)
+        assert results == [[[11, 22], [11, 22]], [[33], [33, 44]]]
+        assert [record.elems for record in log.of_rank(0)] == [4, 4]
+
+    def test_sums_whole_buckets_with_stage_0(self, run_ranks):
+        """Without shards every rank finds the whole sum."""
+
+        def program(rank):
+            params = make_params(3)
+            buffer = make_buffer(params, group=dist.group.WORLD, stage=0)
+            params["p0"].main_grad.fill_(10.0**rank)
+            buffer.all_reduce_grads()
+            return buffer.get_grad_shard(params["p0"]).tolist()
+
+        results, _ = run_ranks(2, program)
+        assert results == [[11, 11, 11]] * 2
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_leaves_padding_at_zero(self, run_ranks, stage):
+        """Padding takes part in every sum and stays zero, also divided."""
+
+        def program(rank):
+            params = make_params(3, 1)
+            buffer = make_buffer(
+                params, group=dist.group.WORLD, stage=stage, bucket_elems=1, align_elems=4
+            )
+            for param in params.values():
+                param.main_grad.fill_(1.0 + rank)
+            buffer.divide_grads(torch.tensor(3.0))
+            buffer.reduce_scatter_grads() if stage else buffer.all_reduce_grads()
+            paddings = [bucket.padding for bucket in buffer.plan.buckets]
+            return [buffer.grad_data[p.start : p.stop].abs().sum().item() for p in paddings]
+
+        results, _ = run_ranks(3, program)
+        assert results == [[0, 0]] * 3
+
+    def test_of_a_bucket_without_elements_is_no_collective(self, run_ranks):
+        """All ranks know from the plan that there is nothing to exchange."""
+
+        def program(rank):
+            buffer = make_buffer({"p": nn.Parameter(torch.zeros(0))}, group=dist.group.WORLD)
+            buffer.reduce_scatter_grads()
+            buffer.allgather_params()
+
+        _, log = run_ranks(2, program)
+        assert log.of_rank(0) == []
+
+    @pytest.mark.parametrize("call", ["reduce_scatter_grads", "allgather_params"])
+    def test_of_shards_needs_shards(self, lone_group, call):
+        """With stage 0 the shard collectives would be wrong and say so."""
+        buffer = make_buffer(make_params(2), group=lone_group, stage=0)
+        with pytest.raises(UsageError, match=rf"stage 1 but got {call}\(\)"):
+            getattr(buffer, call)()
+
+
+class TestParamShards:
+    """Each rank writes its part of the working params."""
+
+    def test_written_parts_reach_every_rank(self, run_ranks):
+        """After the gather each param is what its owners wrote, cast to its dtype."""
+
+        def program(rank):
+            params = make_params(3, 2)
+            buffer = make_buffer(params, group=dist.group.WORLD)
+            for param in params.values():
+                part = buffer.get_param_shard(param)
+                buffer.write_param_shard(param, part.double() + 100 * (rank + 1))
+            buffer.allgather_params()
+            return [param.tolist() for param in params.values()]
+
+        results, _ = run_ranks(2, program)
+        assert results == [[[100, 101, 102], [203, 204]]] * 2
+
+    def test_are_empty_where_nothing_is_owned(self, run_ranks):
+        """A rank that owns nothing of a param reads and writes 0 elements."""
+
+        def program(rank):
+            params = make_params(1)
+            buffer = make_buffer(params, group=dist.group.WORLD)
+            shard = buffer.get_grad_shard(params["p0"])
+            buffer.write_param_shard(params["p0"], torch.zeros(shard.numel()))
+            return tuple(shard.shape)
+
+        results, _ = run_ranks(3, program)
+        assert results == [(1,), (0,), (0,)]
+
+    @pytest.mark.parametrize("shape", [(2,), (4,), (3, 1), ()])
+    def test_refuse_data_of_another_length(self, lone_group, shape):
+        """The message names the param, the length that is owned and the shape that came."""
+        params = make_params(3)
+        buffer = make_buffer(params, group=lone_group)
+        with pytest.raises(LayoutError, match=r"3 elements.*param 'p0', shard 0 of 1"):
+            buffer.write_param_shard(params["p0"], torch.zeros(shape))
+
+    def test_refuse_a_stranger(self, lone_group):
+        """A param that the buffer does not hold is an error, also with a fitting shape."""
+        buffer = make_buffer(make_params(3), group=lone_group)
+        with pytest.raises(LayoutError, match="buffer dense/fp32"):
+            buffer.get_grad_shard(nn.Parameter(torch.zeros(3)))
+
+    def test_of_stage_0_write_through_the_param_s_own_strides(self, lone_group):
+        """A transposed param in its own storage gets each element where its shape says."""
+        params = {"w": nn.Parameter(torch.zeros(2, 3).t())}
+        buffer = make_buffer(params, group=lone_group, stage=0)
+        buffer.write_param_shard(params["w"], torch.arange(6.0))
+        assert params["w"].tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert buffer.get_param_shard(params["w"]).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+class TestPlanCheck:
+    """A plan made for something else is refused."""
+
+    @pytest.mark.parametrize(("stage", "shard_count", "expected"), [(1, 2, 1), (0, 2, 1)])
+    def test_shard_count_must_fit_the_group(self, lone_group, stage, shard_count, expected):
+        """The message holds both numbers and what to plan with."""
+        message = f"{expected} shards.*shard_count={shard_count}.*Try plan_buffers"
+        with pytest.raises(LayoutError, match=message):
+            make_buffer(make_params(4), group=lone_group, stage=stage, shard_count=shard_count)
+
+    def test_params_must_be_those_planned(self, lone_group):
+        """Missing and extra params are named."""
+        (plan,) = plan_buffers(
+            [ParamSpec(name="a", shape=(2,), dtype="fp32")], policy=LayoutPolicy(shard_count=1)
+        )
+        with pytest.raises(LayoutError, match=r"missing=\['a'\], extra=\['p0'\]"):
+            Buffer(
+                plan,
+                params=make_params(2),
+                group=lone_group,
+                stage=1,
+                grad_dtype=torch.float32,
+            )
+
+    def test_shapes_must_be_those_planned(self, lone_group):
+        """A param of another shape is named with both shapes."""
+        (plan,) = plan_buffers(
+            [ParamSpec(name="p0", shape=(2,), dtype="fp32")], policy=LayoutPolicy(shard_count=1)
+        )
+        with pytest.raises(LayoutError, match=r"\(2,\), as planned, but got \(3,\) for param 'p0'"):
+            Buffer(
+                plan,
+                params=make_params(3),
+                group=lone_group,
+                stage=1,
+                grad_dtype=torch.float32,
+            )

@@ -1,0 +1,123 @@
+"""The collectives that ZeRO uses, over explicit groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.errors import UsageError
+from zero_sim.zero.collectives import (
+    all_gather,
+    broadcast_from_first,
+    reduce_scatter_sum,
+    size_and_rank,
+)
+
+
+class TestSizeAndRank:
+    """size_and_rank asks the group, never the default one."""
+
+    def test_is_that_inside_the_group(self, run_ranks):
+        """Ranks 2 and 3 of a world are 0 and 1 of their own group."""
+
+        def program(rank):
+            group = dist.new_group([2, 3])
+            return size_and_rank(group) if rank >= 2 else None
+
+        results, _ = run_ranks(4, program)
+        assert results == [None, None, (2, 0), (2, 1)]
+
+    def test_refuses_the_default_group_by_omission(self):
+        """None would mean all ranks to torch; here it is a mistake."""
+        with pytest.raises(UsageError, match=r"explicit process group.*group\.WORLD"):
+            size_and_rank(None)
+
+    def test_refuses_a_group_of_others(self, run_ranks):
+        """A rank outside the group is told so."""
+
+        def program(rank):
+            group = dist.new_group([1])
+            if rank == 0:
+                with pytest.raises(UsageError, match="without global rank 0"):
+                    size_and_rank(group)
+
+        run_ranks(2, program)
+
+
+class TestInPlace:
+    """Shards are exchanged in the flat memory itself."""
+
+    def test_reduce_scatter_into_the_own_shard(self, run_ranks):
+        """Each rank's shard of the flat input becomes its shard of the sum."""
+
+        def program(rank):
+            flat = torch.arange(6.0) * 10**rank
+            own = flat.narrow(0, 2 * rank, 2)
+            reduce_scatter_sum(own, flat, group=dist.group.WORLD)
+            return own.tolist()
+
+        results, _ = run_ranks(3, program)
+        assert results == [[0, 111], [222, 333], [444, 555]]
+
+    def test_all_gather_from_the_own_shard(self, run_ranks):
+        """Each rank's shard of the flat output is filled in from its owner."""
+
+        def program(rank):
+            flat = torch.full((6,), float("nan"))
+            own = flat.narrow(0, 2 * rank, 2).fill_(float(rank))
+            all_gather(flat, own, group=dist.group.WORLD)
+            return flat.tolist()
+
+        results, _ = run_ranks(3, program)
+        assert results == [[0, 0, 1, 1, 2, 2]] * 3
+
+
+class TestBroadcast:
+    """broadcast_from_first copies rank 0's tensors to all."""
+
+    def test_copies_any_shape_stride_and_dtype(self, run_ranks):
+        """Transposed, scalar, empty, integer and bool tensors arrive as rank 0 has them."""
+
+        def program(rank):
+            tensors = [
+                torch.full((2, 3), float(rank)).t(),
+                torch.arange(6.0).reshape(2, 3).t() * (rank == 0),
+                torch.tensor(rank + 5),
+                torch.zeros(0),
+                torch.tensor([rank == 0]),
+            ]
+            broadcast_from_first(tensors, group=dist.group.WORLD)
+            return [tensor.tolist() for tensor in tensors]
+
+        results, _ = run_ranks(3, program)
+        assert (
+            results
+            == [
+                [[[0, 0]] * 3, [[0, 3], [1, 4], [2, 5]], 5, [], [True]],
+            ]
+            * 3
+        )
+
+    def test_costs_one_collective_a_dtype(self, run_ranks):
+        """Five fp32 tensors and one of integers: two broadcasts."""
+
+        def program(rank):
+            tensors = [torch.zeros(3) for _ in range(5)] + [torch.tensor(rank)]
+            broadcast_from_first(tensors, group=dist.group.WORLD)
+
+        _, log = run_ranks(2, program)
+        assert [(r.kind, r.elems) for r in log.of_rank(0)] == [("broadcast", 15), ("broadcast", 1)]
+
+    def test_starts_at_the_first_of_the_group(self, run_ranks):
+        """In a group without global rank 0, its own first rank is the source."""
+
+        def program(rank):
+            group = dist.new_group([1, 2])
+            value = torch.tensor([float(rank)])
+            if rank:
+                broadcast_from_first([value], group=group)
+            return value.item()
+
+        results, _ = run_ranks(3, program)
+        assert results == [0, 1, 1]

@@ -1,0 +1,206 @@
+"""Accumulation and reduction of a module's gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.errors import ModelError, UsageError
+from zero_sim.zero import DistributedDataParallel, ZeroConfig
+
+
+class Weighted(nn.Module):
+    """One param of a given dtype; forward is its product with the input."""
+
+    def __init__(self, *values, dtype=torch.float32):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(values, dtype=dtype))
+
+    def forward(self, x):
+        return (self.w * x).sum()
+
+
+def wrap(module, group, **config):
+    """Wrap a module."""
+    return DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+
+
+class TestAccumulation:
+    """Backward adds to main_grad."""
+
+    def test_adds_micro_batches(self, lone_group):
+        """Two backward passes add up, and param.grad is given back each time."""
+        ddp = wrap(Weighted(1.0, 2.0), lone_group)
+        ddp(torch.tensor([3.0, 4.0])).backward()
+        ddp(torch.tensor([10.0, 20.0])).backward()
+        assert ddp.module.w.main_grad.tolist() == [13, 24]
+        assert ddp.module.w.grad is None
+
+    def test_counts_a_tied_param_once_a_backward(self, lone_group):
+        """Both uses of a tied weight are in the gradient, each once."""
+        module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        module[1].weight = module[0].weight
+        nn.init.constant_(module[0].weight, 3.0)
+        ddp = wrap(module, lone_group)
+        ddp(torch.ones(1, 1)).sum().backward()
+        assert ddp.params["0.weight"].main_grad.item() == 6
+
+    def test_sums_in_fp32_where_asked(self, lone_group):
+        """A bf16 buffer loses 1 beside 256, an fp32 buffer keeps it."""
+        sums = {}
+        for grad_dtype in ("param", "fp32"):
+            ddp = wrap(Weighted(1.0, dtype=torch.bfloat16), lone_group, grad_dtype=grad_dtype)
+            for value in (256.0, 1.0):
+                ddp(torch.tensor([value], dtype=torch.bfloat16)).backward()
+            sums[grad_dtype] = ddp.module.w.main_grad.item()
+        assert sums == {"param": 256, "fp32": 257}
+
+    def test_drops_a_gradient_from_before_the_wrapping(self, lone_group):
+        """What was left in param.grad is not part of the first step."""
+        module = Weighted(1.0)
+        module(torch.tensor([5.0])).backward()
+        ddp = wrap(module, lone_group)
+        ddp(torch.tensor([2.0])).backward()
+        assert module.w.main_grad.tolist() == [2]
+
+    @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+    def test_keeps_no_history_of_a_differentiable_gradient(self, lone_group):
+        """create_graph=True leaves the buffer a plain tensor."""
+        ddp = wrap(Weighted(1.0), lone_group)
+        ddp(torch.tensor([2.0])).pow(2).backward(create_graph=True)
+        assert not ddp.module.w.main_grad.requires_grad
+
+    def test_refuses_a_sparse_gradient(self, lone_group):
+        """An embedding with sparse gradients is named."""
+        ddp = wrap(nn.Embedding(3, 2, sparse=True), lone_group)
+        with pytest.raises(ModelError, match=r"'weight'\. Try sparse=False"):
+            ddp(torch.tensor([1])).sum().backward()
+
+    def test_leaves_frozen_params_alone(self, lone_group):
+        """A frozen param has no place in a buffer."""
+        module = nn.Linear(2, 2)
+        module.bias.requires_grad_(False)
+        ddp = wrap(module, lone_group)
+        assert [buffer.plan.numel for buffer in ddp.buffers] == [4]
+        assert not hasattr(module.bias, "main_grad")
+
+
+class TestSync:
+    """finish_grad_sync sums over the ranks once a step."""
+
+    def test_divides_before_the_sum_in_the_gradient_s_dtype(self, run_ranks):
+        """pre: each rank rounds its own third to bf16; post and none leave the sum."""
+
+        def program(rank):
+            sums = []
+            for divide in ("pre", "post", "none"):
+                ddp = wrap(Weighted(1.0, dtype=torch.bfloat16), dist.group.WORLD, divide=divide)
+                ddp(torch.tensor([1.0 + rank], dtype=torch.bfloat16)).backward()
+                ddp.finish_grad_sync()
+                sums += [part.own_grad.tolist() for part in ddp.buffers[0].memory.values()]
+            return sums
+
+        def bf16(value):
+            return torch.tensor(value, dtype=torch.bfloat16)
+
+        pre = (bf16(1.0) / 3 + bf16(2.0) / 3 + bf16(3.0) / 3).item()
+        results, _ = run_ranks(3, program)
+        assert results == [[[pre], [6], [6]], [[], [], []], [[], [], []]]
+
+    def test_joins_in_although_no_param_was_used(self, run_ranks):
+        """A rank without any backward contributes zeros and does not hang the others."""
+
+        def program(rank):
+            ddp = wrap(Weighted(1.0, 1.0), dist.group.WORLD)
+            if rank == 1:
+                ddp(torch.tensor([2.0, 3.0])).backward()
+            ddp.finish_grad_sync()
+            return ddp.buffers[0].get_grad_shard(ddp.module.w).tolist()
+
+        results, _ = run_ranks(2, program)
+        assert results == [[2], [3]]
+
+    def test_refuses_to_sum_a_sum(self, lone_group):
+        """A second call would add sums over ranks once more."""
+        ddp = wrap(Weighted(1.0), lone_group)
+        ddp.finish_grad_sync()
+        with pytest.raises(UsageError, match=r"called twice.*zero_grad_buffer"):
+            ddp.finish_grad_sync()
+
+    def test_refuses_a_backward_after_it(self, lone_group):
+        """A gradient that comes late is named instead of added to a sum."""
+        ddp = wrap(Weighted(1.0), lone_group)
+        ddp.finish_grad_sync()
+        with pytest.raises(UsageError, match="gradient of 'w'"):
+            ddp(torch.tensor([2.0])).backward()
+
+    def test_starts_anew_after_zeroing(self, lone_group):
+        """zero_grad_buffer opens the next step with zeros."""
+        ddp = wrap(Weighted(1.0), lone_group)
+        ddp(torch.tensor([2.0])).backward()
+        ddp.finish_grad_sync()
+        ddp.zero_grad_buffer()
+        ddp(torch.tensor([3.0])).backward()
+        assert ddp.module.w.main_grad.tolist() == [3]
+
+    def test_shards_by_the_rank_in_its_group(self, run_ranks):
+        """Two groups in one world: each shards over its own two ranks."""
+
+        def program(rank):
+            groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            ddp = wrap(Weighted(1.0, 1.0), groups[rank // 2])
+            ddp(torch.tensor([1.0, 2.0]) * 10**rank).backward()
+            ddp.finish_grad_sync()
+            return ddp.buffers[0].get_grad_shard(ddp.module.w).tolist()
+
+        results, _ = run_ranks(4, program)
+        assert results == [[11], [22], [1100], [2200]]
+
+
+class TestConstruction:
+    """Wrapping makes buffers and, where asked, equal ranks."""
+
+    def test_groups_params_by_dtype(self, lone_group):
+        """bf16 and fp32 params have buffers of their own."""
+        module = nn.ModuleList([Weighted(1.0, dtype=torch.bfloat16), Weighted(1.0, 2.0)])
+        ddp = wrap(module, lone_group)
+        assert [str(b.plan.key) for b in ddp.buffers] == ["dense/bf16", "dense/fp32"]
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_broadcasts_params_and_module_buffers(self, run_ranks, stage):
+        """Ranks that built different bits end with rank 0's, frozen params included."""
+
+        def program(rank):
+            module = nn.Sequential(Weighted(1.0 + rank), nn.BatchNorm1d(1), Weighted(5.0 + rank))
+            module[1].running_mean.fill_(7.0 + rank)
+            module[2].requires_grad_(False)
+            wrap(module, dist.group.WORLD, stage=stage)
+            return [t.item() for t in (module[0].w, module[1].running_mean, module[2].w)]
+
+        results, _ = run_ranks(2, program)
+        assert results == [[1, 7, 5]] * 2
+
+    def test_broadcasts_nothing_where_told_so(self, run_ranks):
+        """broadcast_params=False makes no collective at all."""
+
+        def program(rank):
+            module = Weighted(1.0 + rank)
+            wrap(module, dist.group.WORLD, broadcast_params=False)
+            return module.w.item()
+
+        results, log = run_ranks(2, program)
+        assert (results, log.of_rank(0)) == ([1, 2], [])
+
+    def test_refuses_a_module_twice(self, lone_group):
+        """A second wrapping would count every gradient twice."""
+        module = Weighted(1.0)
+        wrap(module, lone_group)
+        with pytest.raises(ModelError, match="not wrapped yet but got 'w'"):
+            wrap(module, lone_group)
+
+    def test_refuses_no_group(self):
+        """The default group is never taken by omission."""
+        with pytest.raises(UsageError, match="explicit process group"):
+            wrap(Weighted(1.0), None)

@@ -1,0 +1,89 @@
+"""The collectives that ZeRO needs, always over a group that the caller names.
+
+torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single` and `all_gather_into_tensor`
+to `all_gather_single`, and warns about the old names. Which spelling this torch has is decided here
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.errors import UsageError
+
+_reduce_scatter: Callable[..., object] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_all_gather: Callable[..., object] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return the size of a group and this process's rank *inside* it.
+
+    Raises:
+        UsageError: If no group is given, or this process is no member of it.
+    """
+    if group is None:
+        raise UsageError(
+            "Expected an explicit process group but got None. "
+            "Try group=torch.distributed.group.WORLD for all ranks."
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise UsageError(
+            f"Expected a group that this process is in but got one without global rank "
+            f"{dist.get_rank()}. Try the group that this rank belongs to."
+        )
+    return dist.get_world_size(group), rank
+
+
+def reduce_scatter_sum(output: Tensor, flat: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Sum `flat` over the ranks and leave this rank's shard of the sum in `output`.
+
+    Args:
+        output: 1D, a `group size`-th of `flat`; may be this rank's shard of `flat` itself.
+        flat: 1D. Where `output` is a part of it, the other parts hold no sum afterwards.
+        group: The ranks that hold one shard each.
+    """
+    _reduce_scatter(output, flat, op=dist.ReduceOp.SUM, group=group)
+
+
+def all_gather(output: Tensor, shard: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Fill `output` with the ranks' shards in rank order.
+
+    Args:
+        output: 1D, `group size` times as long as `shard`.
+        shard: 1D; may be this rank's shard of `output` itself.
+        group: The ranks that hold one shard each.
+    """
+    _all_gather(output, shard, group=group)
+
+
+def all_reduce_sum(flat: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Replace `flat` (1D) by its sum over the ranks, on every rank."""
+    dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
+    """Replace tensors by those of group rank 0, whatever their shapes and strides.
+
+    One collective for each dtype and device: a model has many small tensors, and a collective costs
+    more than a copy.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for members in alike.values():
+        flat = torch.cat([member.reshape(-1) for member in members])
+        dist.broadcast(flat, group=group, group_src=0)
+        parts = flat.split([member.numel() for member in members])
+        for member, part in zip(members, parts, strict=True):
+            member.copy_(part.view(member.shape))
