@@ -2,6 +2,13 @@
 
 A process has one of each. Under the baton the state of the rank that gets it is put in place, and
 the state of whoever had it is taken out.
+
+[Note: raw words]
+Python's and numpy's generators are Mersenne Twisters of 624 words and a position, 2,500 bytes in
+memory. Their own accessors box every word (10 to 70 us), far more than handing the baton on costs. So
+the words are compared and copied as they lie in memory; numpy's accessor is used only where its words
+changed, to learn whether a second normal deviate is kept for later. Where an interpreter keeps Python's
+words elsewhere, which is found out once at import, the accessors are used throughout.
 """
 
 from __future__ import annotations
@@ -15,15 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
+_STATE_BYTES = 625 * 4
+_python_generator = random._inst  # type: ignore[attr-defined]  # pyrefly: ignore
+_python_address = id(_python_generator) + object.__basicsize__
+
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """The random state of one rank while it does not hold the baton."""
 
     torch_state: torch.Tensor  # 1D, bytes
-    python_state: tuple[Any, ...]
-    numpy_state: dict[str, Any]
+    python_words: bytes
+    python_gauss: float | None
     numpy_words: bytes
+    numpy_state: dict[str, Any]
 
 
 class Randomness:
@@ -40,43 +52,89 @@ class Randomness:
         """Save the process's state as `owner`'s."""
         saved = self._saved.get(owner)
         words = _numpy_words()
-        # Reading numpy's whole state costs 30 us, comparing its words 1 us; the words tell all
-        # except whether a second normal deviate is kept for later.
-        if saved is None or saved.numpy_words != words or saved.numpy_state["has_gauss"]:
+        # The words tell all except whether a second normal deviate is kept for later.
+        if saved is None or saved.numpy_words != words or _needs_accessor(saved):
             numpy_state = np.random.get_state(legacy=False)
         else:
             numpy_state = saved.numpy_state
         self._saved[owner] = _Saved(
-            torch.default_generator.get_state(), random.getstate(), numpy_state, words
+            torch.default_generator.get_state(),
+            _python_words(),
+            _python_generator.gauss_next,
+            words,
+            numpy_state,
         )
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
         """Make `owner`'s saved state the process's; `previous`'s was taken out just before."""
         saved, before = self._saved[owner], self._saved[previous]
         torch.default_generator.set_state(saved.torch_state)
-        random.setstate(saved.python_state)
-        gauss_kept = saved.numpy_state["has_gauss"] or before.numpy_state["has_gauss"]
-        if gauss_kept or saved.numpy_words != before.numpy_words:
+        _set_python_words(saved.python_words)
+        _python_generator.gauss_next = saved.python_gauss
+        if _needs_accessor(saved) or _needs_accessor(before):
             np.random.set_state(saved.numpy_state)
+        else:
+            ctypes.memmove(_numpy_address(), saved.numpy_words, _STATE_BYTES)
 
 
 @functools.lru_cache(maxsize=8192)
 def _seeded(seed: int) -> _Saved:
     numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
+    inner = numpy_state["state"]
     return _Saved(
         torch.Generator().manual_seed(seed).get_state(),
-        random.Random(seed).getstate(),
+        _words_of(random.Random(seed)),
+        None,
+        inner["key"].tobytes() + int(inner["pos"]).to_bytes(4, "little"),
         numpy_state,
-        _words_of(numpy_state),
     )
 
 
+def _needs_accessor(saved: _Saved) -> bool:
+    return not saved.numpy_words or bool(saved.numpy_state["has_gauss"])
+
+
+def _numpy_address() -> int:
+    return np.random.mtrand._rand._bit_generator.ctypes.state_address
+
+
 def _numpy_words() -> bytes:
-    """The 624 words and the position of numpy's global Mersenne Twister, as they lie in memory."""
-    generator = np.random.mtrand._rand._bit_generator
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+    """The words, then the position, of numpy's global generator; empty if it is no Twister."""
+    # Looked at every time: np.random.set_bit_generator may have put another kind in place.
+    if type(np.random.mtrand._rand._bit_generator) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(_numpy_address(), _STATE_BYTES)
 
 
-def _words_of(state: dict[str, Any]) -> bytes:
-    inner = state["state"]
-    return inner["key"].tobytes() + int(inner["pos"]).to_bytes(4, "little")
+def _words_of(generator: random.Random) -> bytes:
+    """The position, then the words, of a Python generator, through its accessor."""
+    *words, position = generator.getstate()[1]
+    return b"".join(word.to_bytes(4, "little") for word in (position, *words))
+
+
+def _read_words() -> bytes:
+    return ctypes.string_at(_python_address, _STATE_BYTES)
+
+
+def _write_words(words: bytes) -> None:
+    ctypes.memmove(_python_address, words, _STATE_BYTES)
+
+
+def _read_slowly() -> bytes:
+    return _words_of(_python_generator)
+
+
+def _write_slowly(words: bytes) -> None:
+    position, *rest = (
+        int.from_bytes(words[i : i + 4], "little") for i in range(0, _STATE_BYTES, 4)
+    )
+    _python_generator.setstate((3, (*rest, position), None))
+
+
+# See [Note: raw words].
+_laid_out_as_known = (
+    type(_python_generator).__basicsize__ >= object.__basicsize__ + _STATE_BYTES
+    and _read_words() == _read_slowly()
+)
+_python_words = _read_words if _laid_out_as_known else _read_slowly
+_set_python_words = _write_words if _laid_out_as_known else _write_slowly
