@@ -85,6 +85,20 @@ class TestRanks:
         assert world.run(program) == [(1, True)] * 2
         assert world.run(program) == [(1, True)] * 2
 
+    def test_another_threads_setting_does_not_reach_a_rank(self):
+        def program(rank):
+            inputs = torch.arange(2.0**14).reshape(128, 128).sin()
+            return torch.get_num_threads(), (inputs @ inputs).sum(0)
+
+        with World(1) as world:
+            torch.set_num_threads(2)
+            try:
+                ((threads, seen),) = world.run(program)
+            finally:
+                torch.set_num_threads(1)
+        assert threads == 1
+        assert torch.equal(seen, program(0)[1])
+
     def test_a_store_hands_the_baton_on_while_it_waits(self, world_of):
         def program(rank):
             store = dist.distributed_c10d._get_default_store()

@@ -33,7 +33,7 @@ def ranks():
         injected = torch.tensor(W_Q_GRADS[rank]).to(torch.bfloat16)
         engine.backward((params["W_q"] * injected).sum(), last_micro=True)
         engine.step()
-        parts = {part.param: part for part in engine.parts()}
+        parts = {part.place.param: part for part in engine.parts()}
         return engine.params(), parts
 
     with World(2) as world:
@@ -42,14 +42,15 @@ def ranks():
 
 def test_each_rank_owns_half_of_the_flat_order(ranks):
     for rank, (_, parts) in enumerate(ranks):
-        assert sum(part.stop - part.start for part in parts.values()) == 130
-        assert {(part.shard_start, part.shard_stop) for part in parts.values()} == {
+        places = [part.place for part in parts.values()]
+        assert sum(place.stop - place.start for place in places) == 130
+        assert {(place.shard_start, place.shard_stop) for place in places} == {
             (130 * rank, 130 * rank + 130)
         }
 
 
 def test_the_boundary_cuts_w_1_after_its_fiftieth_element(ranks):
-    first, second = (parts["W_1"] for _, parts in ranks)
+    first, second = (parts["W_1"].place for _, parts in ranks)
     assert (first.start, first.stop, first.flat_start) == (0, 50, 80)
     assert (second.start, second.stop, second.flat_start) == (50, 64, 130)
 

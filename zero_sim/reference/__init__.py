@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from zero_sim.reference.adding import AddOrder, RingSpan
 from zero_sim.reference.oracle import Reference, ReferenceStep
+from zero_sim.reference.placement import Addresses, address_of
 from zero_sim.reference.replay import NonFinite
 
-__all__ = ["AddOrder", "NonFinite", "Reference", "ReferenceStep", "RingSpan"]
+__all__ = [
+    "AddOrder",
+    "Addresses",
+    "NonFinite",
+    "Reference",
+    "ReferenceStep",
+    "RingSpan",
+    "address_of",
+]

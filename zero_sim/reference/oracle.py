@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.reference.adding import RingSpan, add_ranks
+from zero_sim.reference.placement import Addresses, place_params
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
 from zero_sim.reference.stepping import Stepper, divide_local, master_gradient
 from zero_sim.scenario.spec import Scenario
@@ -57,20 +58,40 @@ class Reference:
             ModelError: The module has no param to train.
         """
         self._scenario = scenario
-        module = workload.build()
-        self._params = {
-            name: param for name, param in module.named_parameters() if param.requires_grad
-        }
-        if not self._params:
+        self._workload = workload
+        first = self._build_replayer()
+        if not first.params:
             raise ModelError(
                 "Expected a model with at least one param that requires a gradient, but got none "
                 f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
             )
-        self._stepper = Stepper(scenario.optimizer, params=self._params)
-        self._replayer = Replayer(
-            scenario=scenario, workload=workload, module=module, params=self._params
-        )
+        self._stepper = Stepper(scenario.optimizer, params=first.params)
+        self._replayers = [first]
+        self._replayer_of_rank = [first] * scenario.world.size
         self._next_step = 0
+
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Lay every param where each rank has it, modulo 64 bytes; before the first step.
+
+        Args:
+            addresses: For every rank, the address of each param; see [Note: addresses].
+        """
+        placed: dict[tuple[tuple[str, int], ...], Replayer] = {}
+        for rank, wanted in enumerate(addresses):
+            key = tuple(sorted(wanted.items()))
+            if key not in placed:
+                replayer = self._build_replayer() if placed else self._replayers[0]
+                place_params(replayer.params, wanted)
+                placed[key] = replayer
+            self._replayer_of_rank[rank] = placed[key]
+        self._replayers = list(placed.values())
+
+    def _build_replayer(self) -> Replayer:
+        module = self._workload.build()
+        params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        return Replayer(
+            scenario=self._scenario, workload=self._workload, module=module, params=params
+        )
 
     def step(self, orders: Mapping[str, Sequence[RingSpan]] | None = None) -> ReferenceStep:
         """Run the next optimizer step of all ranks.
@@ -88,7 +109,7 @@ class Reference:
             grads = self._reduce(replays, orders=orders or {})
             nonzero_fraction, finite = _survey(grads)
             # Before the optimizer moves the weights: the search replays this step.
-            nonfinite = None if finite else self._replayer.find_nonfinite(step=step)
+            nonfinite = None if finite else self._find_nonfinite(step)
             self._update(grads)
         self._next_step += 1
         return ReferenceStep(
@@ -100,7 +121,7 @@ class Reference:
             },
             grads=grads,
             masters=self._stepper.masters,
-            params={name: param.detach() for name, param in self._params.items()},
+            params={name: param.detach() for name, param in self._replayers[0].params.items()},
             state=self._stepper.state(),
             nonzero_fraction=nonzero_fraction,
             data_digests={rank: replay.data_digest for rank, replay in enumerate(replays)},
@@ -109,9 +130,17 @@ class Reference:
 
     def _replay(self, *, step: int, rank: int) -> RankReplay:
         in_fp32 = self._scenario.system.grad_dtype == "fp32"
-        return self._replayer.replay_rank(
+        return self._replayer_of_rank[rank].replay_rank(
             step=step, rank=rank, grad_dtype=torch.float32 if in_fp32 else None
         )
+
+    def _find_nonfinite(self, step: int) -> NonFinite | None:
+        """Name the first rank's gradient that is not finite."""
+        for rank, replayer in enumerate(self._replayer_of_rank):
+            found = replayer.find_nonfinite(step=step, rank=rank)
+            if found is not None:
+                return found
+        return None
 
     def _reduce(
         self, replays: Sequence[RankReplay], *, orders: Mapping[str, Sequence[RingSpan]]
@@ -119,7 +148,7 @@ class Reference:
         """Add the ranks' gradients, divided first where the scenario says `pre`."""
         divide, order = self._scenario.system.divide, self._scenario.world.order
         reduced: dict[str, Tensor] = {}
-        for name in self._params:
+        for name in self._stepper.masters:
             local = [
                 divide_local(replay.grads[name], divide=divide, world_size=len(replays))
                 for replay in replays
@@ -140,8 +169,9 @@ class Reference:
             }
         )
         with torch.no_grad():
-            for name, param in self._params.items():
-                param.copy_(self._stepper.masters[name])
+            for replayer in self._replayers:
+                for name, param in replayer.params.items():
+                    param.copy_(self._stepper.masters[name])
 
 
 def _survey(grads: Mapping[str, Tensor]) -> tuple[float, bool]:

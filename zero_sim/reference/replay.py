@@ -80,7 +80,9 @@ class Replayer:
     """The params to differentiate by; every one of `module` that is trained."""
 
     def replay_rank(self, *, step: int, rank: int, grad_dtype: torch.dtype | None) -> RankReplay:
-        """Run all micro-batches of one rank and accumulate their gradients, in order, from zeros.
+        """Run all micro-batches of one rank and accumulate their gradients, in order.
+
+        A param that no micro-batch reaches has a gradient of zeros.
 
         Args:
             step: Optimizer step, from 0.
@@ -88,19 +90,22 @@ class Replayer:
             grad_dtype: Dtype of the accumulated gradients, which each addition is rounded to; None
                 for each param's own.
         """
-        totals = {
-            name: torch.zeros(param.shape, dtype=grad_dtype or param.dtype)
-            for name, param in self.params.items()
-        }
+        totals: dict[str, Tensor] = {}
         losses: list[Tensor] = []
         digests: list[bytes] = []
         for micro in range(self.scenario.run.micro_batches):
             replay = self.replay_micro(step=step, rank=rank, micro=micro)
-            for total, grad in zip(totals.values(), replay.grads, strict=True):
-                if grad is not None:
-                    total.add_(grad)
+            for name, grad in zip(self.params, replay.grads, strict=True):
+                if grad is None:
+                    continue
+                # Zero plus the first term is that term, but for the sign of a zero.
+                term = grad if grad_dtype is None else grad.to(grad_dtype)
+                totals[name] = totals[name] + term if name in totals else term
             losses.append(replay.loss)
             digests.append(replay.digest)
+        for name, param in self.params.items():
+            if name not in totals:
+                totals[name] = torch.zeros(param.shape, dtype=grad_dtype or param.dtype)
         return RankReplay(losses=tuple(losses), grads=totals, data_digest=_hash(*digests))
 
     def replay_micro(self, *, step: int, rank: int, micro: int) -> MicroReplay:
@@ -118,22 +123,19 @@ class Replayer:
             grads = torch.autograd.grad(loss, tuple(self.params.values()), allow_unused=True)
         return MicroReplay(loss=loss.detach(), grads=grads, digest=digest)
 
-    def find_nonfinite(self, *, step: int) -> NonFinite | None:
-        """Replay a step until a micro-batch yields a NaN or an infinity; None if none does.
+    def find_nonfinite(self, *, step: int, rank: int) -> NonFinite | None:
+        """Replay a rank's step until a micro-batch yields a NaN or an infinity; None if none does.
 
-        Ranks are tried in order, then micro-batches, params and elements. Searching by a second,
+        Micro-batches are tried in order, then params and elements. Searching by a second,
         deterministic replay costs a healthy run nothing.
         """
-        for rank in range(self.scenario.world.size):
-            for micro in range(self.scenario.run.micro_batches):
-                grads = self.replay_micro(step=step, rank=rank, micro=micro).grads
-                for name, grad in zip(self.params, grads, strict=True):
-                    bad = None if grad is None else _first_nonfinite(grad)
-                    if bad is not None:
-                        index, value = bad
-                        return NonFinite(
-                            rank=rank, micro=micro, param=name, index=index, value=value
-                        )
+        for micro in range(self.scenario.run.micro_batches):
+            grads = self.replay_micro(step=step, rank=rank, micro=micro).grads
+            for name, grad in zip(self.params, grads, strict=True):
+                bad = None if grad is None else _first_nonfinite(grad)
+                if bad is not None:
+                    index, value = bad
+                    return NonFinite(rank=rank, micro=micro, param=name, index=index, value=value)
         return None
 
 

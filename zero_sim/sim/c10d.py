@@ -170,15 +170,22 @@ def uninstall() -> None:
 def enter_rank_thread(
     *, join: Callable[[], None], make_group: Callable[[str, list[int], int], SimProcessGroup]
 ) -> None:
-    """Make the calling thread a rank: its own c10d state, one compute thread, autograd in place.
-
-    The thread count must be set inside the thread: MKL does not take it over from the main one.
-    """
-    torch.set_num_threads(1)
+    """Make the calling thread a rank: its own c10d state, and autograd's work done in place."""
     torch.autograd.set_multithreading_enabled(False)
     rank_state.c10d_world = RankC10dWorld()
     rank_state.join = join
     rank_state.make_group = make_group
+
+
+def use_one_compute_thread() -> None:
+    """Make the calling thread compute alone; to be called in a rank, before every program.
+
+    The count must be set inside the thread: MKL does not take it over from another one. And it must
+    be read back: torch applies the process-wide count, which any thread may have set meanwhile, to
+    a thread that computes for the first time, and reading it counts as that.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()
 
 
 def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None:

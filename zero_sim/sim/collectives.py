@@ -35,6 +35,14 @@ class Call:
     line: int = 0
 
 
+_SMALL_BYTES = 1 << 16
+"""Up to this size a buffer is moved as a whole, in few operations; above it, chunk by chunk."""
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+
+
 def _add(a: Tensor, b: Tensor) -> Tensor:
     return a.add_(b)
 
@@ -86,23 +94,31 @@ def reduce(calls: Sequence[Call], order: Order) -> None:
 
 def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
     """Flat forms: chunk `r` of every input is reduced into rank `r`'s output, entry by entry."""
-    first, world_size = calls[0], len(calls)
+    first = calls[0]
     for i in range(len(first.inputs)):
-        chunked = [call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls]
-        in_place = all(
-            _in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls)
-        )
-        late: list[tuple[Tensor, Tensor]] = []
-        for r, call in enumerate(calls):
-            parts = [rows[r] for rows in chunked]
-            total = order.scatter(parts, _fold(first), destination=r)
-            total = _finish(total, first, world_size)
-            if in_place:
-                _write(call.outputs[i], total)
-            else:
-                late.append((call.outputs[i], total))
-        for output, total in late:
-            _write(output, total)
+        if _is_small(first.inputs[i]) and not order.positional:
+            total = order.everywhere([call.inputs[i].reshape(-1) for call in calls], _fold(first))
+            rows = _finish(total, first, len(calls)).view(len(calls), first.outputs[i].numel())
+            for call, row in zip(calls, rows, strict=True):
+                _write(call.outputs[i], row)
+        else:
+            _reduce_scatter_by_chunk(calls, i, order)
+
+
+def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order) -> None:
+    first, world_size = calls[0], len(calls)
+    chunked = [call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls]
+    in_place = all(_in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls))
+    late: list[tuple[Tensor, Tensor]] = []
+    for r, call in enumerate(calls):
+        total = order.scatter([rows[r] for rows in chunked], _fold(first), destination=r)
+        total = _finish(total, first, world_size)
+        if in_place:
+            _write(call.outputs[i], total)
+        else:
+            late.append((call.outputs[i], total))
+    for output, total in late:
+        _write(output, total)
 
 
 def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
@@ -139,19 +155,24 @@ def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
 
 def all_gather(calls: Sequence[Call], order: Order) -> None:
     """Flat forms: every output becomes the ranks' inputs one after another, entry by entry."""
-    world_size = len(calls)
     for i in range(len(calls[0].inputs)):
         values = [call.inputs[i].reshape(-1) for call in calls]
-        if not all(_in_place(call.outputs[i], call.inputs[i], r) for r, call in enumerate(calls)):
-            values = [value.clone() for value in values]
-        for s, call in enumerate(calls):
-            if not call.outputs[i].is_contiguous():
-                _write(call.outputs[i], torch.cat(values))
-                continue
-            rows = call.outputs[i].view(world_size, values[0].numel())
-            for r, value in enumerate(values):
-                if r != s or rows[r].data_ptr() != value.data_ptr():
-                    rows[r].copy_(value)
+        outputs = [call.outputs[i] for call in calls]
+        if _is_small(outputs[0]) or not all(output.is_contiguous() for output in outputs):
+            gathered = torch.cat(values)
+            for output in outputs:
+                _write(output, gathered)
+        else:
+            _all_gather_by_chunk(values, outputs)
+
+
+def _all_gather_by_chunk(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    if not all(_in_place(outputs[r], value, r) for r, value in enumerate(values)):
+        values = [value.clone() for value in values]
+    for output in outputs:
+        for row, value in zip(output.view(len(values), -1), values, strict=True):
+            if row.data_ptr() != value.data_ptr():
+                row.copy_(value)
 
 
 def all_gather_list(calls: Sequence[Call], order: Order) -> None:

@@ -32,6 +32,8 @@ class Order(Protocol):
     """An order model: how contributions that all hold the same elements become one value each."""
 
     name: str
+    positional: bool
+    """Whether an element's order depends on where it stands, and so on its destination."""
 
     def scatter(self, parts: Sequence[Tensor], fold: Fold, *, destination: int) -> Tensor:
         """Reduce one chunk that ends on group rank `destination`; parts in group-rank order."""
@@ -54,6 +56,7 @@ class Linear:
     """Group-rank order, one rounding to the data's dtype at each addition."""
 
     name = "linear"
+    positional = False
 
     def scatter(self, parts: Sequence[Tensor], fold: Fold, *, destination: int) -> Tensor:
         """Independent of the destination."""
@@ -68,6 +71,7 @@ class LinearFp32:
     """Group-rank order with an fp32 accumulator for 16-bit data, rounded once at the end."""
 
     name = "linear-fp32"
+    positional = False
 
     def scatter(self, parts: Sequence[Tensor], fold: Fold, *, destination: int) -> Tensor:
         """Independent of the destination."""
@@ -85,6 +89,7 @@ class Tree:
     """Balanced pairwise: neighbours are combined level by level, an odd one moves up alone."""
 
     name = "tree"
+    positional = False
 
     def scatter(self, parts: Sequence[Tensor], fold: Fold, *, destination: int) -> Tensor:
         """Independent of the destination."""
@@ -103,6 +108,7 @@ class Ring:
     """The ring algorithm; see [Note: ring positions]."""
 
     name = "ring"
+    positional = True
 
     def scatter(self, parts: Sequence[Tensor], fold: Fold, *, destination: int) -> Tensor:
         """Starts at the destination's successor, ends on the destination."""

@@ -5,10 +5,11 @@ the state of whoever had it is taken out.
 
 [Note: raw words]
 Python's and numpy's generators are Mersenne Twisters of 624 words and a position, 2,500 bytes in
-memory. Their own accessors box every word (10 to 70 us), far more than handing the baton on costs. So
-the words are compared and copied as they lie in memory; numpy's accessor is used only where its words
-changed, to learn whether a second normal deviate is kept for later. Where an interpreter keeps Python's
-words elsewhere, which is found out once at import, the accessors are used throughout.
+memory. Their own accessors box every word (10 to 70 us), far more than handing the baton on costs.
+So the words are compared and copied as they lie in memory; numpy's accessor is used only where its
+words changed, to learn whether a second normal deviate is kept for later. Where an interpreter
+keeps Python's words elsewhere, which is found out once at import, the accessors are used
+throughout.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 _STATE_BYTES = 625 * 4
-_python_generator = random._inst  # type: ignore[attr-defined]  # pyrefly: ignore
+_python_generator: Any = random._inst  # pyrefly: ignore [missing-attribute]
 _python_address = id(_python_generator) + object.__basicsize__
 
 

@@ -204,6 +204,7 @@ class World:
         baton, error = self._baton, None
         try:
             baton.enter(rank)
+            c10d.use_one_compute_thread()
             self._join(rank)
             assert self._program is not None
             self._results[rank] = self._program(rank)

@@ -11,8 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zero_sim.scenario.spec import OptimizerSpec, Scenario
-from zero_sim.targets.protocol import OwnedPart
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.targets.protocol import OwnedPart, Place
+from zero_sim.zero import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    OwnedFragment,
+    ZeroConfig,
+)
 
 
 def build_optim_factory(spec: OptimizerSpec) -> Callable[[ParamsT], Optimizer]:
@@ -58,6 +63,7 @@ class ZeroSimEngine:
             self._ddp, optim_factory=build_optim_factory(scenario.optimizer)
         )
         self._stage = system.stage
+        self._places: dict[str, Place] = {}
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -80,15 +86,17 @@ class ZeroSimEngine:
     def parts(self) -> Iterator[OwnedPart]:
         """What this rank owns, in buffer order."""
         for owned in self._optimizer.fragments():
+            yield OwnedPart(self._place_of(owned), owned.grad, owned.master, owned.state)
+
+    def _place_of(self, owned: OwnedFragment) -> Place:
+        place = self._places.get(owned.param)
+        if place is None:
             bucket = self._ddp.buffers[owned.buffer].plan.buckets[owned.bucket]
             shard = bucket.shard_span(owned.shard)
-            yield OwnedPart(
+            place = self._places[owned.param] = Place(
                 param=owned.param,
                 start=owned.in_param.start,
                 stop=owned.in_param.stop,
-                grad=owned.grad,
-                master=owned.master,
-                state=owned.state,
                 flat_start=owned.in_buffer.start,
                 bucket=owned.bucket,
                 shard=owned.shard,
@@ -98,18 +106,19 @@ class ZeroSimEngine:
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
             )
+        return place
 
     def stray_gradients(self, *, padding_only: bool) -> str:
         """Where gradient buffers, or only their padding, are not zero."""
         for index, buffer in enumerate(self._ddp.buffers):
             if not padding_only:
-                if buffer.grad_data.count_nonzero():
+                if buffer.grad_data.any():
                     first = int(buffer.grad_data.nonzero()[0])
                     return f"element {first} of gradient buffer {index}"
                 continue
             for bucket in buffer.plan.buckets:
                 padding = buffer.grad_data[bucket.padding.start : bucket.padding.stop]
-                if padding.numel() and padding.count_nonzero():
+                if padding.numel() and padding.any():
                     first = bucket.padding.start + int(padding.nonzero()[0])
                     return f"element {first} of gradient buffer {index}, in bucket {bucket.index}"
         return ""

@@ -13,22 +13,14 @@ from zero_sim.scenario.spec import Scenario
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnedPart:
-    """A part of one param that a rank owns, with all optimizer state it keeps for it.
-
-    Tensors are views of live state: they are read right after a step, before anything else runs.
-    """
+class Place:
+    """Where a part of a param lies: integers that stay the same for a whole run."""
 
     param: str
     """Name of the param, as `named_parameters` gives it."""
     start: int
     stop: int
     """Half-open range of the flattened param's elements."""
-    grad: Tensor  # 1D, gradient dtype
-    """The reduced gradient, as the collective left it."""
-    master: Tensor  # 1D, fp32
-    state: Mapping[str, Tensor]  # 1D, or 0-D for counters
-    """torch's per-param optimizer state."""
     flat_start: int
     """Offset of `start` in the flat buffer."""
     bucket: int
@@ -38,11 +30,26 @@ class OwnedPart:
     shard_stop: int
     """Half-open range of that shard in the flat buffer."""
     reduced_by: Literal["reduce_scatter", "all_reduce"]
-    """The collective that reduced the gradient; a ring's order depends on it."""
+    """The collective that reduces its gradient; a ring's order depends on it."""
     call_elems: int
-    """Elements of the tensor that was reduced in that one call."""
+    """Elements of the tensor that is reduced in that one call."""
     call_offset: int
     """Offset of `start` in that tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPart:
+    """A part of one param that a rank owns, with all optimizer state it keeps for it.
+
+    Tensors are views of live state: they are read right after a step, before anything else runs.
+    """
+
+    place: Place
+    grad: Tensor  # 1D, gradient dtype
+    """The reduced gradient, as the collective left it."""
+    master: Tensor  # 1D, fp32
+    state: Mapping[str, Tensor]  # 1D, or 0-D for counters
+    """torch's per-param optimizer state."""
 
 
 class Engine(Protocol):

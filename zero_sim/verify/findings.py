@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference import NonFinite
-from zero_sim.targets import OwnedPart
+from zero_sim.targets import Place
 from zero_sim.verify.compare import find_difference
 from zero_sim.verify.records import Finding
 
@@ -47,7 +47,7 @@ _OWNED = {
 """Phase and message of each check of what a rank owns."""
 
 
-def owned(check: str, key: str, step: int, rank: int, part: OwnedPart) -> Finding:
+def owned(check: str, key: str, step: int, rank: int, place: Place) -> Finding:
     """Something a rank owns, before it is compared; offsets are of the part's first element."""
     phase, message = _OWNED[check]
     return Finding(
@@ -56,13 +56,13 @@ def owned(check: str, key: str, step: int, rank: int, part: OwnedPart) -> Findin
         step=step,
         phase=phase,
         rank=rank,
-        param=part.param,
-        offset_in_param=part.start,
-        flat_offset=part.flat_start,
-        bucket=part.bucket,
-        shard=part.shard,
-        shard_start=part.shard_start,
-        shard_stop=part.shard_stop,
+        param=place.param,
+        offset_in_param=place.start,
+        flat_offset=place.flat_start,
+        bucket=place.bucket,
+        shard=place.shard,
+        shard_start=place.shard_start,
+        shard_stop=place.shard_stop,
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from zero_sim.targets import Engine, OwnedPart
+from zero_sim.targets import Engine, Place
 from zero_sim.verify.records import Finding
 
 
 def check_ownership(
-    parts: Mapping[int, Sequence[OwnedPart]],
+    places: Mapping[int, Sequence[Place]],
     *,
     shapes: Mapping[str, tuple[int, ...]],
     sharded: bool,
@@ -18,24 +18,24 @@ def check_ownership(
     """Check that every element is owned exactly once; on every rank where nothing is sharded.
 
     Args:
-        parts: What each rank owns.
+        places: What each rank owns.
         shapes: Shape of every trainable param.
         sharded: Whether the ranks divide the optimizer state among themselves.
     """
     if sharded:
-        owned = [(rank, part) for rank in sorted(parts) for part in parts[rank]]
+        owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
         yield from _check_cover(owned, shapes=shapes)
     else:
-        for rank in sorted(parts):
-            yield from _check_cover([(rank, part) for part in parts[rank]], shapes=shapes)
+        for rank in sorted(places):
+            yield from _check_cover([(rank, place) for place in places[rank]], shapes=shapes)
 
 
 def _check_cover(
-    owned: Sequence[tuple[int, OwnedPart]], *, shapes: Mapping[str, tuple[int, ...]]
+    owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
     by_param: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
-    for rank, part in owned:
-        by_param.setdefault(part.param, []).append((part.start, part.stop, rank))
+    for rank, place in owned:
+        by_param.setdefault(place.param, []).append((place.start, place.stop, rank))
     for name, spans in by_param.items():
         numel = prod(shapes.get(name, (0,)))
         reached, last_rank = 0, -1

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from zero_sim.reference import Reference, ReferenceStep
+from zero_sim.reference import Addresses, Reference, ReferenceStep, address_of
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Engine, OwnedPart
+from zero_sim.targets import Engine, OwnedPart, Place
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
 from zero_sim.verify.positions import ring_spans
@@ -39,7 +39,8 @@ class Judge:
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
         self._observed = [-1] * scenario.world.size
-        self._parts: dict[int, list[OwnedPart]] = {}
+        self._places: dict[int, list[Place]] = {}
+        self._addresses: dict[int, Addresses] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._bad_step: int | None = None
         self._findings: list[Finding] = []
@@ -51,13 +52,18 @@ class Judge:
 
     def built(self, rank: int, engine: Engine) -> None:
         """Look at a rank's engine before the first step: who owns what."""
-        self._parts[rank] = list(engine.parts())
-        if len(self._parts) == self.scenario.world.size:
-            self._shapes = {name: tuple(param.shape) for name, param in engine.params().items()}
+        params = engine.params()
+        self._places[rank] = [part.place for part in engine.parts()]
+        self._addresses[rank] = {name: address_of(param) for name, param in params.items()}
+        if len(self._places) == self.scenario.world.size:
+            self._shapes = {name: tuple(param.shape) for name, param in params.items()}
+            self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
             self._report(
                 0,
                 invariants.check_ownership(
-                    self._parts, shapes=self._shapes, sharded=self.scenario.system.stage > 0
+                    self._places,
+                    shapes=self._shapes,
+                    sharded=self.scenario.system.stage > 0,
                 ),
             )
 
@@ -102,9 +108,9 @@ class Judge:
         orders = None
         if self.scenario.world.order == "ring":
             # Replicated parts (stage 0) say the same on every rank; one rank's is enough.
-            told = self._parts if self.scenario.system.stage > 0 else {0: self._parts[0]}
+            told = self._places if self.scenario.system.stage > 0 else {0: self._places[0]}
             spans = ring_spans(
-                (part for parts in told.values() for part in parts),
+                (place for places in told.values() for place in places),
                 world_size=self.scenario.world.size,
             )
             orders = {name: spans.get(name, []) for name in self._shapes}
@@ -146,11 +152,14 @@ class Judge:
         params: Mapping[str, Tensor],
         expected: ReferenceStep,
     ) -> Iterator[Finding]:
-        name, start, stop = part.param, part.start, part.stop
+        place = part.place
+        name, start, stop = place.param, place.start, place.stop
+        whole = stop - start == params[name].numel()
         want = expected.state[name]
 
         def cut(tensor: Tensor) -> Tensor:
-            return tensor.reshape(-1)[start:stop]
+            flat = tensor.reshape(-1)
+            return flat if whole else flat[start:stop]
 
         compared = [
             ("equality.grad", "", cut(expected.grads[name]), part.grad),
@@ -163,16 +172,17 @@ class Judge:
         compared.append(("invariant.cast", "", part.master.to(working.dtype), working))
         for check, key, value, got in compared:
             if self._differs(value, got):
-                yield findings.differing(findings.owned(check, key, step, rank, part), value, got)
+                yield findings.differing(findings.owned(check, key, step, rank, place), value, got)
         for key in sorted(want.keys() ^ part.state.keys()):
-            at = findings.owned("equality.state", key, step, rank, part)
+            at = findings.owned("equality.state", key, step, rank, place)
             side = "the reference" if key in part.state else "the system"
             yield replace(at, message=f"optimizer state {key!r} is missing in {side}")
 
     def _differs(self, expected: Tensor, got: Tensor) -> bool:
         self.compared_elems += expected.numel()
-        same_kind = expected.dtype == got.dtype and expected.numel() == got.numel()
-        return not (same_kind and same_bits(expected, got))
+        if expected.dtype != got.dtype or expected.numel() != got.numel():
+            return True
+        return not same_bits(expected, got)
 
 
 def _frozen(step: ReferenceStep) -> ReferenceStep:

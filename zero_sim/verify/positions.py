@@ -9,33 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from zero_sim.reference import RingSpan
-from zero_sim.targets import OwnedPart
+from zero_sim.targets import Place
 
 
-def ring_spans(parts: Iterable[OwnedPart], *, world_size: int) -> dict[str, list[RingSpan]]:
+def ring_spans(places: Iterable[Place], *, world_size: int) -> dict[str, list[RingSpan]]:
     """The ring position of every element of every param.
 
     Args:
-        parts: What all ranks own, each element once.
+        places: What all ranks own, each element once.
         world_size: Size of the group that reduced.
 
     Returns:
         By param, spans of its flattened elements with the group rank on which their sum ends.
     """
     spans: dict[str, list[RingSpan]] = {}
-    for part in parts:
-        spans.setdefault(part.param, []).extend(_spans_of(part, world_size))
+    for place in places:
+        spans.setdefault(place.param, []).extend(_spans_of(place, world_size))
     return spans
 
 
-def _spans_of(part: OwnedPart, world_size: int) -> Iterator[RingSpan]:
-    chunk_elems = -(-part.call_elems // world_size)
-    start = part.start
-    while start < part.stop:
-        offset = part.call_offset + start - part.start
+def _spans_of(place: Place, world_size: int) -> Iterator[RingSpan]:
+    chunk_elems = -(-place.call_elems // world_size)
+    start = place.start
+    while start < place.stop:
+        offset = place.call_offset + start - place.start
         chunk = offset // chunk_elems
-        stop = min(part.stop, start + (chunk + 1) * chunk_elems - offset)
+        stop = min(place.stop, start + (chunk + 1) * chunk_elems - offset)
         # A reduce-scatter's chunk ends on its destination; an all-reduce's on the rank before.
-        ends_on = chunk if part.reduced_by == "reduce_scatter" else (chunk - 1) % world_size
+        ends_on = chunk if place.reduced_by == "reduce_scatter" else (chunk - 1) % world_size
         yield RingSpan(start=start, stop=stop, chunk=ends_on)
         start = stop

@@ -1,0 +1,40 @@
+"""The reference lays params where it is told, and that decides the bits of a product."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from zero_sim.reference.placement import ADDRESS_MODULUS_BYTES, address_of, place_params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("address", [0, 4, 20, 60])
+def test_a_param_moves_to_the_address_with_its_values(dtype, address):
+    param = nn.Parameter(torch.arange(15).reshape(3, 5).to(dtype))
+    before = param.detach().clone()
+    place_params({"w": param}, {"w": address})
+    assert address_of(param) == address
+    assert torch.equal(param.detach(), before)
+
+
+def test_a_param_that_is_not_named_or_has_no_elements_stays():
+    stays, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
+    place = stays.data_ptr()
+    place_params({"stays": stays, "empty": empty}, {"empty": 4})
+    assert stays.data_ptr() == place
+
+
+def test_equal_addresses_give_equal_products_on_one_row():
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(200):
+        inputs, outputs = (int(n) for n in torch.randint(1, 50, (2,), generator=generator))
+        weight = torch.randn(outputs, inputs, generator=generator)
+        row = torch.randn(1, inputs, generator=generator)
+        start = trial % (ADDRESS_MODULUS_BYTES // 4)
+        flat = torch.zeros(start + weight.numel())
+        view = flat[start:].view(outputs, inputs)
+        view.copy_(weight)
+        alone = nn.Parameter(weight)
+        place_params({"w": alone}, {"w": address_of(view)})
+        assert torch.equal(functional.linear(row, alone), functional.linear(row, view))
