@@ -10,6 +10,7 @@ torch is imported inside commands only, so that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -157,6 +158,9 @@ def open_judge(*, backend: str) -> Iterator[Judge]:
         raise EnvironmentProblem(
             f"expected the package {error.name!r}, which is not installed. Try `zero-sim doctor`."
         ) from None
+    # What is loaded now stays: the collector need not walk through torch again and again.
+    gc.collect()
+    gc.freeze()
     with WorldPool() as pool:
         yield lambda scenario: run_case(scenario, pool=pool)
 

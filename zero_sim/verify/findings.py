@@ -79,6 +79,7 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
     first = difference.first
     return replace(
         at,
+        message=at.message + _common_factor(expected, got),
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
         expected=_hex(difference.expected),
@@ -89,6 +90,19 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
         differ_count=difference.differ_count,
         compared_count=difference.compared_count,
     )
+
+
+def _common_factor(expected: Tensor, got: Tensor) -> str:
+    """A hint where all elements are off by one factor, as by a wrong or missing divisor."""
+    if not expected.is_floating_point() or not bool(expected.any()):
+        return ""
+    pairs = expected.reshape(-1) != 0
+    factors = got.reshape(-1)[pairs].double() / expected.reshape(-1)[pairs].double()
+    factor = float(factors[0])
+    whole = factor.is_integer() or (factor != 0 and (1 / factor).is_integer())
+    if factor in (0.0, 1.0) or not whole or not bool((factors == factor).all()):
+        return ""
+    return f": every element is {factor:g} x the expected one"
 
 
 def nonfinite(step: int, origin: NonFinite) -> Finding:
