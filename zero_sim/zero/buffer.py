@@ -106,6 +106,12 @@ class Buffer:
         """Each param of the buffer with its memory, in buffer order."""
         return self._memory
 
+    def working_memory(self) -> list[Tensor]:
+        """Return the working params as few tensors: the flat buffer, or with stage 0 each param."""
+        if self.param_data is not None:
+            return [self.param_data]
+        return [param.detach() for param in self._memory]
+
     def zero_grads(self) -> None:
         """Set all gradients, and their padding, to zero."""
         self.grad_data.zero_()

@@ -70,16 +70,22 @@ def all_reduce_sum(flat: Tensor, *, group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
 
 
+_COALESCED_BYTES_MAX = 1 << 20
+"""Tensors up to this size travel together; copying a larger one costs more than a collective."""
+
+
 @torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
     """Replace tensors by those of group rank 0, whatever their shapes and strides.
 
-    One collective for each dtype and device: a model has many small tensors, and a collective costs
-    more than a copy.
+    Small tensors of one dtype and device share a collective: a model has many of them, and a
+    collective costs more than a copy.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():
+        if tensor.is_contiguous() and tensor.nbytes > _COALESCED_BYTES_MAX:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+        elif tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for members in alike.values():
         flat = torch.cat([member.reshape(-1) for member in members])

@@ -52,10 +52,10 @@ class DistributedDataParallel:
         self.group = group
         self.world_size, self.rank = size_and_rank(group)
         self.params = find_trainable_params(module)
-        plans = self._plan()
+        self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())
         if config.broadcast_params:
-            broadcast_from_first([*module.parameters(), *module.buffers()], group=group)
-        self.buffers = tuple(self._build_buffer(plan) for plan in plans)
+            # After the params moved into their buffers: before, each would be in memory twice.
+            broadcast_from_first(self._replicated_tensors(), group=group)
         self.divisor = build_divisor(self.world_size, device=self.buffers[0].grad_data.device)
         self._grads_reduced = False
         for buffer in self.buffers:
@@ -101,6 +101,15 @@ class DistributedDataParallel:
         for buffer in self.buffers:
             buffer.zero_grads()
         self._grads_reduced = False
+
+    def _replicated_tensors(self) -> list[Tensor]:
+        """Everything that must start out equal on all ranks; flat buffers as a whole."""
+        in_buffers = set(self.params.values())
+        return [
+            *(memory for buffer in self.buffers for memory in buffer.working_memory()),
+            *(param for param in self.module.parameters() if param not in in_buffers),
+            *self.module.buffers(),
+        ]
 
     def _plan(self) -> tuple[BufferPlan, ...]:
         specs = [
