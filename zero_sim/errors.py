@@ -62,3 +62,7 @@ class LayoutError(UsageError):
 
 class ModelError(UsageError):
     """The model cannot be trained by the engine: no params, two devices, an unsupported dtype."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint cannot be saved or loaded; whatever was there before is as it was."""

@@ -1,0 +1,100 @@
+"""WHO: ranks as coordinates (tp, cp, dp, pp), and the groups that follow from them. Integers only.
+
+Tensor-parallel (tp) and pipeline-parallel (pp) ranks hold different params; context-parallel (cp)
+and data-parallel (dp) ranks hold the same params and see different data. So for fixed (tp, pp) the
+ranks over cp and dp, the *dp-cp group*, train one set of params, and share one optimizer state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from zero_sim.errors import UsageError
+
+AXES = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """How many ranks each axis has, and in which order ranks are numbered.
+
+    Raises:
+        UsageError: A size below 1, or an order that is not a permutation of the axes.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    order: str = "tp-cp-dp-pp"
+    """Axes from the one in which neighbouring ranks differ to the slowest."""
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise UsageError(f"expected {axis} of at least 1, got {getattr(self, axis)}")
+        if sorted(self.axes) != sorted(AXES):
+            raise UsageError(
+                f"expected an order of {', '.join(AXES)} joined by hyphens, got {self.order!r}. "
+                "Try 'tp-cp-dp-pp'."
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes, fastest first."""
+        return tuple(self.order.split("-"))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(getattr(self, axis) for axis in AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank on every axis.
+
+        Raises:
+            UsageError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise UsageError(f"expected a rank of 0 to {self.world_size - 1}, got {rank}")
+        place = {}
+        for axis in self.axes:
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
+
+    def rank_of(self, **place: int) -> int:
+        """The rank at a place; axes left out are 0.
+
+        Raises:
+            UsageError: A coordinate lies outside its axis.
+        """
+        rank, stride = 0, 1
+        for axis in self.axes:
+            size, index = getattr(self, axis), place.get(axis, 0)
+            if not 0 <= index < size:
+                raise UsageError(f"expected {axis} of 0 to {size - 1}, got {index}")
+            rank, stride = rank + index * stride, stride * size
+        return rank
+
+    def groups_over(self, *varying: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ on the given axes alone.
+
+        Returns:
+            Each group with its ranks ascending; groups ordered by their first rank.
+        """
+        fixed = [axis for axis in AXES if axis not in varying]
+        groups = []
+        for place in product(*(range(getattr(self, axis)) for axis in fixed)):
+            at = dict(zip(fixed, place, strict=True))
+            members = (
+                self.rank_of(**at, **dict(zip(varying, inner, strict=True)))
+                for inner in product(*(range(getattr(self, axis)) for axis in varying))
+            )
+            groups.append(tuple(sorted(members)))
+        return tuple(sorted(groups))
+
+    def dp_cp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups that each train one set of params: one for every (tp, pp)."""
+        return self.groups_over("dp", "cp")
