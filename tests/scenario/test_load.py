@@ -103,7 +103,7 @@ class TestMessages:
             "schema: expected 1, the format that this version reads, got 2 (integer). "
             "Write schema = 1, or upgrade zero_sim if the file is for a newer one.",
             "model.name: expected one of 'mlp', 'params', 'transformer-260', 'digits', "
-            "got 'mpl' (string). Did you mean \"mlp\"?",
+            "'unusual', got 'mpl' (string). Did you mean \"mlp\"?",
             "model.hidden: expected an integer, got '32' (string). Write 32, without quotes.",
             "model.blocks: expected an integer, got 3.0 (float). Write 3.",
             "model.dtype: expected one of 'fp32', 'bf16', got 16 (integer). "
@@ -121,7 +121,8 @@ class TestMessages:
             "got 99999999999999999999 (integer). Leave it out for the default, 1.",
             "optimizer.betas: expected an array of 2 numbers, got [0.9] (array of 1). "
             "Leave it out for the default, [0.9, 0.999].",
-            "optimizer.momentum: only optimizer 'sgd' has momentum, got 0.9 (float) with 'adamw'. "
+            "optimizer.momentum: only optimizers 'sgd' and 'rmsprop' have momentum, "
+            "got 0.9 (float). "
             'Leave it out, set betas instead, or write name = "sgd".',
             "optimizer.lr: expected a finite number more than 0, got inf (float). Try 0.001.",
             "optimizer.foreach: expected true or false, got 'true' (string). "

@@ -20,6 +20,7 @@ from zero_sim.scenario import (
 )
 from zero_sim.scenario.fields import field_paths, type_at
 from zero_sim.scenario.rules import BOUNDS, RULES, check_scenario, require_valid
+from zero_sim.scenario.spec import FreezeSpec, GroupSpec, LossScaleSpec, ReloadSpec, TopologySpec
 
 MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
 PARAMS = Scenario(schema=1, model=ModelSpec(name="params", shapes=((3,),)))
@@ -121,3 +122,51 @@ def test_scenarios_built_in_code_are_held_to_the_same_rules() -> None:
     with pytest.raises(ScenarioError, match=r"world\.size: expected an integer at least 1"):
         require_valid(dataclasses.replace(MLP, world=WorldSpec(size=0)))
     require_valid(MLP)
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("optimizer.momentum", {"optimizer": OptimizerSpec(momentum=0.9)}),
+        ("optimizer.nesterov", {"optimizer": OptimizerSpec(name="sgd", nesterov=True)}),
+        ("optimizer.amsgrad", {"optimizer": OptimizerSpec(name="sgd", amsgrad=True)}),
+        ("optimizer.foreach", {"optimizer": OptimizerSpec(name="nadam", foreach=True)}),
+        ("optimizer.betas", {"optimizer": OptimizerSpec(name="sgd", betas=(0.5, 0.5))}),
+        ("optimizer.weight_decay", {"optimizer": OptimizerSpec(name="rprop", weight_decay=0.1)}),
+        ("optimizer.clip_value", {"optimizer": OptimizerSpec(clip_norm=1.0, clip_value=1.0)}),
+        (
+            "optimizer.loss_scale.initial",
+            {"optimizer": OptimizerSpec(loss_scale=LossScaleSpec(initial=3.0))},
+        ),
+        (
+            "optimizer.groups[0].lr",
+            {"optimizer": OptimizerSpec(groups=(GroupSpec(match="x", lr=-1.0),))},
+        ),
+        ("data.loss", {"data": DataSpec(loss="sum"), "model": ModelSpec(name="digits")}),
+        ("system.redundancy", {"system": SystemSpec(redundancy=3)}),
+        ("system.redundancy", {"system": SystemSpec(redundancy=2, stage=0)}),
+        ("system.partition", {"system": SystemSpec(partition="uneven", align_elems=2)}),
+        ("system.partition", {"system": SystemSpec(partition="uneven", stage=0)}),
+        (
+            "system.divide_by",
+            {"system": SystemSpec(divide="pre", divide_by="tokens", sync="every")},
+        ),
+        ("system.overlap_params", {"system": SystemSpec(stage=0, overlap_params=True)}),
+        ("topology.order", {"topology": TopologySpec(order="tp-dp")}),
+        ("world.size", {"topology": TopologySpec(tp=3)}),
+        ("reload.step", {"reload": ReloadSpec(step=9)}),
+        (
+            "model.freeze[0].stop",
+            {"model": ModelSpec(name="mlp", freeze=(FreezeSpec(param="x", start=2, stop=2),))},
+        ),
+        (
+            "optimizer.clip_norm",
+            {"topology": TopologySpec(tp=2), "optimizer": OptimizerSpec(clip_norm=1.0)},
+        ),
+    ],
+)
+def test_features_that_do_not_go_together(path, parts):
+    """Each is one problem, at the field that has to change, with something to try."""
+    problems = check_scenario(dataclasses.replace(MLP, **parts))
+    assert path in [problem.path for problem in problems]
+    assert all(problem.suggestion for problem in problems)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from zero_sim.errors import Problem, ScenarioError
+from zero_sim.scenario.conditions import CONDITIONS, check_freeze, check_groups
 from zero_sim.scenario.fields import describe_value
 from zero_sim.scenario.spec import Scenario
 
@@ -53,8 +54,20 @@ BOUNDS = (
     Bound(path="model.blocks", least=1),
     Bound(path="data.rows", least=1),
     Bound(path="world.size", least=1, most=WORLD_SIZE_MAX),
+    Bound(path="topology.tp", least=1),
+    Bound(path="topology.cp", least=1),
+    Bound(path="topology.pp", least=1),
     Bound(path="system.bucket_elems", least=1),
     Bound(path="system.align_elems", least=1),
+    Bound(path="system.align_bytes", least=1),
+    Bound(path="system.redundancy", least=1),
+    Bound(path="optimizer.warmup_steps", least=0),
+    Bound(path="optimizer.clip_norm", least=0, open_least=True),
+    Bound(path="optimizer.clip_value", least=0, open_least=True),
+    Bound(path="optimizer.loss_scale.growth_interval", least=1),
+    Bound(path="reload.world_size", least=1, most=WORLD_SIZE_MAX),
+    Bound(path="reload.redundancy", least=1),
+    Bound(path="reload.bucket_elems", least=1),
     Bound(path="optimizer.lr", least=0, open_least=True),
     Bound(path="optimizer.betas", least=0, most=1, open_most=True),
     Bound(path="optimizer.eps", least=0),
@@ -129,7 +142,7 @@ def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
 def _numbers(path: str, scenario: Scenario) -> Iterator[tuple[str, int | float]]:
     value: object = scenario
     for name in path.split("."):
-        value = getattr(value, name)
+        value = getattr(value, name, None)  # A table left out has no numbers.
     if isinstance(value, tuple):
         for index, number in enumerate(value):
             yield f"{path}[{index}]", number
@@ -145,7 +158,15 @@ def _kind(number: float) -> str:
 
 def _for_bound(bound: Bound, number: float) -> str:
     if bound.path.startswith("optimizer."):
-        usual = {"optimizer.lr": "0.001", "optimizer.betas": "0.9", "optimizer.eps": "1e-8"}
+        usual = {
+            "optimizer.lr": "0.001",
+            "optimizer.betas": "0.9",
+            "optimizer.eps": "1e-8",
+            "optimizer.clip_norm": "1.0",
+            "optimizer.clip_value": "1.0",
+            "optimizer.warmup_steps": "0",
+            "optimizer.loss_scale.growth_interval": "2000",
+        }
         return f"Try {usual.get(bound.path, '0.0')}."
     over = bound.most is not None and number > bound.most
     return f"Try {bound.most if over else bound.least}."
@@ -209,17 +230,6 @@ def _index(name: str, value: int, stop: int, source: str) -> Iterator[Problem]:
         )
 
 
-def _momentum(scenario: Scenario) -> Iterator[Problem]:
-    optimizer = scenario.optimizer
-    if optimizer.momentum != 0 and optimizer.name != "sgd":
-        yield Problem(
-            path="optimizer.momentum",
-            message=f"only optimizer 'sgd' has momentum, got {describe_value(optimizer.momentum)} "
-            f"with '{optimizer.name}'.",
-            suggestion='Leave it out, set betas instead, or write name = "sgd".',
-        )
-
-
 def _accuracy(scenario: Scenario) -> Iterator[Problem]:
     floor = scenario.expect.accuracy_min
     if floor is not None and scenario.model.name != "digits":
@@ -236,6 +246,8 @@ RULES = (
     Rule(reads=("model.shapes",), check=_dims),
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
     Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
-    Rule(reads=("optimizer.name", "optimizer.momentum"), check=_momentum),
+    Rule(reads=("model.freeze",), check=check_freeze),
+    Rule(reads=("optimizer.groups", "optimizer.name"), check=check_groups),
     Rule(reads=("model.name", "expect.accuracy_min"), check=_accuracy),
+    *(Rule(reads=condition.reads, check=condition.check) for condition in CONDITIONS),
 )

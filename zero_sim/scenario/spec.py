@@ -9,11 +9,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-ModelName = Literal["mlp", "params", "transformer-260", "digits"]
+ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual"]
 DtypeName = Literal["fp32", "bf16"]
+OptimizerName = Literal[
+    "adamw",
+    "adam",
+    "sgd",
+    "rmsprop",
+    "adagrad",
+    "nadam",
+    "radam",
+    "adamax",
+    "adadelta",
+    "asgd",
+    "rprop",
+]
+CheckpointForm = Literal["sharded", "consolidated", "dcp"]
 OrderName = Literal["linear", "linear-fp32", "ring", "tree"]
 
 _FORBID: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreezeSpec:
+    """Freeze one param for a span of steps; frozen, neither it nor its state may change."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    param: str
+    """Name of the param."""
+    start: int
+    """First step, counted from 0, in which it is frozen."""
+    stop: int
+    """First step after that in which it is trained again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +52,9 @@ class ModelSpec:
 
     name: ModelName
     """`mlp`: residual MLP blocks; `params`: bare params of the given shapes; `transformer-260`: the
-    260-parameter walkthrough; `digits`: a small network for the handwritten digits."""
+    260-parameter walkthrough; `digits`: a small network for the handwritten digits; `unusual`: one
+    of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
+    micro-batch only, empty, strided, of a second dtype."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params; the optimizer always keeps fp32 masters."""
     hidden: int = 8
@@ -35,18 +65,22 @@ class ModelSpec:
     shapes: tuple[tuple[int, ...], ...] | None = None
     """`params`: one shape per param, in registration order; a zero makes an empty param. Other
     models leave it out."""
+    freeze: tuple[FreezeSpec, ...] = ()
+    """Params that are frozen for some steps and not for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanSpec:
-    """Plant a NaN in the input of one rank at one step, to see it named."""
+    """Plant a NaN or an infinity in the input of one rank at one step."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     step: int
     """Step, counted from 0."""
     rank: int
-    """Rank whose first micro-batch of that step holds the NaN."""
+    """Rank whose first micro-batch of that step holds it."""
+    value: Literal["nan", "inf"] = "nan"
+    """What to plant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +93,10 @@ class DataSpec:
     """`distinct`: each rank has its own data; `same`: all ranks see rank 0's, on purpose."""
     rows: int = 4
     """Rows (samples) of one micro-batch on one rank."""
+    uneven_rows: bool = False
+    """Rank r gets r % 3 rows more, so that ranks contribute unequal numbers of rows."""
+    loss: Literal["mean", "sum"] = "mean"
+    """Whether a micro-batch's loss is a mean or a sum over its rows; `mlp` and `params` only."""
     nan: NanSpec | None = None
     """Where to plant a NaN; absent for none."""
 
@@ -78,6 +116,25 @@ class WorldSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TopologySpec:
+    """How the ranks are arranged; data-parallel ranks are what is left of `world.size`.
+
+    Ranks that differ in `tp` or `pp` train different params, each set in a dp-cp group of its own.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    cp: int = 1
+    """Context-parallel ranks; they hold the same params as data-parallel ones."""
+    pp: int = 1
+    """Pipeline-parallel ranks."""
+    order: str = "tp-cp-dp-pp"
+    """Axes from the one in which neighbouring ranks differ to the slowest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SystemSpec:
     """The system under test and how it is configured."""
 
@@ -87,15 +144,62 @@ class SystemSpec:
     """Name of a registered target."""
     stage: Literal[0, 1] = 1
     """ZeRO stage: 0 is plain data parallelism, 1 shards the optimizer state."""
-    divide: Literal["none", "pre", "post"] = "post"
-    """How the sum over ranks becomes a mean: not at all; each rank divides its gradient by the
-    world size before the sum, in the gradient's dtype; or the sum is divided in fp32 after it."""
+    divide: Literal["none", "pre", "post", "premul"] = "post"
+    """How the sum becomes a mean: not at all; each rank divides its gradient before the sum, in the
+    gradient's dtype; the sum is divided in fp32 after it; or each rank multiplies its gradient by
+    the reciprocal, rounded to the gradient's dtype, before the sum."""
+    divide_by: Literal["ranks", "micro-batches", "tokens"] = "ranks"
+    """What it is divided by: the number of ranks; of ranks times micro-batches; or the number of
+    rows that all ranks saw in the step."""
+    sync: Literal["last", "every"] = "last"
+    """When ranks are summed: after the last micro-batch, on what each accumulated; or after every
+    one, accumulating the sums."""
+    redundancy: int = 1
+    """Copies of the sharded optimizer state: the ranks are cut into so many blocks of consecutive
+    ones, each of which shards the whole state."""
+    partition: Literal["padded", "uneven"] = "padded"
+    """How a bucket becomes shards: even ones after padding, or without padding, the first ones one
+    element longer where it does not divide."""
+    param_order: Literal["registration", "reverse"] = "registration"
+    """In which order params lie in their buffer."""
+    overlap_grads: bool = False
+    """Whether gradients are reduced bucket by bucket while backward still runs."""
+    overlap_params: bool = False
+    """Whether params are gathered bucket by bucket while the next forward already runs."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None
     """Least number of elements after which a bucket is closed; absent for one bucket a buffer."""
     align_elems: int = 1
     """Every shard starts at a multiple of this many elements."""
+    align_bytes: int = 1
+    """Every shard starts at a multiple of this many bytes, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSpec:
+    """A param group."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    match: str
+    """Params whose name ends with this; the first group that matches wins."""
+    lr: float | None = None
+    """Learning rate; absent for the optimizer's."""
+    weight_decay: float | None = None
+    """Weight decay; absent for the optimizer's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScaleSpec:
+    """Dynamic loss scaling: the scale grows after finite steps and shrinks after others."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    initial: float = 1024.0
+    """Scale of the first step; a power of two."""
+    growth_interval: int = 2
+    """Finite steps in a row after which the scale doubles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,21 +208,34 @@ class OptimizerSpec:
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     """Class of `torch.optim`."""
     lr: float = 1e-3
     """Learning rate."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to `lr`; 0 for a constant one."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """`adam`, `adamw`: decay rates of the moments."""
+    """`adam`, `adamw`, `nadam`, `radam`, `adamax`: decay rates of the moments."""
     eps: float = 1e-8
-    """`adam`, `adamw`: term added to the denominator."""
+    """Term added to the denominator, where the optimizer has one."""
     weight_decay: float = 0.0
-    """Weight decay."""
+    """Weight decay; not for `rprop`."""
     momentum: float = 0.0
-    """`sgd`: momentum."""
+    """`sgd`, `rmsprop`: momentum."""
+    nesterov: bool = False
+    """`sgd`: Nesterov momentum."""
+    amsgrad: bool = False
+    """`adam`, `adamw`: keep the largest second moment."""
     foreach: bool = False
-    """Whether the system under test steps with torch's foreach kernels; the reference never
-    does."""
+    """Whether the system under test steps with torch's foreach kernels; the reference does not."""
+    groups: tuple[GroupSpec, ...] = ()
+    """Param groups with settings of their own; params that no group names keep those above."""
+    clip_norm: float | None = None
+    """Scale gradients down so that their norm over all params is at most this."""
+    clip_value: float | None = None
+    """Clamp every gradient element to this magnitude."""
+    loss_scale: LossScaleSpec | None = None
+    """Dynamic loss scaling; absent for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +267,33 @@ class ExpectSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReloadSpec:
+    """Save a checkpoint, and go on from it in another world with another layout.
+
+    What is left out stays as it was.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    step: int
+    """Steps done before the checkpoint is saved."""
+    form: CheckpointForm = "sharded"
+    """One file a rank; one file with whole params; or torch's distributed checkpoint."""
+    world_size: int | None = None
+    """Number of ranks after it."""
+    stage: Literal[0, 1] | None = None
+    """ZeRO stage after it."""
+    redundancy: int | None = None
+    """Copies of the sharded state after it."""
+    bucket_elems: int | None = None
+    """Bucket size after it."""
+    partition: Literal["padded", "uneven"] | None = None
+    """Partition after it."""
+    param_order: Literal["registration", "reverse"] | None = None
+    """Order of params after it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     """One case, complete: enough to build it, run it and judge it."""
 
@@ -167,11 +311,15 @@ class Scenario:
     """What the ranks are fed."""
     world: WorldSpec = field(default_factory=WorldSpec)
     """The simulated cluster."""
+    topology: TopologySpec = field(default_factory=TopologySpec)
+    """How the ranks are arranged."""
     system: SystemSpec = field(default_factory=SystemSpec)
     """The system under test."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     """The optimizer."""
     run: RunSpec = field(default_factory=RunSpec)
     """How long to train, and from which seed."""
+    reload: ReloadSpec | None = None
+    """Save and reload in the middle; absent for none."""
     expect: ExpectSpec = field(default_factory=ExpectSpec)
     """What must hold besides equality with the reference."""

@@ -1,0 +1,225 @@
+"""Conditions over several fields of a scenario: which features go with which.
+
+Each is a row: the fields it reads, when it is broken, where that is reported and in which words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from zero_sim.errors import Problem
+from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.spec import Scenario
+
+_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """One thing that must not be."""
+
+    reads: tuple[str, ...]
+    """Fields it looks at; the first one is where the problem is reported."""
+    broken: Callable[[Scenario], bool]
+    message: str
+    """What was expected; `{got}` stands for the value of the first field."""
+    suggestion: str
+
+    def check(self, scenario: Scenario) -> Iterator[Problem]:
+        """Give the problem, if the condition is broken."""
+        if self.broken(scenario):
+            value: object = scenario
+            for name in self.reads[0].split("."):
+                value = getattr(value, name)
+            yield Problem(
+                path=self.reads[0],
+                message=self.message.format(got=describe_value(value)),
+                suggestion=self.suggestion,
+            )
+
+
+def _power_of_two(value: float) -> bool:
+    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
+
+
+def _parts(scenario: Scenario) -> int:
+    """Number of dp-cp groups, each of which trains params of its own."""
+    return max(scenario.topology.tp, 1) * max(scenario.topology.pp, 1)
+
+
+CONDITIONS = (
+    Condition(
+        reads=("optimizer.momentum", "optimizer.name"),
+        broken=lambda s: s.optimizer.momentum != 0 and s.optimizer.name not in ("sgd", "rmsprop"),
+        message="only optimizers 'sgd' and 'rmsprop' have momentum, got {got}.",
+        suggestion='Leave it out, set betas instead, or write name = "sgd".',
+    ),
+    Condition(
+        reads=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
+        broken=lambda s: (
+            s.optimizer.nesterov and (s.optimizer.name != "sgd" or s.optimizer.momentum == 0)
+        ),
+        message="expected optimizer 'sgd' with momentum for nesterov, got {got} without.",
+        suggestion='Try name = "sgd" and momentum = 0.9.',
+    ),
+    Condition(
+        reads=("optimizer.amsgrad", "optimizer.name"),
+        broken=lambda s: s.optimizer.amsgrad and s.optimizer.name not in ("adam", "adamw"),
+        message="only optimizers 'adam' and 'adamw' have amsgrad, got {got}.",
+        suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("optimizer.foreach", "optimizer.name"),
+        broken=lambda s: s.optimizer.foreach and s.optimizer.name in ("nadam", "radam", "asgd"),
+        message="torch's foreach kernels of 'nadam', 'radam' and 'asgd' round otherwise than the "
+        "loop that the reference steps with, got {got}.",
+        suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("optimizer.betas", "optimizer.name"),
+        broken=lambda s: s.optimizer.betas != (0.9, 0.999) and s.optimizer.name not in _BETAS,
+        message=f"only optimizers {', '.join(_BETAS)} have betas, got {{got}}.",
+        suggestion="Leave them out.",
+    ),
+    Condition(
+        reads=("optimizer.weight_decay", "optimizer.name"),
+        broken=lambda s: s.optimizer.weight_decay != 0 and s.optimizer.name == "rprop",
+        message="optimizer 'rprop' has no weight decay, got {got}.",
+        suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("optimizer.clip_value", "optimizer.clip_norm"),
+        broken=lambda s: s.optimizer.clip_value is not None and s.optimizer.clip_norm is not None,
+        message="expected one of clip_norm and clip_value, got both.",
+        suggestion="Leave one out.",
+    ),
+    Condition(
+        reads=("optimizer.loss_scale.initial",),
+        broken=lambda s: (
+            s.optimizer.loss_scale is not None and not _power_of_two(s.optimizer.loss_scale.initial)
+        ),
+        message="expected a power of two, so that scaling changes no bit of a gradient, got {got}.",
+        suggestion="Try 1024.0.",
+    ),
+    Condition(
+        reads=("data.loss", "model.name"),
+        broken=lambda s: s.data.loss == "sum" and s.model.name not in ("mlp", "params"),
+        message="only models 'mlp' and 'params' have a summed loss, got {got}.",
+        suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("topology.order",),
+        broken=lambda s: sorted(s.topology.order.split("-")) != ["cp", "dp", "pp", "tp"],
+        message="expected an order of tp, cp, dp, pp joined by hyphens, got {got}.",
+        suggestion="Try 'tp-cp-dp-pp'.",
+    ),
+    Condition(
+        reads=("world.size", "topology.tp", "topology.cp", "topology.pp"),
+        broken=lambda s: s.world.size % (_parts(s) * max(s.topology.cp, 1)) != 0,
+        message="expected a multiple of topology.tp x cp x pp, got {got}.",
+        suggestion="Try that product times the number of data-parallel ranks.",
+    ),
+    Condition(
+        reads=("system.redundancy", "world.size", "topology.tp", "topology.pp"),
+        broken=lambda s: (
+            s.system.redundancy >= 1 and (s.world.size // _parts(s)) % s.system.redundancy != 0
+        ),
+        message="expected a divisor of the ranks of a dp-cp group, got {got}.",
+        suggestion="Try 1.",
+    ),
+    Condition(
+        reads=("optimizer.clip_norm", "topology.tp", "topology.pp"),
+        broken=lambda s: s.optimizer.clip_norm is not None and _parts(s) > 1,
+        message="a norm over several tp or pp ranks is not modelled yet, got {got}.",
+        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+    ),
+    Condition(
+        reads=("optimizer.loss_scale", "topology.tp", "topology.pp"),
+        broken=lambda s: s.optimizer.loss_scale is not None and _parts(s) > 1,
+        message="loss scaling over several tp or pp ranks is not modelled yet.",
+        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+    ),
+    Condition(
+        reads=("reload", "topology.tp", "topology.pp"),
+        broken=lambda s: s.reload is not None and _parts(s) > 1,
+        message="a checkpoint of several tp or pp ranks is not modelled yet.",
+        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+    ),
+    Condition(
+        reads=("system.redundancy", "system.stage"),
+        broken=lambda s: s.system.redundancy > 1 and s.system.stage == 0,
+        message="stage 0 shards nothing that could be held in copies, got {got}.",
+        suggestion="Leave it out, or write stage = 1.",
+    ),
+    Condition(
+        reads=("system.partition", "system.stage"),
+        broken=lambda s: s.system.partition == "uneven" and s.system.stage == 0,
+        message="stage 0 has no partition, got {got}.",
+        suggestion="Leave it out, or write stage = 1.",
+    ),
+    Condition(
+        reads=("system.partition", "system.align_elems", "system.align_bytes"),
+        broken=lambda s: (
+            s.system.partition == "uneven"
+            and (s.system.align_elems > 1 or s.system.align_bytes > 1)
+        ),
+        message="expected no alignment, which is made by padding, got {got} with it.",
+        suggestion='Leave align_elems and align_bytes out, or write partition = "padded".',
+    ),
+    Condition(
+        reads=("system.divide_by", "system.divide", "system.sync"),
+        broken=lambda s: (
+            s.system.divide_by == "tokens"
+            and s.system.divide in ("pre", "premul")
+            and s.system.sync == "every"
+        ),
+        message="the number of rows is known only after the last micro-batch, got {got} with a "
+        "division before every sum.",
+        suggestion='Try divide = "post", or sync = "last".',
+    ),
+    Condition(
+        reads=("system.overlap_params", "system.stage"),
+        broken=lambda s: s.system.overlap_params and s.system.stage == 0,
+        message="stage 0 gathers no params, got {got}.",
+        suggestion="Leave it out, or write stage = 1.",
+    ),
+    Condition(
+        reads=("reload.step", "run.steps"),
+        broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
+        message="expected at least one step before the checkpoint and one after it, got {got}.",
+        suggestion="Try 1, and run.steps of at least 2.",
+    ),
+)
+
+
+def check_freeze(scenario: Scenario) -> Iterator[Problem]:
+    """Check the spans of steps in which params are frozen."""
+    for index, freeze in enumerate(scenario.model.freeze):
+        if not 0 <= freeze.start < freeze.stop:
+            yield Problem(
+                path=f"model.freeze[{index}].stop",
+                message="expected start at least 0 and stop more than start, got "
+                f"start = {freeze.start}, stop = {freeze.stop}.",
+                suggestion=f"Try stop = {max(freeze.start, 0) + 1}; steps count from 0.",
+            )
+
+
+def check_groups(scenario: Scenario) -> Iterator[Problem]:
+    """Check the numbers of the optimizer's param groups."""
+    for index, group in enumerate(scenario.optimizer.groups):
+        for name, value in (("lr", group.lr), ("weight_decay", group.weight_decay)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                yield Problem(
+                    path=f"optimizer.groups[{index}].{name}",
+                    message=f"expected a finite number at least 0, got {describe_value(value)}.",
+                    suggestion="Leave it out for the optimizer's.",
+                )
+        if group.weight_decay and scenario.optimizer.name == "rprop":
+            yield Problem(
+                path=f"optimizer.groups[{index}].weight_decay",
+                message="optimizer 'rprop' has no weight decay, got "
+                f"{describe_value(group.weight_decay)}.",
+                suggestion="Leave it out.",
+            )
