@@ -27,11 +27,15 @@ def layouts(draw):
     bucket_elems = draw(
         st.none() | st.integers(1, 200) | st.sampled_from([max(1, total) for total in sums])
     )
+    partition = draw(st.sampled_from(["padded", "padded", "uneven"]))
+    padded = partition == "padded"
     policy = LayoutPolicy(
         shard_count=draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 12, 64])),
-        align_elems=draw(st.sampled_from([1, 2, 3, 8, 128])),
+        align_elems=draw(st.sampled_from([1, 2, 3, 8, 128])) if padded else 1,
+        align_bytes=draw(st.sampled_from([1, 1, 2, 6, 16, 256])) if padded else 1,
         bucket_elems=bucket_elems,
         param_order=draw(st.sampled_from(["registration", "reverse"])),
+        partition=partition,
     )
     return specs, policy, plan_buffers(specs, policy=policy)
 
@@ -88,19 +92,59 @@ def test_a_bucket_closes_as_soon_as_it_is_full(layout):
 
 
 @given(layouts())
-def test_shards_are_even_aligned_and_tile_their_bucket(layout):
-    """No shard is longer than another, and each starts on an alignment boundary."""
+def test_shards_tile_their_bucket(layout):
+    """In order and without gaps, whatever the partition; shard_of goes back from an element."""
     _, policy, buffers = layout
     for buffer in buffers:
         for bucket in buffer.buckets:
             spans = [bucket.shard_span(shard) for shard in range(policy.shard_count)]
-            assert {span.numel for span in spans} == {bucket.shard_elems}
-            assert all(span.start % policy.align_elems == 0 for span in spans)
+            assert tuple(span.numel for span in spans) == bucket.shard_sizes
+            assert max(bucket.shard_sizes) == bucket.shard_elems
+            assert bucket.is_even == (len(set(bucket.shard_sizes)) == 1)
             edges = [bucket.span.start, *(span.stop for span in spans)]
             assert [span.start for span in spans] == edges[:-1]
             assert edges[-1] == bucket.span.stop
+            for shard, span in enumerate(spans):
+                if not span.empty:
+                    assert {bucket.shard_of(span.start), bucket.shard_of(span.stop - 1)} == {shard}
+
+
+@given(layouts())
+def test_padded_shards_are_even_and_aligned(layout):
+    """No shard is longer than another, and each starts on both alignment boundaries."""
+    _, policy, buffers = layout
+    for buffer in buffers:
+        elem_bytes = {"bf16": 2, "fp32": 4}[buffer.key.dtype]
+        for bucket in buffer.buckets:
+            if policy.partition == "uneven":
+                continue
+            assert bucket.is_even
+            for start in (bucket.shard_span(shard).start for shard in range(policy.shard_count)):
+                assert start % policy.align_elems == 0
+                assert start * elem_bytes % policy.align_bytes == 0
             # Padding is never more than it takes to make the shards even and aligned.
-            assert bucket.padding.numel < policy.shard_count * policy.align_elems
+            multiple = policy.shard_multiple(buffer.key.dtype)
+            assert bucket.padding.numel < policy.shard_count * multiple
+            # And of all lengths that fit both alignments, the multiple is the least.
+            assert not any(
+                length % policy.align_elems == 0 and length * elem_bytes % policy.align_bytes == 0
+                for length in range(1, multiple)
+            )
+
+
+@given(layouts())
+def test_uneven_shards_have_no_padding_and_the_longer_ones_come_first(layout):
+    """The first numel % shard_count shards of a bucket hold one element more."""
+    _, policy, buffers = layout
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            if policy.partition == "padded":
+                continue
+            assert bucket.padding.empty
+            remainder = bucket.span.numel % policy.shard_count
+            least = bucket.span.numel // policy.shard_count
+            expected = (least + 1,) * remainder + (least,) * (policy.shard_count - remainder)
+            assert bucket.shard_sizes == expected
 
 
 @given(layouts())

@@ -15,7 +15,7 @@ ALIGNMENTS = (1, 2, 3)
 BUCKET_ELEMS = (None, 1, 2, 3, 5)
 
 
-def place_by_counting(sizes, *, shard_count, align_elems, bucket_elems):
+def place_by_counting(sizes, *, shard_count, align_elems, bucket_elems, partition="padded"):
     """Lay the params out element by element: a list of (param, element, shard), None for padding.
 
     Written without spans or division, so that it can only agree with the planner by being right.
@@ -24,10 +24,10 @@ def place_by_counting(sizes, *, shard_count, align_elems, bucket_elems):
     bucket = []
 
     def close_bucket():
-        while len(bucket) % (shard_count * align_elems):
+        while partition == "padded" and len(bucket) % (shard_count * align_elems):
             bucket.append(None)
-        shard_elems = len(bucket) // shard_count
-        shards = [shard for shard in range(shard_count) for _ in range(shard_elems)]
+        # Dealt out one by one, each shard holds what it gets when all turns are over.
+        shards = sorted(turn % shard_count for turn in range(len(bucket)))
         for entry, shard in zip(bucket, shards, strict=True):
             flat.append(None if entry is None else (*entry, shard))
         bucket.clear()
@@ -52,6 +52,22 @@ def place_by_planner(sizes, **policy):
                 assert flat[position] is None
                 flat[position] = (int(fragment.param), fragment.in_param.start + step, shard)
     return flat
+
+
+@pytest.mark.parametrize("shard_count", SHARD_COUNTS)
+def test_every_small_uneven_layout_agrees_with_counting(shard_count):
+    """Without padding, elements are dealt out and the first shards get one more."""
+    for param_count in range(1, PARAM_COUNT_MAX + 1):
+        for sizes in product(range(SIZE_MAX + 1), repeat=param_count):
+            for bucket_elems in BUCKET_ELEMS:
+                policy = {
+                    "shard_count": shard_count,
+                    "align_elems": 1,
+                    "bucket_elems": bucket_elems,
+                    "partition": "uneven",
+                }
+                expected = place_by_counting(sizes, **policy)
+                assert place_by_planner(sizes, **policy) == expected, (sizes, policy)
 
 
 @pytest.mark.parametrize("shard_count", SHARD_COUNTS)

@@ -32,6 +32,47 @@ class TestShards:
         starts = [bucket.shard_span(s).start for bucket in buffer.buckets for s in range(3)]
         assert starts == [0, 4, 8, 12, 16, 20]
 
+    def test_are_one_element_longer_at_first_without_padding(self):
+        """100 elements over 8 shards: four of 13, four of 12."""
+        (bucket,) = plan_one(100, shard_count=8, partition="uneven").buckets
+        assert bucket.shard_sizes == (13, 13, 13, 13, 12, 12, 12, 12)
+        assert (bucket.shard_elems, bucket.is_even, bucket.padding.numel) == (13, False, 0)
+
+    def test_are_uneven_in_each_bucket_anew(self):
+        """The longer shards are the first of every bucket, not of the buffer."""
+        buffer = plan_one(4, 5, shard_count=3, bucket_elems=1, partition="uneven")
+        spans = [[bucket.shard_span(s) for s in range(3)] for bucket in buffer.buckets]
+        assert spans == [
+            [Span(0, 2), Span(2, 3), Span(3, 4)],
+            [Span(4, 6), Span(6, 8), Span(8, 9)],
+        ]
+
+    def test_are_empty_where_elements_run_out(self):
+        """Two elements over four shards without padding: the last two hold nothing."""
+        buffer = plan_one(2, shard_count=4, partition="uneven")
+        assert buffer.buckets[0].shard_sizes == (1, 1, 0, 0)
+        assert [buffer.owner(element) for element in range(2)] == [0, 1]
+        assert [len(buffer.fragments(shard)) for shard in range(4)] == [1, 1, 0, 0]
+
+    @pytest.mark.parametrize(
+        ("dtype", "align_elems", "align_bytes", "multiple"),
+        [("fp32", 1, 16, 4), ("bf16", 1, 16, 8), ("bf16", 3, 16, 24), ("fp32", 4, 6, 12)],
+    )
+    def test_start_on_byte_boundaries(self, dtype, align_elems, align_bytes, multiple):
+        """Both alignments hold: the least common multiple, in elements of the dtype."""
+        policy = LayoutPolicy(shard_count=2, align_elems=align_elems, align_bytes=align_bytes)
+        params = [ParamSpec(name="p", shape=(1,), dtype=dtype)]
+        (buffer,) = plan_buffers(params, policy=policy)
+        assert policy.shard_multiple(dtype) == multiple
+        assert buffer.shard_span(bucket=0, shard=1).start == multiple
+
+    @pytest.mark.parametrize("element", [-1, 5])
+    def test_refuse_an_element_of_another_bucket(self, element):
+        """shard_of answers only for the elements of its bucket."""
+        (bucket,) = plan_one(5, shard_count=2, partition="uneven").buckets
+        with pytest.raises(LayoutError, match=rf"\[0, 5\) but got {element} in bucket 0"):
+            bucket.shard_of(element)
+
     @pytest.mark.parametrize("shard", [-1, 2])
     def test_refuse_an_index_that_does_not_exist(self, shard):
         """A negative shard is an error, not Python's count from the end."""

@@ -25,7 +25,7 @@ class TestParamSpec:
 class TestLayoutPolicy:
     """LayoutPolicy refuses what cannot be laid out."""
 
-    @pytest.mark.parametrize("field", ["shard_count", "align_elems", "bucket_elems"])
+    @pytest.mark.parametrize("field", ["shard_count", "align_elems", "align_bytes", "bucket_elems"])
     @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
     def test_refuses_what_is_no_count(self, field, value):
         """Counts are integers of at least 1; the message names field and value."""
@@ -36,3 +36,20 @@ class TestLayoutPolicy:
         """The message lists the orders that exist."""
         with pytest.raises(LayoutError, match=r"registration, reverse but got param_order='size'"):
             LayoutPolicy(shard_count=1, param_order="size")
+
+    def test_refuses_an_unknown_partition(self):
+        """The message lists the partitions that exist."""
+        with pytest.raises(LayoutError, match="padded, uneven but got partition='even'"):
+            LayoutPolicy(shard_count=1, partition="even")
+
+    @pytest.mark.parametrize("field", ["align_elems", "align_bytes"])
+    def test_refuses_alignment_without_padding(self, field):
+        """Uneven shards cannot be aligned."""
+        with pytest.raises(LayoutError, match=rf"no alignment.*{field}=2.*partition='padded'"):
+            LayoutPolicy(shard_count=1, partition="uneven", **{field: 2})
+
+    def test_refuses_bytes_of_a_dtype_it_does_not_know(self):
+        """Only where bytes are counted at all."""
+        assert LayoutPolicy(shard_count=1, align_elems=3).shard_multiple("int4") == 3
+        with pytest.raises(LayoutError, match=r"align_bytes=16 but got dtype='int4'.*fp32"):
+            LayoutPolicy(shard_count=1, align_bytes=16).shard_multiple("int4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zero_sim.layout.integers import ceil_div, exact_div, round_up
 from zero_sim.layout.plan import BucketPlan, BufferKey, BufferPlan, Fragment, PlacedParam
 from zero_sim.layout.planner import plan_buffers
-from zero_sim.layout.request import LayoutPolicy, ParamOrder, ParamSpec
+from zero_sim.layout.request import LayoutPolicy, ParamOrder, ParamSpec, Partition
 from zero_sim.layout.span import Span
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "LayoutPolicy",
     "ParamOrder",
     "ParamSpec",
+    "Partition",
     "PlacedParam",
     "Span",
     "ceil_div",

@@ -1,9 +1,10 @@
 """What a layout is: where every param, bucket and shard lies, and who owns which element.
 
 A *buffer* is the flat memory of all params of one kind and dtype. It is cut into *buckets*, the
-units of communication; a bucket holds whole params and then padding. A bucket is cut into even
+units of communication; a bucket holds whole params and then padding. A bucket is cut into
 *shards*, one a rank, without regard for where params begin or end; the part of a param inside one
-shard is a *fragment*. Padding lies in a shard but belongs to nobody.
+shard is a *fragment*. Padding lies in a shard but belongs to nobody. It makes the shards even; with
+the uneven partition there is none, and the first shards may hold one element more than the others.
 
 All spans count elements from the start of the buffer unless their name says otherwise.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zero_sim.errors import LayoutError
-from zero_sim.layout.integers import exact_div
+from zero_sim.layout.integers import ceil_div
 from zero_sim.layout.request import LayoutPolicy, ParamSpec
 from zero_sim.layout.span import Span
 
@@ -63,7 +64,7 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """One bucket: whole params, then padding, in `shard_count` even shards."""
+    """One bucket: whole params, then padding, in `shard_count` shards."""
 
     index: int
     span: Span
@@ -80,8 +81,19 @@ class BucketPlan:
 
     @property
     def shard_elems(self) -> int:
-        """Number of elements of every shard, padding included."""
-        return exact_div(self.span.numel, self.shard_count)
+        """Number of elements of the longest shard, padding included; of every one, if even."""
+        return ceil_div(self.span.numel, self.shard_count)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards are equally long."""
+        return self.span.numel % self.shard_count == 0
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Number of elements of each shard, padding included."""
+        shortest, longer_count = divmod(self.span.numel, self.shard_count)
+        return tuple(shortest + (shard < longer_count) for shard in range(self.shard_count))
 
     def shard_span(self, shard: int) -> Span:
         """Return where a shard lies.
@@ -94,8 +106,28 @@ class BucketPlan:
                 f"Expected a shard index of 0 to {self.shard_count - 1} but got shard={shard} "
                 f"in bucket {self.index}."
             )
-        start = self.span.start + shard * self.shard_elems
-        return Span(start, start + self.shard_elems)
+        shortest, longer_count = divmod(self.span.numel, self.shard_count)
+        start = self.span.start + shard * shortest + min(shard, longer_count)
+        return Span(start, start + shortest + (shard < longer_count))
+
+    def shard_of(self, element: int) -> int:
+        """Return the shard that holds an element of the bucket, padding included.
+
+        Raises:
+            LayoutError: If the element lies outside the bucket.
+        """
+        if not self.span.contains(element):
+            raise LayoutError(
+                f"Expected an element of {self.span} but got {element} in bucket {self.index}."
+            )
+        shortest, longer_count = divmod(self.span.numel, self.shard_count)
+        offset = element - self.span.start
+        longer_elems = longer_count * (shortest + 1)
+        # Floor: the shard that holds it. Behind the longer shards a shard has at least one element,
+        # or there would be no element behind them.
+        if offset < longer_elems:
+            return offset // (shortest + 1)
+        return longer_count + (offset - longer_elems) // shortest
 
     def fragments(self, shard: int) -> Iterator[Fragment]:
         """Yield the non-empty fragments inside a shard, in buffer order."""
@@ -183,4 +215,4 @@ class BufferPlan:
         bucket = self.buckets[index]
         if bucket.padding.contains(element):
             return None
-        return (element - bucket.span.start) // bucket.shard_elems  # floor: the shard that holds it
+        return bucket.shard_of(element)

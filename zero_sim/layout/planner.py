@@ -19,18 +19,20 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
 
     Args:
         params: Params in registration order, with unique names.
-        policy: Shards, alignment, bucket size and order.
+        policy: Shards, alignment, bucket size, order and partition.
 
     Returns:
         The buffers, in the order in which their first param is registered, whatever
         `policy.param_order` does inside a buffer.
 
     Raises:
-        LayoutError: If there are no params, or two of the same name.
+        LayoutError: If there are no params, two of the same name, or one of a dtype whose size is
+            not known where the policy aligns to bytes.
 
     Source:
         ZeRO (arXiv 1910.02054), section 5: equal partitions by rank of the flattened params. Unlike
-        torch's ZeroRedundancyOptimizer, which gives whole params to ranks.
+        torch's ZeroRedundancyOptimizer, which gives whole params to ranks. The uneven partition is
+        that of DeepSpeed's stage 1: the first `numel % shard_count` shards own one element more.
     """
     groups: dict[BufferKey, list[ParamSpec]] = {}
     names: set[str] = set()
@@ -52,7 +54,7 @@ def _plan_buffer(key: BufferKey, specs: list[ParamSpec], *, policy: LayoutPolicy
     buckets: list[BucketPlan] = []
     start = 0
     for index, members in enumerate(_cut_into_buckets(ordered, bucket_elems=policy.bucket_elems)):
-        bucket = _plan_bucket(index, members, start=start, policy=policy)
+        bucket = _plan_bucket(index, members, start=start, policy=policy, dtype=key.dtype)
         buckets.append(bucket)
         start = bucket.span.stop
     return BufferPlan(
@@ -82,7 +84,7 @@ def _cut_into_buckets(specs: list[ParamSpec], *, bucket_elems: int | None) -> li
 
 
 def _plan_bucket(
-    index: int, specs: list[ParamSpec], *, start: int, policy: LayoutPolicy
+    index: int, specs: list[ParamSpec], *, start: int, policy: LayoutPolicy, dtype: str
 ) -> BucketPlan:
     placed: list[PlacedParam] = []
     end = start
@@ -92,7 +94,9 @@ def _plan_bucket(
         end = span.stop
     # Padding each bucket, not the buffer once, is what makes every shard of every bucket even and
     # aligned: a bucket starts where the last one's padding ends.
-    stop = start + round_up(end - start, policy.shard_count * policy.align_elems)
+    stop = end
+    if policy.partition == "padded":
+        stop = start + round_up(end - start, policy.shard_count * policy.shard_multiple(dtype))
     return BucketPlan(
         index=index,
         span=Span(start, stop),

@@ -9,6 +9,10 @@ from typing import Literal, get_args
 from zero_sim.errors import LayoutError
 
 ParamOrder = Literal["registration", "reverse"]
+Partition = Literal["padded", "uneven"]
+
+_DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Size of an element by the name of its dtype; asked for only where a policy counts in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +28,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     """Shape; `()` is one element, and a zero anywhere makes the param empty."""
     dtype: str
-    """Name of the dtype, such as `bf16`; only ever compared."""
+    """Name of the dtype, such as `bf16`; only compared, unless the policy aligns to bytes."""
     kind: str = "dense"
     """Which ranks share the param, such as `dense` or `expert`; only ever compared."""
 
@@ -50,24 +54,53 @@ class LayoutPolicy:
     """
 
     shard_count: int
-    """Number of even shards of every bucket: the size of the group that shards it."""
+    """Number of shards of every bucket: the size of the group that shards it."""
     align_elems: int = 1
     """Every shard starts at a multiple of this many elements."""
+    align_bytes: int = 1
+    """Every shard starts at a multiple of this many bytes of the working param, too."""
     bucket_elems: int | None = None
     """A bucket closes once it holds at least this many elements; None for one bucket a buffer."""
     param_order: ParamOrder = "registration"
     """Order of params in a buffer; `reverse` is roughly the order in which gradients come."""
+    partition: Partition = "padded"
+    """How a bucket becomes shards: `padded` adds elements until even shards fit; `uneven` adds
+    none, and where the shard count leaves a remainder the first shards hold one element more."""
 
     def __post_init__(self) -> None:
         _check_at_least_one("shard_count", self.shard_count)
         _check_at_least_one("align_elems", self.align_elems)
+        _check_at_least_one("align_bytes", self.align_bytes)
         if self.bucket_elems is not None:
             _check_at_least_one("bucket_elems", self.bucket_elems)
-        if self.param_order not in get_args(ParamOrder):
+        _check_choice("param_order", self.param_order, get_args(ParamOrder))
+        _check_choice("partition", self.partition, get_args(Partition))
+        if self.partition == "uneven" and (self.align_elems > 1 or self.align_bytes > 1):
             raise LayoutError(
-                f"Expected param_order to be one of {', '.join(get_args(ParamOrder))} "
-                f"but got param_order={self.param_order!r}."
+                f"Expected no alignment with partition='uneven', as alignment is made by padding, "
+                f"but got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
+                f"Try partition='padded'."
             )
+
+    def shard_multiple(self, dtype: str) -> int:
+        """Return what every shard length is a multiple of, in elements of a dtype.
+
+        The least common multiple of both alignments: a start is a multiple of `align_bytes` exactly
+        if it is a multiple of `align_bytes / gcd(align_bytes, element size)` elements.
+
+        Raises:
+            LayoutError: If the policy aligns to bytes and the size of the dtype is not known.
+        """
+        if self.align_bytes == 1:
+            return self.align_elems
+        elem_bytes = _DTYPE_BYTES.get(dtype)
+        if elem_bytes is None:
+            raise LayoutError(
+                f"Expected a dtype of known size for align_bytes={self.align_bytes} but got "
+                f"dtype={dtype!r}. Try one of {', '.join(_DTYPE_BYTES)}, or align_elems."
+            )
+        in_elems = self.align_bytes // math.gcd(self.align_bytes, elem_bytes)
+        return math.lcm(self.align_elems, in_elems)
 
 
 def _is_count(value: object) -> bool:
@@ -80,4 +113,11 @@ def _check_at_least_one(name: str, value: object) -> None:
         raise LayoutError(
             f"Expected {name} to be an integer of at least 1 but got {name}={value!r} "
             f"(type={type(value).__name__})."
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise LayoutError(
+            f"Expected {name} to be one of {', '.join(choices)} but got {name}={value!r}."
         )
