@@ -1,0 +1,197 @@
+"""The same content as a checkpoint of `torch.distributed.checkpoint` (DCP).
+
+Each tensor is known to DCP's planners as flat, of the param's number of elements, under
+`master/NAME` or `state.KEY/NAME`, cut where the ranks cut it; any DCP reader can take it into other
+cuts. What is no elementwise tensor stays in the manifest, which also holds checksums of DCP's own
+files; they are compared before DCP opens one.
+
+DCP itself pickles: its `.metadata` file, the plans that ranks exchange while saving, and the
+container that `torch.save` puts around each tensor, which it reads back with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from zero_sim.errors import CheckpointError
+from zero_sim.layout import Span
+from zero_sim.zero.checkpoint.agreed import WHAT, SavePlan
+from zero_sim.zero.checkpoint.manifest import FileRecord, Manifest
+from zero_sim.zero.checkpoint.tensorfile import hash_file
+
+
+class FlatShards:
+    """Spans of one flat tensor, in the form in which DCP's planners ask for them.
+
+    No dataclass: DCP would take those apart.
+
+    Args:
+        numel: Elements of the whole tensor.
+        parts: The spans, 1D each, by first element.
+    """
+
+    __slots__ = ("numel", "parts")
+
+    def __init__(self, numel: int, parts: Mapping[int, Tensor]) -> None:
+        self.numel = numel
+        self.parts = parts
+
+    def size(self) -> torch.Size:
+        """Size of the whole tensor, which the load planner compares."""
+        return torch.Size([self.numel])
+
+    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
+        """Return one item to write for each span."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size([start])),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_build_chunk(start, part),
+                    properties=TensorProperties.create_from_tensor(part),
+                    size=self.size(),
+                ),
+            )
+            for start, part in self.parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the spans that are to be read."""
+        return [_build_chunk(start, part) for start, part in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the span that begins at an offset."""
+        assert index.offset is not None
+        return self.parts[index.offset[0]]
+
+
+class _SavePlanner(torch_dcp.DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        # The default asks only tensors for their shards.
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class _LoadPlanner(torch_dcp.DefaultLoadPlanner):
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        # The default walks the dict and puts None for whatever class it does not know.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+def write(plan: SavePlan) -> list[FileRecord]:
+    """Save the pieces of all ranks through DCP; a collective.
+
+    Returns:
+        Records of DCP's files, on rank 0.
+
+    Raises:
+        CheckpointError: On all ranks, if it fails on one.
+    """
+    spans = (
+        (piece.param, name, piece.span, tensor)
+        for piece in plan.pieces.values()
+        for name, tensor in piece.tensors.items()
+    )
+    state = _build_state(spans, numels=plan.numels)
+    error: Exception | None = None
+    try:
+        torch_dcp.save(
+            state,
+            storage_writer=torch_dcp.FileSystemWriter(plan.folder.saving),
+            planner=_SavePlanner(flatten_state_dict=False),
+            process_group=plan.team.group,
+        )
+    except torch_dcp.CheckpointException as raised:
+        # DCP raises it on all ranks, with what each of them met.
+        error = CheckpointError("; ".join(f"{r}: {e!r}" for r, e in raised.failures.items()))
+    plan.team.agree(error, what=WHAT)
+
+    def record() -> list[FileRecord]:
+        if plan.team.rank != 0:
+            return []
+        return [
+            FileRecord(name=path.name, size_bytes=path.stat().st_size, sha256=hash_file(path))
+            for path in sorted(plan.folder.saving.iterdir())
+        ]
+
+    return plan.team.attempt(record, what=WHAT)
+
+
+def list_spans(folder: Path) -> dict[tuple[str, str], list[Span]]:
+    """Return what a DCP checkpoint holds, by param and tensor.
+
+    Raises:
+        CheckpointError: If it holds something that `write` did not write.
+    """
+    spans: dict[tuple[str, str], list[Span]] = {}
+    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
+    for fqn, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"Expected only tensors in {folder} but got {fqn!r}.")
+        tensor, _, param = fqn.partition("/")
+        spans[param, tensor] = [
+            Span(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) for chunk in stored.chunks
+        ]
+    return spans
+
+
+def read(
+    folder: Path, wanted: Mapping[tuple[str, str, Span], Tensor], *, manifest: Manifest
+) -> None:
+    """Fill tensors with spans; on this rank alone, without collectives.
+
+    Args:
+        folder: The checkpoint.
+        wanted: 1D tensors by param, tensor and span.
+        manifest: Its manifest.
+    """
+    numels = {param.name: torch.Size(param.shape).numel() for param in manifest.params}
+    spans = ((param, name, span, output) for (param, name, span), output in wanted.items())
+    with warnings.catch_warnings():
+        # It says that a single process is assumed, which is meant: each rank reads for itself.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        torch_dcp.load(
+            _build_state(spans, numels=numels),
+            storage_reader=torch_dcp.FileSystemReader(folder),
+            planner=_LoadPlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
+
+
+def _build_state(
+    spans: Iterable[tuple[str, str, Span, Tensor]], *, numels: Mapping[str, int]
+) -> dict[str, Any]:
+    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for param, name, span, tensor in spans:
+        parts.setdefault((param, name), {})[span.start] = tensor.detach()
+    return {
+        f"{name}/{param}": FlatShards(numels[param], held) for (param, name), held in parts.items()
+    }
+
+
+def _build_chunk(start: int, part: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([part.numel()]))

@@ -1,0 +1,191 @@
+"""Whether a checkpoint fits a run: everything that can be told without reading a tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_sim.layout import Span
+from zero_sim.zero.checkpoint.manifest import Manifest, ModuleRecord, ParamRecord
+from zero_sim.zero.checkpoint.plan import find_cover_problems
+from zero_sim.zero.checkpoint.snapshot import (
+    MASTER,
+    iterate_module_tensors,
+    name_class,
+    name_state,
+    read_scaler,
+    read_settings,
+)
+from zero_sim.zero.checkpoint.values import decode_value, name_dtype
+from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+KEPT_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed rather than what: a run keeps its own, whatever the checkpoint has."""
+
+
+def find_param_problems(manifest: Manifest, ddp: DistributedDataParallel) -> list[str]:
+    """Return every difference between the tensors that a checkpoint and a module have."""
+    here = {name: (tuple(p.shape), name_dtype(p.dtype)) for name, p in ddp.params.items()}
+    saved: Mapping[str, ParamRecord | ModuleRecord] = {p.name: p for p in manifest.params}
+    problems = list(_compare(saved, here, kind="trained param"))
+    for kind in ("frozen", "buffer"):
+        records = [record for record, _ in iterate_module_tensors(ddp) if record.kind == kind]
+        problems += _compare(
+            {record.name: record for record in manifest.module if record.kind == kind},
+            {record.name: (record.shape, record.dtype) for record in records},
+            kind="frozen param" if kind == "frozen" else "buffer",
+        )
+    return problems
+
+
+def find_span_problems(
+    manifest: Manifest, spans: Mapping[tuple[str, str], Sequence[Span]]
+) -> list[str]:
+    """Return what keeps a checkpoint from holding every element of every tensor exactly once.
+
+    Args:
+        manifest: What there should be.
+        spans: What there is, by param and tensor.
+    """
+    expected: dict[str, dict[str, int]] = {}
+    for param in manifest.params:
+        names = [MASTER, *(name_state(s.key) for s in param.state if s.dtype is not None)]
+        for name in names:
+            expected.setdefault(name, {})[param.name] = torch.Size(param.shape).numel()
+    for record in manifest.module:
+        expected.setdefault(record.kind, {})[record.name] = torch.Size(record.shape).numel()
+    problems: list[str] = []
+    for tensor in {*expected, *(tensor for _, tensor in spans)}:
+        held = {param: each for (param, name), each in spans.items() if name == tensor}
+        found = find_cover_problems(expected.get(tensor, {}), held)
+        problems += [f"{tensor} of {problem}" for problem in found]
+    return sorted(problems)
+
+
+def find_optimizer_problems(manifest: Manifest, optimizer: DistributedOptimizer) -> list[str]:
+    """Return how the optimizer, its groups, its state and the loss scaler differ in kind."""
+    inner = optimizer.inner
+    problems: list[str] = []
+    has, wants = manifest.loss_scaler is not None, read_scaler(optimizer) is not None
+    if has != wants:
+        words = {True: "a loss scaler", False: "no loss scaler"}
+        problems.append(f"the checkpoint has {words[has]}, this run has {words[wants]}")
+    if manifest.optimizer != name_class(inner):
+        problems.append(
+            f"the checkpoint is of {manifest.optimizer}, this run steps with {name_class(inner)}"
+        )
+        # Its settings and state are another class's: comparing them would only add noise.
+        return problems
+    own = set().union(*(read_settings(group) for group in inner.param_groups))
+    for index, group in enumerate(manifest.groups):
+        missing = own - group["settings"].keys() - KEPT_SETTINGS
+        if missing:
+            problems.append(f"param group {index} of the checkpoint lacks {sorted(missing)}")
+    problems += _find_state_problems(manifest, inner)
+    return problems
+
+
+def probe_state(
+    inner: Optimizer, *, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return what a fresh optimizer keeps of a param, before and after its first step.
+
+    torch creates state lazily, so that the only way to know its names, dtypes and devices is to see
+    it created.
+
+    Returns:
+        State of a param of two elements; None if a class cannot be built like that.
+    """
+    device = next((p.device for group in inner.param_groups for p in group["params"]), None)
+    leaf = nn.Parameter(torch.zeros(2, device=device))
+    accepted = inspect.signature(type(inner).__init__).parameters
+    options = {k: v for k, v in {**inner.defaults, **settings}.items() if k in accepted}
+    try:
+        probe = type(inner)([leaf], **options)
+        before = dict(probe.state[leaf])
+        leaf.grad = torch.zeros_like(leaf)
+        probe.step()
+        return before, dict(probe.state[leaf])
+    except Exception:  # noqa: BLE001  (a class of the user's, of which nothing is known)
+        return None
+
+
+def read_new_settings(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a param group's settings are to be, from a checkpoint's encoded group."""
+    settings = {name: decode_value(value) for name, value in saved["settings"].items()}
+    own = read_settings(group)
+    for name, value in settings.items():
+        mine = own.get(name)
+        if isinstance(value, Tensor) and isinstance(mine, Tensor):
+            settings[name] = value.to(mine.device)
+    return settings | {name: own[name] for name in KEPT_SETTINGS & own.keys()}
+
+
+def _compare(
+    saved: Mapping[str, ParamRecord | ModuleRecord],
+    here: Mapping[str, tuple[tuple[int, ...], str]],
+    *,
+    kind: str,
+) -> Iterator[str]:
+    for name in _first(saved.keys() | here.keys(), like=[*saved, *here]):
+        if name not in here:
+            yield f"{kind} {name!r} is in the checkpoint but not in the module"
+        elif name not in saved:
+            yield f"{kind} {name!r} is in the module but not in the checkpoint"
+        else:
+            shape, dtype = here[name]
+            if saved[name].shape != shape:
+                yield f"{kind} {name!r} has shape {saved[name].shape}, in the module {shape}"
+            if saved[name].dtype != dtype:
+                yield f"{kind} {name!r} has dtype {saved[name].dtype}, in the module {dtype}"
+
+
+def _first(names: Iterable[str], *, like: Sequence[str]) -> list[str]:
+    """Return names in the order in which they first come in `like`."""
+    wanted = set(names)
+    return [name for name in dict.fromkeys(like) if name in wanted]
+
+
+def _find_state_problems(manifest: Manifest, inner: Optimizer) -> Iterator[str]:
+    probes: dict[int, tuple[dict[str, Any], dict[str, Any]] | None] = {}
+    for param in manifest.params:
+        if param.group is None:
+            continue
+        if param.group not in probes:
+            saved = manifest.groups[param.group]
+            settings = read_new_settings(saved, inner.param_groups[0])
+            probes[param.group] = probe_state(inner, settings=settings)
+        probe = probes[param.group]
+        if probe is None:
+            continue
+        # A param that was never stepped has what the constructor gave it, which may be nothing.
+        expected = [_describe(state) for state in probe]
+        got = {
+            entry.key: entry.dtype or _describe_value(decode_value(entry.value))
+            for entry in param.state
+        }
+        if got not in expected:
+            yield (
+                f"state of {param.name!r} is {got}, but {name_class(inner)} keeps {expected[-1]}"
+            )
+
+
+def _describe(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: name_dtype(value.dtype)
+        if isinstance(value, Tensor) and value.dim()
+        else _describe_value(value)
+        for key, value in state.items()
+    }
+
+
+def _describe_value(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"0D {name_dtype(value.dtype)}"
+    return type(value).__name__

@@ -1,0 +1,310 @@
+"""Loading: check everything, read everything, and only then change anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_sim.errors import CheckpointError
+from zero_sim.layout import Span
+from zero_sim.zero.checkpoint.fit import (
+    find_optimizer_problems,
+    find_param_problems,
+    find_span_problems,
+    probe_state,
+    read_new_settings,
+)
+from zero_sim.zero.checkpoint.folder import Folder
+from zero_sim.zero.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ParamRecord,
+    decode_manifest,
+)
+from zero_sim.zero.checkpoint.snapshot import (
+    MASTER,
+    iterate_module_tensors,
+    name_state,
+)
+from zero_sim.zero.checkpoint.team import Team
+from zero_sim.zero.checkpoint.tensorfile import TensorFileReader, check_file
+from zero_sim.zero.checkpoint.values import decode_value, find_dtype
+from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+WHAT = "Checkpoint not loaded"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Loaded:
+    """Everything that this rank will write, in memory of its own."""
+
+    masters: Mapping[nn.Parameter, Tensor]  # 1D fp32 each, by leaf
+    states: Mapping[nn.Parameter, dict[str, Any]]
+    module: tuple[Tensor, ...]  # ND each, as iterate_module_tensors
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    ddp: DistributedDataParallel,
+    optimizer: DistributedOptimizer,
+    weights_only: bool = False,
+) -> None:
+    """Continue from a checkpoint; every rank of `ddp.group` must call it.
+
+    World size, redundancy, stage, buckets, partition, alignment and order of params may all be
+    others than those that it was saved with; training goes on in the same bits. Settings of param
+    groups become the checkpoint's, found by the params in them, except those that choose between
+    implementations (`foreach`). Gradients are zeroed.
+
+    Args:
+        path: Name of the checkpoint.
+        ddp: The params; their names, shapes and dtypes must be the checkpoint's.
+        optimizer: Their masters and state.
+        weights_only: Whether to take masters, working params and what the module holds besides,
+            and leave state, settings and loss scaler of this run as they are.
+
+    Raises:
+        CheckpointError: On all ranks, if anything is wrong with the checkpoint, or it does not fit;
+            lists everything found. The run is as it was before.
+    """
+    team = Team(ddp.group, device=ddp.buffers[0].grad_data.device)
+    ddp.finish_param_gather()
+    folder, manifest = _read_manifest(path, team=team)
+    team.attempt(lambda: _check_files(folder, manifest, team=team), what=WHAT)
+    team.attempt(lambda: _check_spans(folder, manifest) if team.rank == 0 else None, what=WHAT)
+    team.attempt(
+        lambda: _check_fit(folder, manifest, ddp, optimizer, weights_only=weights_only), what=WHAT
+    )
+    groups = {} if weights_only else _match_groups(manifest, optimizer, team=team)
+    loaded = team.attempt(
+        lambda: _read_tensors(folder, manifest, ddp, optimizer, weights_only=weights_only),
+        what=WHAT,
+    )
+    _commit_weights(loaded, ddp, optimizer)
+    if not weights_only:
+        _commit_optimizer(loaded, manifest, optimizer, groups=groups)
+
+
+def _read_manifest(path: str | os.PathLike[str], *, team: Team) -> tuple[Path, Manifest]:
+    """Read it on rank 0 for all: ranks must not see two checkpoints while one is replaced."""
+
+    def read() -> tuple[str, bytes]:
+        if team.rank != 0:
+            return "", b""
+        folder = Folder.at(path).find()
+        return str(folder), (folder / MANIFEST_NAME).read_bytes()
+
+    name, data = team.attempt(read, what=WHAT)
+    folder = Path(team.broadcast(name))
+    data = team.broadcast_bytes(data)
+    manifest = team.attempt(
+        lambda: decode_manifest(data, where=str(folder / MANIFEST_NAME)), what=WHAT
+    )
+    return folder, manifest
+
+
+def _check_files(folder: Path, manifest: Manifest, *, team: Team) -> None:
+    """Check this rank's part of the files; each is read by one rank and no more."""
+    mine = manifest.files[team.rank :: team.size]
+    problems = [check_file(folder / record.name, record=record) for record in mine]
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise CheckpointError("\n".join(found))
+
+
+def _check_spans(folder: Path, manifest: Manifest) -> None:
+    """Check that the files hold everything once, which one rank can do for all."""
+    spans: dict[tuple[str, str], list[Span]] = {}
+    if manifest.form == "dcp":
+        # Only here: torch's module takes longer to import than all of this package.
+        from zero_sim.zero.checkpoint import dcp
+
+        spans = dcp.list_spans(folder)
+    with TensorFileReader(folder, manifest=manifest) as reader:
+        problems = find_span_problems(manifest, spans | reader.spans())
+    if problems:
+        raise CheckpointError(
+            f"Expected {folder} to hold every element once but got " + "; ".join(problems) + "."
+        )
+
+
+def _check_fit(
+    folder: Path,
+    manifest: Manifest,
+    ddp: DistributedDataParallel,
+    optimizer: DistributedOptimizer,
+    *,
+    weights_only: bool,
+) -> None:
+    problems = find_param_problems(manifest, ddp)
+    if not weights_only:
+        problems += find_optimizer_problems(manifest, optimizer)
+    if problems:
+        raise CheckpointError(
+            f"Expected {folder} to fit this run but got {len(problems)} differences:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _match_groups(
+    manifest: Manifest, optimizer: DistributedOptimizer, *, team: Team
+) -> dict[int, int]:
+    """Find for each param group of this run that of the checkpoint which its params were in.
+
+    By the params of all ranks: a rank that owns nothing of a group learns of it from the others,
+    and a group that mixes two is refused in every layout alike.
+    """
+    group_of = {param.name: param.group for param in manifest.params}
+    names = {master.leaf: master.fragment.param for master in optimizer._masters}
+    votes = [
+        {str(group_of[names[leaf]]): names[leaf] for leaf in group["params"]}
+        for group in optimizer.inner.param_groups
+    ]
+    ballots = team.gather(votes)
+
+    def count() -> dict[str, int] | None:
+        if ballots is None:
+            return None
+        matched: dict[str, int] = {}
+        for index in range(len(votes)):
+            voted: dict[str, str] = {}
+            for ballot in ballots:
+                voted |= ballot[index]
+            if len(voted) > 1:
+                first, second, *_ = voted.values()
+                raise CheckpointError(
+                    f"Expected param groups as in the checkpoint but got {first!r} and {second!r} "
+                    f"together in group {index}: the checkpoint has different settings for them."
+                )
+            if voted:
+                matched[str(index)] = int(next(iter(voted)))
+        return matched
+
+    matched = team.broadcast(team.attempt(count, what=WHAT))
+    return {int(index): group for index, group in matched.items()}
+
+
+def _read_tensors(
+    folder: Path,
+    manifest: Manifest,
+    ddp: DistributedDataParallel,
+    optimizer: DistributedOptimizer,
+    *,
+    weights_only: bool,
+) -> _Loaded:
+    """Read what this rank owns into new memory."""
+    records = {param.name: param for param in manifest.params}
+    wanted: dict[tuple[str, str, Span], Tensor] = {}
+    masters: dict[nn.Parameter, Tensor] = {}
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    builder = _StateBuilder(manifest, optimizer)
+    for master in optimizer._masters:
+        name, span = master.fragment.param, master.fragment.in_param
+        masters[master.leaf] = wanted[name, MASTER, span] = torch.empty_like(master.leaf)
+        if weights_only:
+            continue
+        states[master.leaf] = state = builder.build(records[name], leaf=master.leaf)
+        for entry in records[name].state:
+            if entry.dtype is not None:
+                wanted[name, name_state(entry.key), span] = state[entry.key]
+    module = []
+    module_wanted: dict[tuple[str, str, Span], Tensor] = {}
+    for record, tensor in iterate_module_tensors(ddp):
+        fresh = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        module_wanted[record.name, record.kind, Span(0, tensor.numel())] = fresh
+        module.append(fresh.view(tensor.shape))
+    if manifest.form == "dcp":
+        from zero_sim.zero.checkpoint import dcp
+
+        dcp.read(folder, wanted, manifest=manifest)
+    else:
+        module_wanted |= wanted
+    with TensorFileReader(folder, manifest=manifest) as reader:
+        for (param, tensor_name, span), output in module_wanted.items():
+            reader.read(output, param=param, tensor=tensor_name, span=span)
+    return _Loaded(masters=masters, states=states, module=tuple(module))
+
+
+class _StateBuilder:
+    """Builds empty state as torch would have created it."""
+
+    def __init__(self, manifest: Manifest, optimizer: DistributedOptimizer) -> None:
+        self._manifest = manifest
+        self._inner = optimizer.inner
+        self._devices: dict[int, dict[str, torch.device]] = {}
+
+    def build(self, record: ParamRecord, *, leaf: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a leaf: what is elementwise uninitialized, the rest complete."""
+        state: dict[str, Any] = {}
+        for entry in record.state:
+            if entry.dtype is not None:
+                state[entry.key] = torch.empty_like(
+                    leaf, dtype=find_dtype(entry.dtype), requires_grad=False
+                ).detach()
+                continue
+            value = decode_value(entry.value)
+            if isinstance(value, Tensor):
+                value = value.to(self._find_device(record, entry.key, leaf=leaf))
+            state[entry.key] = value
+        return state
+
+    def _find_device(self, record: ParamRecord, key: str, *, leaf: nn.Parameter) -> torch.device:
+        """Find where torch keeps a 0D state: `step` on the CPU, unless capturable, others not."""
+        assert record.group is not None
+        if leaf.device.type == "cpu":
+            return leaf.device
+        if record.group not in self._devices:
+            saved = self._manifest.groups[record.group]
+            settings = read_new_settings(saved, self._inner.param_groups[0])
+            probe = probe_state(self._inner, settings=settings)
+            created = {} if probe is None else probe[1]
+            self._devices[record.group] = {
+                name: value.device for name, value in created.items() if isinstance(value, Tensor)
+            }
+        return self._devices[record.group].get(key, torch.device("cpu"))
+
+
+@torch.no_grad()
+def _commit_weights(
+    loaded: _Loaded, ddp: DistributedDataParallel, optimizer: DistributedOptimizer
+) -> None:
+    optimizer.zero_grad()
+    for master in optimizer._masters:
+        master.leaf.copy_(loaded.masters[master.leaf])
+        master.buffer.write_param_shard(master.param, master.leaf)
+    for (_, tensor), fresh in zip(iterate_module_tensors(ddp), loaded.module, strict=True):
+        tensor.copy_(fresh)
+    if ddp.config.stage == 1:
+        for buffer in ddp.buffers:
+            buffer.allgather_params()
+
+
+def _commit_optimizer(
+    loaded: _Loaded,
+    manifest: Manifest,
+    optimizer: DistributedOptimizer,
+    *,
+    groups: Mapping[int, int],
+) -> None:
+    inner = optimizer.inner
+    inner.state.clear()
+    for leaf, state in loaded.states.items():
+        if state:
+            inner.state[leaf] = state
+    for index, saved_index in groups.items():
+        saved = manifest.groups[saved_index]
+        inner.param_groups[index].update(read_new_settings(saved, inner.param_groups[index]))
+        optimizer._base_lrs[index] = decode_value(saved["base_lr"])
+    scaler = optimizer.loss_scaler
+    if scaler is not None and manifest.loss_scaler is not None:
+        scaler.scale = manifest.loss_scaler.scale
+        scaler.good_steps = manifest.loss_scaler.good_steps
+        scaler.growth_interval = manifest.loss_scaler.growth_interval

@@ -1,0 +1,104 @@
+"""Python values and 0D tensors as JSON, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from zero_sim.errors import CheckpointError
+
+SAFETENSORS_DTYPES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""The dtypes that can be saved, as torch and as safetensors name them."""
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without the `torch.`.
+
+    Raises:
+        CheckpointError: If tensors of it cannot be saved.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in SAFETENSORS_DTYPES:
+        raise CheckpointError(
+            f"Expected a tensor of {', '.join(SAFETENSORS_DTYPES)} but got {dtype}."
+        )
+    return name
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name from `name_dtype`.
+
+    Raises:
+        CheckpointError: If there is none of this name.
+    """
+    if name not in SAFETENSORS_DTYPES:
+        raise CheckpointError(f"Expected the name of a dtype but got {name!r}.")
+    return getattr(torch, name)
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in logical order; without a copy where it lies on the CPU so."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def encode_value(value: object) -> Any:
+    """Return JSON for a number, string, None, 0D tensor, or a list or tuple of those.
+
+    Raises:
+        CheckpointError: If the value is anything else.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            # JSON has no inf and no nan; every other float survives as its shortest decimal.
+            return value if math.isfinite(value) else {"float": str(value)}
+        case tuple():
+            return {"tuple": [encode_value(item) for item in value]}
+        case list():
+            return [encode_value(item) for item in value]
+        case Tensor() if value.dim() == 0:
+            bits = view_bytes(value).hex()
+            return {"tensor": name_dtype(value.dtype), "bits": bits, "value": str(value.item())}
+    raise CheckpointError(
+        f"Expected a number, string, None, 0D tensor or a list of those but got {value!r} "
+        f"(type={type(value).__name__})."
+    )
+
+
+def decode_value(encoded: Any) -> Any:
+    """Return what `encode_value` was given; tensors lie on the CPU.
+
+    Raises:
+        CheckpointError: If it is not what `encode_value` returns.
+    """
+    match encoded:
+        case None | bool() | int() | float() | str():
+            return encoded
+        case list():
+            return [decode_value(item) for item in encoded]
+        case {"float": text}:
+            return float(text)
+        case {"tuple": items}:
+            return tuple(decode_value(item) for item in items)
+        case {"tensor": name, "bits": bits}:
+            content = torch.frombuffer(bytearray.fromhex(bits), dtype=torch.uint8)
+            return content.view(find_dtype(name)).reshape(())
+    raise CheckpointError(f"Expected an encoded value but got {encoded!r}.")
