@@ -12,7 +12,9 @@ from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.zero import Buffer
 
 
-def make_buffer(params, *, group, stage=1, grad_dtype=torch.float32, **policy):
+def make_buffer(
+    params, *, group, stage=1, grad_dtype=torch.float32, replica_group=None, every=False, **policy
+):
     """Build the one buffer of named fp32 params; `shard_count` follows the group."""
     specs = [
         ParamSpec(name=name, shape=tuple(param.shape), dtype="fp32")
@@ -21,7 +23,15 @@ def make_buffer(params, *, group, stage=1, grad_dtype=torch.float32, **policy):
     shard_count = dist.get_world_size(group) if stage == 1 else 1
     policy = LayoutPolicy(**{"shard_count": shard_count, **policy})
     (plan,) = plan_buffers(specs, policy=policy)
-    return Buffer(plan, params=params, group=group, stage=stage, grad_dtype=grad_dtype)
+    return Buffer(
+        plan,
+        params=params,
+        group=group,
+        stage=stage,
+        grad_dtype=grad_dtype,
+        replica_group=replica_group,
+        accumulate_sums=every,
+    )
 
 
 def make_params(*sizes):
@@ -139,6 +149,124 @@ class TestReduction:
         buffer = make_buffer(make_params(2), group=lone_group, stage=0)
         with pytest.raises(UsageError, match=rf"stage 1 but got {call}\(\)"):
             getattr(buffer, call)()
+
+
+class TestUnevenShards:
+    """Without padding ranks own different numbers of elements, some of them none."""
+
+    def test_are_reduced_and_gathered(self, run_ranks):
+        """Three elements over two ranks and five over two: 2 + 1 and 3 + 2."""
+
+        def program(rank):
+            params = make_params(3, 5)
+            buffer = make_buffer(params, group=dist.group.WORLD, bucket_elems=1, partition="uneven")
+            for param in params.values():
+                param.main_grad.fill_(10.0**rank)
+            buffer.reduce_scatter_grads()
+            for param in params.values():
+                buffer.write_param_shard(param, buffer.get_grad_shard(param) + rank)
+            buffer.allgather_params()
+            return [param.tolist() for param in params.values()]
+
+        results, log = run_ranks(2, program)
+        assert results == [[[11, 11, 12], [11, 11, 11, 12, 12]]] * 2
+        kinds = [record.kind for record in log.of_rank(0)]
+        assert kinds == ["reduce_scatter_list"] * 2 + ["all_to_all"] * 2
+
+    def test_that_happen_to_be_even_need_no_lists(self, run_ranks):
+        """Every rank knows from the plan that this bucket divides."""
+
+        def program(rank):
+            buffer = make_buffer(make_params(4), group=dist.group.WORLD, partition="uneven")
+            buffer.reduce_scatter_grads()
+            buffer.allgather_params()
+
+        _, log = run_ranks(2, program)
+        assert [record.kind for record in log.of_rank(1)] == ["reduce_scatter", "all_gather"]
+
+    def test_of_nothing_are_summed_over_replicas_by_nobody(self, run_ranks):
+        """One element, two shards, two copies: the second shard's owners have nothing to add."""
+
+        def program(rank):
+            pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+            params = make_params(1)
+            buffer = make_buffer(
+                params,
+                group=pairs[rank // 2],
+                replica_group=across[rank % 2],
+                partition="uneven",
+            )
+            params["p0"].main_grad.fill_(10.0**rank)
+            buffer.reduce_scatter_grads()
+            return buffer.get_grad_shard(params["p0"]).tolist()
+
+        results, log = run_ranks(4, program)
+        assert results == [[1111], [], [1111], []]
+        counts = [sum(r.kind == "all_reduce" for r in log.of_rank(rank)) for rank in range(4)]
+        assert counts == [1, 0, 1, 0]
+
+
+class TestAccumulatedSums:
+    """Sums of several micro-batches are added up in memory of their own."""
+
+    def test_are_what_the_owner_sees(self, run_ranks):
+        """Per bucket the shard of each sum; the gradients are zero again after each."""
+
+        def program(rank):
+            params = make_params(3, 4)
+            buffer = make_buffer(params, group=dist.group.WORLD, bucket_elems=1, every=True)
+            for micro in range(2):
+                for param in params.values():
+                    param.main_grad.fill_(1.0 + rank + 10 * micro)
+                buffer.reduce_scatter_grads()
+                for bucket in buffer.buckets:
+                    bucket.accumulate_sum(is_first=micro == 0)
+                assert not buffer.grad_data.any()
+            totals = [buffer.get_grad_shard(param).tolist() for param in params.values()]
+            buffer.zero_grads()
+            return totals, buffer.total_data.tolist()
+
+        results, _ = run_ranks(2, program)
+        assert results == [([[26, 26], [26, 26]], [0] * 4), ([[26], [26, 26]], [0] * 4)]
+
+
+class TestInSteps:
+    """What is started comes back at once and is finished later."""
+
+    def test_a_reduction_without_its_second_sum_is_finished_whole(self, run_ranks):
+        """finish_reduce sums over the replicas also where nobody chained it."""
+
+        def program(rank):
+            alone = [dist.new_group([0]), dist.new_group([1])]
+            params = make_params(2)
+            buffer = make_buffer(params, group=alone[rank], replica_group=dist.group.WORLD)
+            params["p0"].main_grad.fill_(10.0**rank)
+            (bucket,) = buffer.buckets
+            bucket.start_reduce()
+            bucket.finish_reduce()
+            return buffer.get_grad_shard(params["p0"]).tolist(), bucket.reducing
+
+        results, _ = run_ranks(2, program)
+        assert results == [([11, 11], False)] * 2
+
+    def test_a_gather_is_waited_for_before_its_shard_is_written(self, run_ranks):
+        """The first rank gets what was written before the gather, not what came after it."""
+
+        def program(rank):
+            params = make_params(2)
+            buffer = make_buffer(params, group=dist.group.WORLD)
+            param, (bucket,) = params["p0"], buffer.buckets
+            buffer.write_param_shard(param, torch.tensor([5.0]))
+            bucket.start_gather()
+            if rank == 0:
+                buffer.write_param_shard(param, torch.tensor([6.0]))
+                return bucket.gathering, param.tolist()
+            bucket.finish_gather()
+            return bucket.gathering, param.tolist()
+
+        results, _ = run_ranks(2, program)
+        assert results == [(False, [6, 5]), (False, [5, 5])]
 
 
 class TestParamShards:

@@ -9,8 +9,11 @@ import torch.distributed as dist
 from zero_sim.errors import UsageError
 from zero_sim.zero.collectives import (
     all_gather,
+    all_gather_uneven,
+    all_reduce_sum,
     broadcast_from_first,
     reduce_scatter_sum,
+    reduce_scatter_uneven_sum,
     size_and_rank,
 )
 
@@ -71,6 +74,75 @@ class TestInPlace:
 
         results, _ = run_ranks(3, program)
         assert results == [[0, 0, 1, 1, 2, 2]] * 3
+
+
+class TestUneven:
+    """Shards of different lengths, of which some are empty."""
+
+    SIZES = (2, 1, 0)
+
+    def test_reduce_scatter_into_the_own_shard(self, run_ranks):
+        """Each rank's shard of the flat input becomes its shard of the sum."""
+
+        def program(rank):
+            flat = torch.arange(1.0, 4.0) * 10**rank
+            own = flat.split(self.SIZES)[rank]
+            reduce_scatter_uneven_sum(own, flat, sizes=self.SIZES, group=dist.group.WORLD)
+            return own.tolist()
+
+        results, _ = run_ranks(3, program)
+        assert results == [[111, 222], [333], []]
+
+    def test_all_gather_from_the_own_shard(self, run_ranks):
+        """Each rank's shard of the flat output is filled in from its owner."""
+
+        def program(rank):
+            flat = torch.full((3,), float("nan"))
+            own = flat.split(self.SIZES)[rank].fill_(float(rank))
+            all_gather_uneven(flat, own, sizes=self.SIZES, group=dist.group.WORLD)
+            return flat.tolist()
+
+        results, _ = run_ranks(3, program)
+        assert results == [[0, 0, 1]] * 3
+
+    def test_on_real_processes_of_one_rank(self, lone_group):
+        """gloo takes both calls."""
+        flat = torch.tensor([1.0, 2.0])
+        reduce_scatter_uneven_sum(flat, flat, sizes=[2], group=lone_group)
+        all_gather_uneven(flat, flat, sizes=[2], group=lone_group)
+        assert flat.tolist() == [1, 2]
+
+
+class TestAsynchronous:
+    """With async_op a handle comes back at once."""
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda flat, own, **how: all_reduce_sum(flat, **how),
+            lambda flat, own, **how: reduce_scatter_sum(own, flat, **how),
+            lambda flat, own, **how: reduce_scatter_uneven_sum(own, flat, sizes=[2, 2], **how),
+            lambda flat, own, **how: all_gather(flat, own, **how),
+            lambda flat, own, **how: all_gather_uneven(flat, own, sizes=[2, 2], **how),
+        ],
+    )
+    def test_is_the_same_after_waiting(self, run_ranks, call):
+        """The same values, and None where nothing is to be waited for."""
+
+        def program(rank):
+            results = []
+            for async_op in (False, True):
+                flat = torch.arange(4.0) + rank
+                own = flat.split(2)[rank]
+                work = call(flat, own, group=dist.group.WORLD, async_op=async_op)
+                assert (work is not None) == async_op
+                if work is not None:
+                    work.wait()
+                results.append((flat.tolist(), own.tolist()))
+            return results
+
+        for first, second in run_ranks(2, program)[0]:
+            assert first == second
 
 
 class TestBroadcast:

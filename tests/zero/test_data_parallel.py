@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_sim.errors import ModelError, UsageError
-from zero_sim.zero import DistributedDataParallel, ZeroConfig
+from zero_sim.errors import LayoutError, ModelError, UsageError
+from zero_sim.zero import DistributedDataParallel, ZeroConfig, build_redundancy_groups
 
 
 class Weighted(nn.Module):
@@ -159,6 +159,142 @@ class TestSync:
         assert results == [[11], [22], [1100], [2200]]
 
 
+class TestMicroBatches:
+    """end_micro_batch sums after the last, or with sync="every" after each."""
+
+    def test_are_summed_once_by_default(self, run_ranks):
+        """Only the last makes a collective."""
+
+        def program(rank):
+            ddp = wrap(Weighted(1.0), dist.group.WORLD, broadcast_params=False)
+            for micro in range(3):
+                ddp(torch.tensor([1.0 + rank])).backward()
+                ddp.end_micro_batch(last=micro == 2)
+            return ddp.buffers[0].get_grad_shard(ddp.module.w).tolist()
+
+        results, log = run_ranks(2, program)
+        assert (results, len(log.of_rank(0))) == ([[9], []], 1)
+
+    def test_are_rounded_each_on_its_own_where_each_is_summed(self, run_ranks):
+        """bf16: (256 - 256) + (1 + 0) is 1, but 256 + 1 rounds to 256, and less 256 is 0."""
+
+        def program(rank):
+            shards = []
+            for sync in ("last", "every"):
+                ddp = wrap(Weighted(1.0, dtype=torch.bfloat16), dist.group.WORLD, sync=sync)
+                for micro, value in enumerate((256.0, -256.0) if rank == 0 else (1.0, 0.0)):
+                    ddp(torch.tensor([value], dtype=torch.bfloat16)).backward()
+                    ddp.end_micro_batch(last=micro == 1)
+                shards.append(ddp.buffers[0].get_grad_shard(ddp.module.w).tolist())
+            return shards
+
+        results, _ = run_ranks(2, program)
+        assert results == [[[1], [0]], [[], []]]
+
+    def test_refuse_one_after_the_last(self, lone_group):
+        """A sum is complete; another micro-batch belongs to the next step."""
+        ddp = wrap(Weighted(1.0), lone_group)
+        ddp.end_micro_batch(True)
+        with pytest.raises(UsageError, match=r"end_micro_batch\(\) after it"):
+            ddp.end_micro_batch(False)
+
+
+class TestRedundancy:
+    """Several blocks of ranks shard the whole state each."""
+
+    def wrap_blocks(self, redundancy, **config):
+        """Wrap a module of two elements on the calling rank."""
+        shard_group, replica_group = build_redundancy_groups(
+            dist.group.WORLD, redundancy=redundancy
+        )
+        return DistributedDataParallel(
+            Weighted(1.0, 1.0),
+            config=ZeroConfig(redundancy=redundancy, **config),
+            group=dist.group.WORLD,
+            shard_group=shard_group,
+            replica_group=replica_group,
+        )
+
+    @pytest.mark.parametrize("redundancy", [2, 4])
+    def test_sums_over_all_ranks(self, run_ranks, redundancy):
+        """Not only over the block, also where a block is one rank; the divisor counts all."""
+
+        def program(rank):
+            ddp = self.wrap_blocks(redundancy)
+            ddp(torch.tensor([1.0, 2.0]) * 10**rank).backward()
+            ddp.finish_grad_sync()
+            return ddp.buffers[0].get_grad_shard(ddp.module.w).tolist(), ddp.divisor.item()
+
+        results, _ = run_ranks(4, program)
+        halves = [([1111], 4), ([2222], 4)]
+        assert results == (halves * 2 if redundancy == 2 else [([1111, 2222], 4)] * 4)
+
+    def test_moves_only_shards_between_blocks(self, run_ranks):
+        """A bucket of 2 inside a block, then a shard of 1 across; the gather stays inside."""
+
+        def program(rank):
+            ddp = self.wrap_blocks(2, broadcast_params=False)
+            ddp.finish_grad_sync()
+            ddp.start_param_gather()
+
+        _, log = run_ranks(4, program)
+        calls = [(r.kind, r.elems, r.group_ranks) for r in log.of_rank(3)]
+        assert calls == [
+            ("reduce_scatter", 2, (2, 3)),
+            ("all_reduce", 1, (1, 3)),
+            ("all_gather", 1, (2, 3)),
+        ]
+
+    def test_refuses_missing_groups(self, run_ranks):
+        """Nobody guesses which ranks form a block."""
+
+        def program(rank):
+            with pytest.raises(UsageError, match=r"redundancy=2 but got None.*build_redundancy"):
+                wrap(Weighted(1.0), dist.group.WORLD, redundancy=2)
+
+        run_ranks(2, program)
+
+    def test_refuses_groups_the_wrong_way_round(self, run_ranks):
+        """The message holds which place was expected."""
+
+        def program(rank):
+            shard_group, replica_group = build_redundancy_groups(dist.group.WORLD, redundancy=2)
+            with pytest.raises(UsageError, match="Expected shard_group to have 3 ranks"):
+                DistributedDataParallel(
+                    Weighted(1.0),
+                    config=ZeroConfig(redundancy=2),
+                    group=dist.group.WORLD,
+                    shard_group=replica_group,
+                    replica_group=shard_group,
+                )
+
+        run_ranks(6, program)
+
+    def test_refuses_a_part_of_the_ranks_without_copies(self, run_ranks):
+        """One copy is sharded over all ranks, or some gradients would be left out."""
+
+        def program(rank):
+            pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            with pytest.raises(UsageError, match="shard_group to have 4 ranks"):
+                DistributedDataParallel(
+                    Weighted(1.0),
+                    config=ZeroConfig(),
+                    group=dist.group.WORLD,
+                    shard_group=pairs[rank // 2],
+                )
+
+        run_ranks(4, program)
+
+    def test_refuses_blocks_of_different_size(self, run_ranks):
+        """3 ranks make no two blocks."""
+
+        def program(rank):
+            with pytest.raises(LayoutError, match="redundancy=2 for 3 ranks"):
+                wrap(Weighted(1.0), dist.group.WORLD, redundancy=2)
+
+        run_ranks(3, program)
+
+
 class TestConstruction:
     """Wrapping makes buffers and, where asked, equal ranks."""
 
@@ -167,6 +303,18 @@ class TestConstruction:
         module = nn.ModuleList([Weighted(1.0, dtype=torch.bfloat16), Weighted(1.0, 2.0)])
         ddp = wrap(module, lone_group)
         assert [str(b.plan.key) for b in ddp.buffers] == ["dense/bf16", "dense/fp32"]
+
+    def test_groups_params_by_kind(self, lone_group):
+        """What kind_of tells apart shares no buffer."""
+        module = nn.ModuleDict({"expert": Weighted(1.0), "router": Weighted(1.0, 2.0)})
+        ddp = DistributedDataParallel(
+            module,
+            config=ZeroConfig(),
+            group=lone_group,
+            kind_of=lambda name, param: "expert" if "expert" in name else "dense",
+        )
+        kinds = [(str(b.plan.key), b.plan.numel) for b in ddp.buffers]
+        assert kinds == [("expert/fp32", 1), ("dense/fp32", 2)]
 
     @pytest.mark.parametrize("stage", [0, 1])
     def test_broadcasts_params_and_module_buffers(self, run_ranks, stage):

@@ -1,5 +1,8 @@
 """The collectives that ZeRO needs, always over a group that the caller names.
 
+With `async_op` they return a handle at once; until it was waited for, the tensors may be neither
+read nor written. Without, they return None when they are done.
+
 torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single` and `all_gather_into_tensor`
 to `all_gather_single`, and warns about the old names. Which spelling this torch has is decided here
 and nowhere else.
@@ -7,7 +10,7 @@ and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,10 +18,10 @@ from torch import Tensor
 
 from zero_sim.errors import UsageError
 
-_reduce_scatter: Callable[..., object] = (
+_reduce_scatter: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-_all_gather: Callable[..., object] = (
+_all_gather: Callable[..., dist.Work | None] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 
@@ -43,31 +46,91 @@ def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
     return dist.get_world_size(group), rank
 
 
-def reduce_scatter_sum(output: Tensor, flat: Tensor, *, group: dist.ProcessGroup) -> None:
+def reduce_scatter_sum(
+    output: Tensor, flat: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """Sum `flat` over the ranks and leave this rank's shard of the sum in `output`.
 
     Args:
         output: 1D, a `group size`-th of `flat`; may be this rank's shard of `flat` itself.
         flat: 1D. Where `output` is a part of it, the other parts hold no sum afterwards.
         group: The ranks that hold one shard each.
+        async_op: Whether to return before it is done.
     """
-    _reduce_scatter(output, flat, op=dist.ReduceOp.SUM, group=group)
+    return _reduce_scatter(output, flat, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
 
-def all_gather(output: Tensor, shard: Tensor, *, group: dist.ProcessGroup) -> None:
+def reduce_scatter_uneven_sum(
+    output: Tensor,
+    flat: Tensor,
+    *,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """As `reduce_scatter_sum`, for shards of different lengths.
+
+    Args:
+        output: 1D, as long as this rank's shard; may be this rank's shard of `flat` itself.
+        flat: 1D.
+        sizes: Length of each rank's shard; may be 0.
+        group: The ranks that hold one shard each.
+        async_op: Whether to return before it is done.
+    """
+    parts = list(flat.split(list(sizes)))
+    return dist.reduce_scatter(output, parts, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def all_gather(
+    output: Tensor, shard: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """Fill `output` with the ranks' shards in rank order.
 
     Args:
         output: 1D, `group size` times as long as `shard`.
         shard: 1D; may be this rank's shard of `output` itself.
         group: The ranks that hold one shard each.
+        async_op: Whether to return before it is done.
     """
-    _all_gather(output, shard, group=group)
+    return _all_gather(output, shard, group=group, async_op=async_op)
 
 
-def all_reduce_sum(flat: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Replace `flat` (1D) by its sum over the ranks, on every rank."""
-    dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
+def all_gather_uneven(
+    output: Tensor,
+    shard: Tensor,
+    *,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """As `all_gather`, for shards of different lengths.
+
+    An all-to-all in which each rank sends the same to all: gloo gathers only equal lengths. It
+    costs a copy of the shard for each rank, as long as `output` in all.
+
+    Args:
+        output: 1D, as long as all shards.
+        shard: 1D; may be this rank's shard of `output` itself.
+        sizes: Length of each rank's shard; may be 0.
+        group: The ranks that hold one shard each.
+        async_op: Whether to return before it is done.
+    """
+    rank_count = len(sizes)
+    return dist.all_to_all_single(
+        output,
+        shard.repeat(rank_count),
+        output_split_sizes=list(sizes),
+        input_split_sizes=[shard.numel()] * rank_count,
+        group=group,
+        async_op=async_op,
+    )
+
+
+def all_reduce_sum(
+    flat: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Replace `flat` (any shape) by its sum over the ranks, on every rank."""
+    return dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
 
 _COALESCED_BYTES_MAX = 1 << 20

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
-from zero_sim.layout import ParamOrder
+from zero_sim.layout import ParamOrder, Partition
 
 Stage = Literal[0, 1]
-Divide = Literal["none", "pre", "post"]
+Divide = Literal["none", "pre", "post", "premul"]
+DivideBy = Literal["ranks", "micro-batches", "tokens"]
+Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
 
 
@@ -25,22 +27,87 @@ class ZeroConfig:
     """0: every rank keeps all optimizer state (plain data parallelism); 1: each keeps a shard."""
     divide: Divide = "post"
     """How the sum over ranks becomes a mean: not at all; each rank divides before the sum, in the
-    gradient's dtype; or the sum is divided in fp32 after it."""
+    gradient's dtype; the sum is divided in fp32 after it; or each rank multiplies before the sum by
+    the reciprocal, rounded to the gradient's dtype."""
+    divide_by: DivideBy = "ranks"
+    """What it is divided by, unless `finish_grad_sync` is told: the number of ranks; of ranks times
+    micro-batches; or the rows that all ranks counted with `add_rows`."""
+    sync: Sync = "last"
+    """When ranks are summed: once, after the last micro-batch; or after every one, adding up the
+    sums in the gradient's dtype."""
+    micro_batches: int | None = None
+    """Micro-batches of a step. Needed only where the division comes before the first of several
+    sums and depends on it; checked wherever given."""
+    redundancy: int = 1
+    """Copies of the sharded optimizer state: blocks of consecutive ranks that shard all of it."""
     grad_dtype: GradDtype = "param"
     """Dtype in which gradients are accumulated and summed: the param's own, or fp32."""
     bucket_elems: int | None = None
     """A bucket closes once it holds at least this many elements; None for one bucket a buffer."""
     align_elems: int = 1
     """Every shard starts at a multiple of this many elements."""
+    align_bytes: int = 1
+    """Every shard starts at a multiple of this many bytes of the working param, too."""
     param_order: ParamOrder = "registration"
     """Order of params in a buffer."""
+    partition: Partition = "padded"
+    """Even shards by padding, or none and the first shards one element longer."""
+    overlap_grads: bool = False
+    """Whether a bucket is reduced while backward runs, as soon as its gradients are there."""
+    overlap_params: bool = False
+    """Whether params are gathered while the next forward runs, each waited for before its use."""
     broadcast_params: bool = True
     """Whether group rank 0's params and module buffers replace all others' at construction; where
     False, the caller vouches that every rank built the same bits."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("stage", Stage), ("divide", Divide), ("grad_dtype", GradDtype)):
+        choices = {
+            "stage": Stage, "divide": Divide, "divide_by": DivideBy, "sync": Sync,
+            "grad_dtype": GradDtype,
+        }  # fmt: skip
+        for name, literal in choices.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or value not in get_args(choices):
-                expected = ", ".join(map(repr, get_args(choices)))
+            if isinstance(value, bool) or value not in get_args(literal):
+                expected = ", ".join(map(repr, get_args(literal)))
                 raise UsageError(f"Expected {name} to be one of {expected} but got {value!r}.")
+        for name in ("redundancy", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(
+                    f"Expected {name} to be an integer of at least 1 but got {value!r}."
+                )
+        if self.stage == 0:
+            self._check_unsharded()
+        self._check_count_is_known()
+
+    @property
+    def divides_before_sum(self) -> bool:
+        """Whether a rank has to know the divisor before its gradients are summed."""
+        return self.divide in ("pre", "premul")
+
+    def _check_unsharded(self) -> None:
+        fields = {"redundancy": 1, "partition": "padded", "overlap_params": False}
+        for name, default in fields.items():
+            value = getattr(self, name)
+            if value != default:
+                raise UsageError(
+                    f"Expected {name}={default!r} with stage=0, which shards nothing, "
+                    f"but got {value!r}. Try stage=1."
+                )
+
+    def _check_count_is_known(self) -> None:
+        """Refuse a division that would need the end of the step at its beginning."""
+        if not (self.divides_before_sum and self.sync == "every"):
+            return
+        if self.divide_by == "tokens":
+            raise UsageError(
+                f"Expected a divisor that is known before the first sum but got "
+                f"divide={self.divide!r}, sync='every', divide_by='tokens': the rows are counted "
+                f"only after the last micro-batch. Try divide='post' or sync='last'."
+            )
+        if self.divide_by == "micro-batches" and self.micro_batches is None:
+            raise UsageError(
+                f"Expected micro_batches to be given with divide={self.divide!r}, sync='every', "
+                f"divide_by='micro-batches', as the first sum is divided by it already, but got "
+                f"None."
+            )

@@ -3,10 +3,21 @@
 The life of a gradient: autograd writes `param.grad`; a hook adds it to `param.main_grad`, a view
 of the flat buffer, and drops it; after the last micro-batch `finish_grad_sync` sums the buffers
 over ranks; the optimizer reads its part; `zero_grad_buffer` starts the next step.
+
+A step of several micro-batches, in full; what the config does not ask for may be left out:
+
+    for each micro-batch:
+        ddp.add_rows(rows)                   # divide_by="tokens"
+        ddp.begin_last_micro_batch()         # overlap_grads: the last one; sync="every": each
+        loss.backward()
+        ddp.end_micro_batch(last=...)        # of the last, finish_grad_sync() is the same
+    optimizer.step()                         # ends with ddp.start_param_gather()
+    optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,11 +26,17 @@ from torch import Tensor, nn
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
-from zero_sim.zero.buffer import Buffer, ParamMemory
+from zero_sim.zero.buffer import Bucket, Buffer, ParamMemory
 from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
+from zero_sim.zero.groups import split_ranks
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
+from zero_sim.zero.overlap import GradPipeline, OverlapMeter, ParamPipeline, order_by_forward
+from zero_sim.zero.step_count import StepCount
+
+KindOf = Callable[[str, nn.Parameter], str]
+"""Tells the kind of a param from its name; params of different kinds share no buffer."""
 
 
 class DistributedDataParallel:
@@ -32,11 +49,15 @@ class DistributedDataParallel:
         module: What is trained; its params are re-pointed into buffers.
         config: Stage, numerics and layout.
         group: The ranks that train together.
+        shard_group: With redundancy, the block of consecutive ranks of `group` that shard together,
+            from `build_redundancy_groups`; else left out.
+        replica_group: With redundancy, the ranks that hold the same shard in all blocks.
+        kind_of: Tells kinds apart, such as `dense` and `expert`; all are `dense` where left out.
 
     Raises:
         ModelError: If the module cannot be trained; see `find_trainable_params`.
         LayoutError: If the config asks for a layout that cannot exist.
-        UsageError: If `group` is None or does not hold this process.
+        UsageError: If a group is missing, is not as said above or does not hold this process.
     """
 
     module: nn.Module
@@ -44,20 +65,40 @@ class DistributedDataParallel:
     """Trainable params by name, in registration order; a tied param once."""
     buffers: tuple[Buffer, ...]
     divisor: Tensor  # 0D fp32
-    """The world size, as a divisor of gradients."""
+    """What gradients are divided by: the count of the step once it is known, before the world size.
+    """
+    shard_group: dist.ProcessGroup
+    """The ranks that hold a shard each; with one copy of the state it is `group`."""
+    replica_group: dist.ProcessGroup | None
+    """The ranks that hold the same shard; None with one copy of the state."""
+    overlap: OverlapMeter
+    """How much was overlapped, on this rank and so far."""
 
-    def __init__(self, module: nn.Module, *, config: ZeroConfig, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: ZeroConfig,
+        group: dist.ProcessGroup,
+        shard_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | None = None,
+        kind_of: KindOf | None = None,
+    ) -> None:
         self.module = module
         self.config = config
         self.group = group
         self.world_size, self.rank = size_and_rank(group)
+        self.shard_group, self.replica_group = self._check_groups(shard_group, replica_group)
         self.params = find_trainable_params(module)
-        self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())
+        self.buffers = tuple(self._build_buffer(plan) for plan in self._plan(kind_of))
         if config.broadcast_params:
             # After the params moved into their buffers: before, each would be in memory twice.
             broadcast_from_first(self._replicated_tensors(), group=group)
         self.divisor = build_divisor(self.world_size, device=self.buffers[0].grad_data.device)
+        self._count = StepCount(config, group=group, divisor=self.divisor)
         self._grads_reduced = False
+        self.overlap = OverlapMeter()
+        self._grad_pipeline, self._param_pipeline = self._build_pipelines()
         for buffer in self.buffers:
             for param, memory in buffer.memory.items():
                 # A gradient from before the wrapping belongs to no step of ours.
@@ -73,34 +114,132 @@ class DistributedDataParallel:
         """Whether the buffers hold sums over ranks rather than this rank's own gradients."""
         return self._grads_reduced
 
-    def finish_grad_sync(self) -> None:
-        """Sum the accumulated gradients over the ranks, once a step, after the last backward.
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this step that have ended."""
+        return self._count.micro_batches
+
+    def add_rows(self, rows: int) -> None:
+        """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
+
+        Before the end of the last micro-batch; with overlap_grads and a division before the sum,
+        before its `begin_last_micro_batch`, which then counts.
+
+        Raises:
+            UsageError: If it is no count, or comes too late.
+        """
+        self._count.add_rows(rows)
+
+    def begin_last_micro_batch(self, *, count: int | Tensor | None = None) -> None:
+        """Say that the next backward completes the gradients: buckets are reduced while it runs.
+
+        With sync="every" each micro-batch is completed on its own. Without overlap_grads this is
+        not needed. Every rank must call it, or none.
+
+        Args:
+            count: As in `finish_grad_sync`.
+
+        Raises:
+            UsageError: If the gradients are sums already, or it was called before.
+        """
+        self._require_own_grads("begin_last_micro_batch")
+        pipeline = self._grad_pipeline
+        if pipeline is not None and pipeline.running:
+            raise UsageError(
+                "Expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch() "
+                "but got it again."
+            )
+        if count is not None or (pipeline is not None and self.config.divides_before_sum):
+            self._count.fix(count, last=self.config.sync == "last")
+        if pipeline is not None:
+            pipeline.begin()
+
+    def end_micro_batch(self, last: bool, *, count: int | Tensor | None = None) -> None:
+        """End a micro-batch: the last is summed over the ranks, with sync="every" each is.
 
         Every rank must call it, also one whose backward touched no param: the collectives follow
         from the layout alone, never from which gradients arrived.
 
+        Args:
+            last: Whether the step has no micro-batch after this one.
+            count: As in `finish_grad_sync`.
+
         Raises:
-            UsageError: If the gradients are sums already.
+            UsageError: If the gradients are sums already, the count cannot be used, or a
+                micro-batch that was begun as the last is not.
         """
-        if self._grads_reduced:
+        self._require_own_grads("end_micro_batch")
+        is_summed = last or self.config.sync == "every"
+        if not last and count is not None and not (is_summed and self.config.divides_before_sum):
             raise UsageError(
-                "Expected gradients of this rank alone but got sums over ranks: "
-                "finish_grad_sync() was called twice. Try zero_grad_buffer() between two steps."
+                f"Expected the count with the last micro-batch, where it is used, but got "
+                f"count={count} with last=False."
             )
-        for buffer in self.buffers:
-            if self.config.divide == "pre":
-                buffer.divide_grads(self.divisor)
-            if self.config.stage == 1:
-                buffer.reduce_scatter_grads()
-            else:
-                buffer.all_reduce_grads()
-        self._grads_reduced = True
+        if is_summed:
+            if self.config.divides_before_sum or count is not None:
+                self._count.fix(count, last=last)
+            self._sum_over_ranks()
+            if self.config.sync == "every":
+                self._accumulate_sums(is_first=self.micro_batches == 0)
+        elif self._grad_pipeline is not None and self._grad_pipeline.running:
+            raise UsageError(
+                "Expected end_micro_batch(last=True) after begin_last_micro_batch() with "
+                "sync='last' but got last=False: its gradients are on their way already."
+            )
+        if last:
+            # Behind the sums: ranks may have reached this point with different numbers of buckets
+            # issued, so that a collective before it would meet another one elsewhere.
+            self._count.fix(count, last=True)
+        self._count.end_micro_batch(last=last)
+        self._grads_reduced = last
+
+    def finish_grad_sync(self, *, count: int | Tensor | None = None) -> None:
+        """Sum the accumulated gradients over the ranks, once a step, after the last backward.
+
+        The same as `end_micro_batch(last=True)`, and all that a step of one micro-batch needs.
+
+        Args:
+            count: What the gradients are divided by: a positive integer, the same on every rank.
+                None for the world size, or for what `divide_by` says.
+
+        Raises:
+            UsageError: If the gradients are sums already, or the count cannot be used.
+        """
+        self.end_micro_batch(True, count=count)
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradients, so that the next backward starts a new step."""
+        """Zero all gradients, so that the next backward starts a new step.
+
+        Raises:
+            UsageError: If a micro-batch was begun as the last and not ended.
+        """
+        if self._grad_pipeline is not None and self._grad_pipeline.running:
+            raise UsageError(
+                "Expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch() "
+                "but got zero_grad_buffer() while gradients are on their way."
+            )
         for buffer in self.buffers:
             buffer.zero_grads()
+        self._count.reset()
         self._grads_reduced = False
+
+    def start_param_gather(self) -> None:
+        """Give every rank what the owners wrote into the working params.
+
+        With overlap_params it comes back at once, and each module waits for its own params when its
+        forward begins; without, it comes back when all is there. With stage 0 there is nothing to
+        do, as every rank owns everything.
+        """
+        if self._param_pipeline is not None:
+            self._param_pipeline.start()
+        elif self.config.stage == 1:
+            for buffer in self.buffers:
+                buffer.allgather_params()
+
+    def finish_param_gather(self) -> None:
+        """Wait for all params: before anything but a module's forward reads them."""
+        if self._param_pipeline is not None:
+            self._param_pipeline.finish()
 
     def _replicated_tensors(self) -> list[Tensor]:
         """Everything that must start out equal on all ranks; flat buffers as a whole."""
@@ -111,16 +250,50 @@ class DistributedDataParallel:
             *self.module.buffers(),
         ]
 
-    def _plan(self) -> tuple[BufferPlan, ...]:
+    def _check_groups(
+        self, shard_group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+        """Return the groups that shard and that hold copies, after a look at who is in them."""
+        redundancy = self.config.redundancy
+        shard_count = split_ranks(self.world_size, redundancy=redundancy)
+        if redundancy == 1 and replica_group is None and shard_group is None:
+            return self.group, None
+        if redundancy > 1 and (shard_group is None or replica_group is None):
+            raise UsageError(
+                f"Expected shard_group and replica_group with redundancy={redundancy} but got None."
+                f" Try shard_group, replica_group = build_redundancy_groups(group, redundancy=...)."
+            )
+        for name, subgroup, expected in (
+            ("shard_group", shard_group, (shard_count, self.rank % shard_count)),
+            ("replica_group", replica_group, (redundancy, self.rank // shard_count)),
+        ):
+            got = expected if subgroup is None else size_and_rank(subgroup)
+            if got != expected:
+                raise UsageError(
+                    f"Expected {name} to have {expected[0]} ranks and this one, rank {self.rank} "
+                    f"of {self.world_size}, as its rank {expected[1]} but got {got[0]} ranks and "
+                    f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
+                )
+        return shard_group or self.group, replica_group if redundancy > 1 else None
+
+    def _plan(self, kind_of: KindOf | None) -> tuple[BufferPlan, ...]:
         specs = [
-            ParamSpec(name=name, shape=tuple(param.shape), dtype=DTYPE_NAMES[param.dtype])
+            ParamSpec(
+                name=name,
+                shape=tuple(param.shape),
+                dtype=DTYPE_NAMES[param.dtype],
+                kind="dense" if kind_of is None else kind_of(name, param),
+            )
             for name, param in self.params.items()
         ]
+        shard_count, _ = size_and_rank(self.shard_group)
         policy = LayoutPolicy(
-            shard_count=self.world_size if self.config.stage == 1 else 1,
+            shard_count=shard_count if self.config.stage == 1 else 1,
             align_elems=self.config.align_elems,
+            align_bytes=self.config.align_bytes,
             bucket_elems=self.config.bucket_elems,
             param_order=self.config.param_order,
+            partition=self.config.partition,
         )
         return plan_buffers(specs, policy=policy)
 
@@ -130,10 +303,62 @@ class DistributedDataParallel:
         return Buffer(
             plan,
             params=params,
-            group=self.group,
+            group=self.shard_group,
             stage=self.config.stage,
             grad_dtype=torch.float32 if self.config.grad_dtype == "fp32" else param_dtype,
+            replica_group=self.replica_group,
+            accumulate_sums=self.config.sync == "every",
         )
+
+    def _build_pipelines(self) -> tuple[GradPipeline | None, ParamPipeline | None]:
+        forward_order = order_by_forward(self.buffers, params=list(self.params.values()))
+        bucket_of = {
+            param: bucket
+            for buffer in self.buffers
+            for param in buffer.memory
+            if param.numel() and (bucket := buffer.bucket_of(param)) is not None
+        }
+        grads = params = None
+        if self.config.overlap_grads:
+            grads = GradPipeline(
+                forward_order[::-1],
+                bucket_of=bucket_of,
+                before_sum=self._scale_before_sum,
+                meter=self.overlap,
+            )
+        if self.config.overlap_params:
+            params = ParamPipeline(
+                self.module, buckets=forward_order, bucket_of=bucket_of, meter=self.overlap
+            )
+        return grads, params
+
+    def _scale_before_sum(self, bucket: Bucket) -> None:
+        bucket.scale_grads(self.config.divide, divisor=self.divisor)
+
+    def _sum_over_ranks(self) -> None:
+        if self._grad_pipeline is not None:
+            self._grad_pipeline.finish()
+            return
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                self._scale_before_sum(bucket)
+            if self.config.stage == 1:
+                buffer.reduce_scatter_grads()
+            else:
+                buffer.all_reduce_grads()
+
+    def _accumulate_sums(self, *, is_first: bool) -> None:
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                bucket.accumulate_sum(is_first=is_first)
+
+    def _require_own_grads(self, call: str) -> None:
+        if self._grads_reduced:
+            raise UsageError(
+                f"Expected gradients of this rank alone but got sums over ranks: "
+                f"finish_grad_sync() was called twice, or {call}() after it. "
+                f"Try zero_grad_buffer() between two steps."
+            )
 
     def _accumulate(self, memory: ParamMemory, param: Tensor) -> None:
         """Add a fresh gradient to the buffer; runs inside backward, once a param and backward."""
@@ -149,6 +374,13 @@ class DistributedDataParallel:
                 f"Expected dense gradients but got layout {grad.layout} for {memory.name!r}. "
                 f"Try sparse=False in its module."
             )
+        assert isinstance(param, nn.Parameter)
+        if self._param_pipeline is not None:
+            self._param_pipeline.check_waited(param, name=memory.name)
+        if self._grad_pipeline is not None:
+            self._grad_pipeline.check_open(param, name=memory.name)
         # detach: with create_graph=True the gradient has a history that the buffer must not keep.
         memory.main_grad.add_(grad.detach())
         param.grad = None
+        if self._grad_pipeline is not None:
+            self._grad_pipeline.mark_ready(param)

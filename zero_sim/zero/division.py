@@ -1,9 +1,11 @@
-"""Division by the world size, correctly rounded on every device."""
+"""Division by a count, correctly rounded on every device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from zero_sim.errors import UsageError
 
 
 def build_divisor(count: int, *, device: torch.device) -> Tensor:
@@ -11,8 +13,37 @@ def build_divisor(count: int, *, device: torch.device) -> Tensor:
 
     Not a Python number: on CUDA, torch divides by a number by multiplying with its rounded
     reciprocal, which is wrong in the last bit wherever `count` is not a power of two.
+
+    Raises:
+        UsageError: As `set_divisor`.
     """
-    return torch.full((), count, dtype=torch.float32, device=device)  # 0D
+    divisor = torch.empty((), dtype=torch.float32, device=device)  # 0D
+    set_divisor(divisor, count)
+    return divisor
+
+
+def set_divisor(divisor: Tensor, count: int) -> None:
+    """Overwrite a divisor, so that whoever holds it sees the new count.
+
+    Args:
+        divisor: 0D fp32, from `build_divisor`.
+        count: At least 1.
+
+    Raises:
+        UsageError: If nothing was counted, or fp32 cannot hold the count.
+    """
+    if count < 1:
+        raise UsageError(
+            f"Expected to divide gradients by at least 1 but got a count of {count}. "
+            f"Try a step in which some rank has a row, and add_rows() for each micro-batch."
+        )
+    # Without a look at the device: fp32 holds an integer if 24 bits hold all but its last zeros.
+    if (count // (count & -count)).bit_length() > 24:
+        raise UsageError(
+            f"Expected a count that fp32 can hold, as every integer up to 2**24, but got {count}. "
+            f"Try finish_grad_sync(count=...) with a rounded count, the same on every rank."
+        )
+    divisor.fill_(count)
 
 
 def divide_(values: Tensor, *, divisor: Tensor) -> None:
@@ -25,6 +56,17 @@ def divide_(values: Tensor, *, divisor: Tensor) -> None:
     if values.dtype is torch.float32:
         values.div_(divisor)
         return
-    # bf16 cannot hold every world size (257 would become 256), so the quotient is taken in fp32;
-    # fp32 has more than twice the bits of bf16 and two, so rounding twice is rounding once.
+    # bf16 cannot hold every count (257 would become 256), so the quotient is taken in fp32.
+    # Rounding twice is rounding once up to a count of 2**15: a tie of bf16 has 9 bits, its product
+    # with the count then fits into 24, and a quotient that is no tie is never rounded to one.
     values.copy_(values.to(torch.float32).div_(divisor))
+
+
+def multiply_by_reciprocal_(values: Tensor, *, divisor: Tensor) -> None:
+    """Multiply in place by `1 / divisor`, rounded to fp32, then to the dtype of `values`.
+
+    Args:
+        values: Any shape, fp32 or bf16.
+        divisor: 0D fp32, from `build_divisor`.
+    """
+    values.mul_(divisor.reciprocal().to(values.dtype))

@@ -18,13 +18,15 @@ from torch.optim.optimizer import ParamsT
 from zero_sim.errors import UsageError
 from zero_sim.layout import Fragment, Span
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.collectives import all_reduce_sum
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.division import divide_
+from zero_sim.zero.elementwise import check_groups, check_optimizer, check_state
+from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
+from zero_sim.zero.scaler import LossScaler
 
 OptimFactory = Callable[[ParamsT], Optimizer]
-"""Builds the optimizer of one rank from the fp32 masters it is given."""
-
-_NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+"""Builds the optimizer of one rank from the fp32 masters, or groups of them, that it is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,7 +48,23 @@ class OwnedFragment:
     """The gradient as reduced, before any division after the sum; until `zero_grad`."""
     master: Tensor  # 1D fp32
     state: Mapping[str, Tensor]
-    """The optimizer's own state, under its names; empty before the first step."""
+    """The optimizer's own state, under its names; empty before the first step. A 0D tensor is the
+    whole param's, and equal on all owners; any other has the shape of `master`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepResult:
+    """What a step did; the same on all ranks."""
+
+    norm: Tensor  # 0D fp32
+    """The norm of the gradient, divided and unscaled but not clipped, over all params but frozen
+    ones; each element counts once, however many ranks hold it."""
+    zeros: int
+    """How many elements of that gradient are zero."""
+    skipped: bool
+    """Whether a gradient overflowed under loss scaling, so that nothing was stepped."""
+    loss_scale: float | None
+    """The loss scale used in this step; None without a loss scaler."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,60 +81,99 @@ class _Master:
 class DistributedOptimizer:
     """An elementwise `torch.optim` optimizer over this rank's part of the params.
 
-    A step, after `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> divided -> stepped on the
-    masters -> cast into the working params -> gathered from their owners.
+    A step, after `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> unscaled and divided ->
+    measured over all ranks -> clipped -> stepped on the masters -> cast into the working params ->
+    gathered from their owners. Params whose `requires_grad` is False when the step runs are left
+    out, from the measuring to the cast, and neither they nor their state change.
 
     Args:
         ddp: The module and its buffers.
-        optim_factory: Called once with the list of owned fp32 masters, each 1D. On a rank that owns
-            nothing its result is only checked, and not kept.
+        optim_factory: Called once. Without `group_of`, with the list of owned fp32 masters, each
+            1D. With it, with one `{"params": [...], "group_index": i}` for each group, also those
+            of which this rank owns nothing: the factory adds the hyper-parameters of group i.
+        group_of: Maps the name of a param to the index of its group.
+        clip_norm: Bound for the norm of the gradient over all params; None for no clipping.
+        clip_value: Bound for the magnitude of each element of it; None for no clipping.
+        loss_scaler: This rank's loss scaler, with which the caller scales each loss.
+        elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
 
     Raises:
-        UsageError: If the optimizer is not elementwise, or is fused.
+        UsageError: If the optimizer is not elementwise, is fused, or does not step what it was
+            given; if a bound is not positive, or both are given; if a group index is negative.
     """
 
-    inner: Optimizer | None
-    """The rank's optimizer; None on a rank that owns nothing."""
+    inner: Optimizer
+    """The rank's optimizer; on a rank that owns nothing, with the same groups, all empty."""
+    loss_scaler: LossScaler | None
     master_shards: Mapping[tuple[int, int], Tensor]  # 1D fp32 each
     """Masters by (buffer, bucket) index, as long as a shard; padding is zero. Only where owned."""
 
-    def __init__(self, ddp: DistributedDataParallel, *, optim_factory: OptimFactory) -> None:
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        optim_factory: OptimFactory,
+        group_of: Callable[[str], int] | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        loss_scaler: LossScaler | None = None,
+        elementwise: bool = False,
+    ) -> None:
+        _check_bounds(clip_norm=clip_norm, clip_value=clip_value)
         self.ddp = ddp
+        self.loss_scaler = loss_scaler
+        self._clip_norm = clip_norm
+        self._clip_value = clip_value
         self.master_shards, self._masters = _build_masters(ddp)
-        leaves = [master.leaf for master in self._masters]
-        # torch.optim refuses an empty list. A rank without params still calls the factory, so that
-        # a refused optimizer is refused on all ranks alike and none waits for the others.
-        stand_in = nn.Parameter(torch.zeros(0, device=ddp.divisor.device), requires_grad=False)
-        inner = optim_factory(leaves or [stand_in])
-        _check_shardable(inner)
-        self.inner = inner if leaves else None
+        self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
+        self._base_lrs = [group.get("lr") for group in self.inner.param_groups]
+        self._unchecked = list(self._masters)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> StepResult:
         """Update the working params of all ranks from the reduced gradients.
 
-        The reduced gradients stay readable until `zero_grad`.
+        The reduced gradients stay readable until `zero_grad`. With a loss scaler, a step in which
+        any rank's gradient overflowed changes nothing but the scale, on no rank. With overlapped
+        gathers the params are complete only where `ddp` says so.
 
         Raises:
-            UsageError: If `ddp.finish_grad_sync()` was not called for this step.
+            UsageError: If `ddp.finish_grad_sync()` was not called for this step, or the optimizer
+                turns out to keep state that sharding would change.
         """
         if not self.ddp.grads_reduced:
             raise UsageError(
                 "Expected gradients summed over ranks but got this rank's own. "
                 "Try ddp.finish_grad_sync() after the last backward and before step()."
             )
-        for master in self._masters:
-            master.leaf.grad = self._upcast_grad(master)
-        if self.inner is not None:
-            self.inner.step()
-        for master in self._masters:
-            master.buffer.write_param_shard(master.param, master.leaf)
-            # fp32 copies of the gradients are only needed inside a step.
-            master.leaf.grad = None
-        # Outside any test of what this rank owns: a rank that owns nothing gathers like the others.
-        if self.ddp.config.stage == 1:
-            for buffer in self.ddp.buffers:
-                buffer.allgather_params()
+        trained = [master for master in self._masters if master.param.requires_grad]
+        grads = [self._upcast_grad(master) for master in trained]
+        norm, zeros, overflowed = self._measure(grads)
+        loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale
+        skipped = self.loss_scaler is not None and overflowed
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(found_inf=overflowed)
+        # All ranks agree on the overflow, so all of them leave out the gather, or none.
+        if not skipped:
+            self._clip(grads, norm=norm)
+            self._step_masters(trained, grads)
+            # Outside any test of what this rank owns: with nothing it gathers like the others.
+            self.ddp.start_param_gather()
+        return StepResult(norm=norm, zeros=zeros, skipped=skipped, loss_scale=loss_scale)
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Set each group's learning rate to `factor` times what it was at construction.
+
+        Raises:
+            UsageError: If a learning rate is no Python number.
+        """
+        for group, base_lr in zip(self.inner.param_groups, self._base_lrs, strict=True):
+            if not isinstance(base_lr, (int, float)):
+                raise UsageError(
+                    f"Expected learning rates that are Python numbers but got {base_lr!r}. "
+                    f"Try lr=1e-3."
+                )
+            group["lr"] = base_lr * factor
 
     def zero_grad(self) -> None:
         """Zero the gradient buffers for the next step."""
@@ -128,7 +185,7 @@ class DistributedOptimizer:
         Params without elements have no fragment.
         """
         for master in self._masters:
-            state = {} if self.inner is None else self.inner.state.get(master.leaf, {})
+            state = self.inner.state.get(master.leaf, {})
             yield OwnedFragment(
                 param=master.fragment.param,
                 buffer=master.buffer_index,
@@ -141,14 +198,89 @@ class DistributedOptimizer:
                 state={key: value for key, value in state.items() if isinstance(value, Tensor)},
             )
 
+    def _build_inner(
+        self, optim_factory: OptimFactory, *, group_of: Callable[[str], int] | None, declared: bool
+    ) -> Optimizer:
+        leaves: list[list[Tensor]] = [[] for _ in range(_count_groups(self.ddp, group_of=group_of))]
+        for master in self._masters:
+            leaves[0 if group_of is None else group_of(master.fragment.param)].append(master.leaf)
+        # torch.optim refuses an empty list, but not an empty group. A rank that owns nothing still
+        # calls the factory, so that a refused optimizer is refused on all ranks alike and none
+        # waits for the others; and it has the same groups as the others.
+        idle = group_of is None and not self._masters
+        if idle:
+            leaves[0].append(nn.Parameter(torch.zeros(0, device=self._device), requires_grad=False))
+        inner = optim_factory(
+            list(leaves[0])
+            if group_of is None
+            else [{"params": list(own), "group_index": i} for i, own in enumerate(leaves)]
+        )
+        check_optimizer(inner, declared=declared)
+        check_groups(inner, handed=leaves)
+        if idle:
+            inner.param_groups[0]["params"] = []
+            inner.state.clear()
+        return inner
+
+    @property
+    def _device(self) -> torch.device:
+        return self.ddp.buffers[0].grad_data.device
+
     def _upcast_grad(self, master: _Master) -> Tensor:
         reduced = master.buffer.get_grad_shard(master.param)
         # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), and
         # the buffer has to keep what was reduced.
         grad = reduced.to(torch.float32, copy=True)
+        if self.loss_scaler is not None:
+            scale = torch.full((), self.loss_scaler.scale, dtype=grad.dtype, device=grad.device)
+            grad.div_(scale)
         if self.ddp.config.divide == "post":
             divide_(grad, divisor=self.ddp.divisor)
         return grad
+
+    def _measure(self, grads: list[Tensor]) -> tuple[Tensor, int, bool]:
+        """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
+        measured = measure_grads(grads, device=self._device)
+        sharded = self.ddp.config.stage == 1
+        # Over the ranks that hold one shard each: with stage 0, or over replicas as well, every
+        # element would count several times.
+        if sharded:
+            all_reduce_sum(measured, group=self.ddp.shard_group)
+        agreed = sharded and self.ddp.replica_group is None
+        if self.loss_scaler is not None and not agreed:
+            # Ranks that hold the same sums see the same overflows. Should they ever differ, then a
+            # step that only some of them take must not be what comes of it.
+            all_reduce_sum(measured[2:], group=self.ddp.group)
+        _, zeros, overflow_count = measured.tolist()
+        return root_of_squares(measured[0]), int(zeros), overflow_count > 0
+
+    def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
+        if self._clip_norm is not None:
+            clip_by_norm_(grads, norm=norm, max_norm=self._clip_norm)
+        if self._clip_value is not None:
+            clip_by_value_(grads, max_value=self._clip_value)
+
+    def _step_masters(self, trained: list[_Master], grads: list[Tensor]) -> None:
+        """Step masters and write them to the working params, which only their owners see yet."""
+        for master, grad in zip(trained, grads, strict=True):
+            master.leaf.grad = grad
+        self.inner.step()
+        self._check_new_state()
+        for master in trained:
+            master.buffer.write_param_shard(master.param, master.leaf)
+            # fp32 copies of the gradients are only needed inside a step.
+            master.leaf.grad = None
+
+    def _check_new_state(self) -> None:
+        """Check the state of masters that were stepped for the first time."""
+        stepless = []
+        for master in self._unchecked:
+            if not master.param.requires_grad:
+                stepless.append(master)
+                continue
+            for key, state in self.inner.state.get(master.leaf, {}).items():
+                check_state(state, key=key, master=master.leaf, param=master.fragment.param)
+        self._unchecked = stepless
 
 
 def _build_masters(
@@ -164,9 +296,9 @@ def _build_masters(
                 continue
             key = (index, fragment.bucket)
             if key not in shards:
-                shard_elems = buffer.plan.buckets[fragment.bucket].shard_elems
+                span = buffer.plan.buckets[fragment.bucket].shard_span(fragment.shard)
                 shards[key] = torch.zeros(
-                    shard_elems, dtype=torch.float32, device=buffer.grad_data.device
+                    span.numel, dtype=torch.float32, device=buffer.grad_data.device
                 )
             place = fragment.in_shard
             view = shards[key].narrow(0, place.start, place.numel)
@@ -180,17 +312,27 @@ def _build_masters(
     return shards, tuple(masters)
 
 
-def _check_shardable(inner: Optimizer) -> None:
-    """Refuse an optimizer whose update of a fragment is not that of the whole param."""
-    name = type(inner).__name__
-    if name in _NOT_ELEMENTWISE:
+def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:
+    """Return the number of groups: from all params, not only those that this rank owns."""
+    if group_of is None:
+        return 1
+    indices = {name: group_of(name) for name in ddp.params}
+    for name, index in indices.items():
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise UsageError(
+                f"Expected group_of to return the index of a param group, from 0, "
+                f"but got {index!r} for {name!r}."
+            )
+    return 1 + max(indices.values())
+
+
+def _check_bounds(*, clip_norm: float | None, clip_value: float | None) -> None:
+    for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        # Not `bound <= 0`, which a NaN would pass.
+        if bound is not None and not bound > 0:
+            raise UsageError(f"Expected {name} to be positive, or None, but got {bound}.")
+    if clip_norm is not None and clip_value is not None:
         raise UsageError(
-            f"Expected an elementwise optimizer but got {name}, whose update of one element "
-            f"depends on others that may lie on another rank. Try AdamW, Adam or SGD."
-        )
-    if any(group.get("fused") for group in inner.param_groups):
-        raise UsageError(
-            f"Expected fused=False but got {name} with fused=True. The fused CPU kernels round the "
-            f"vector body and the scalar tail of a tensor differently, so the result would depend "
-            f"on where shards are cut. Try foreach=True."
+            f"Expected one way of clipping but got clip_norm={clip_norm} and "
+            f"clip_value={clip_value}. Try one of them."
         )

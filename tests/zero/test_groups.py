@@ -1,0 +1,72 @@
+"""The two groups of each rank with redundancy."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from zero_sim.errors import LayoutError
+from zero_sim.zero import build_redundancy_groups
+
+GLOBAL_RANKS = dist.get_process_group_ranks
+
+
+def members(group, redundancy):
+    """Global ranks of both groups of the calling rank."""
+    shard_group, replica_group = build_redundancy_groups(group, redundancy=redundancy)
+    return GLOBAL_RANKS(shard_group), GLOBAL_RANKS(replica_group)
+
+
+class TestBuildRedundancyGroups:
+    """Blocks of consecutive ranks shard; the same place in each block is one replica group."""
+
+    def test_cuts_the_world_into_blocks(self, run_ranks):
+        """Six ranks, two copies."""
+        results, _ = run_ranks(6, lambda rank: members(dist.group.WORLD, 2))
+        blocks = [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+        replicas = [[0, 3], [1, 4], [2, 5]] * 2
+        assert results == list(zip(blocks, replicas, strict=True))
+
+    def test_makes_every_rank_a_block_of_its_own(self, run_ranks):
+        """As many copies as ranks: nothing is sharded, all are replicas."""
+        results, _ = run_ranks(3, lambda rank: members(dist.group.WORLD, 3))
+        assert results == [([rank], [0, 1, 2]) for rank in range(3)]
+
+    def test_needs_no_group_for_one_copy(self, lone_group):
+        """The group itself shards, and there are no replicas."""
+        assert build_redundancy_groups(lone_group, redundancy=1) == (lone_group, None)
+
+    def test_cuts_a_part_of_the_world(self, run_ranks):
+        """Ranks outside the group are neither asked nor waited for, twice in a row."""
+
+        def program(rank):
+            group = dist.new_group([1, 2, 4, 5])
+            if rank in (1, 2, 4, 5):
+                members(group, 2)
+                return members(group, 2)
+            return None
+
+        results, _ = run_ranks(6, program)
+        in_blocks = [([1, 2], [1, 4]), ([1, 2], [2, 5]), ([4, 5], [1, 4]), ([4, 5], [2, 5])]
+        assert results == [None, *in_blocks[:2], None, *in_blocks[2:]]
+
+    def test_follows_the_order_of_the_group(self, run_ranks):
+        """A group that counts its ranks downwards is cut in its own order."""
+
+        def program(rank):
+            group = dist.new_group([3, 2, 1, 0], sort_ranks=False)
+            return members(group, 2)
+
+        results, _ = run_ranks(4, program)
+        assert results == [([1, 0], [2, 0]), ([1, 0], [3, 1]), ([3, 2], [2, 0]), ([3, 2], [3, 1])]
+
+    @pytest.mark.parametrize("redundancy", [0, 4, 5, 12])
+    def test_refuses_blocks_of_different_size(self, run_ranks, redundancy):
+        """The message holds both numbers and what would do."""
+
+        def program(rank):
+            message = rf"redundancy={redundancy} for 6 ranks\. Try one of 1, 2, 3, 6"
+            with pytest.raises(LayoutError, match=message):
+                build_redundancy_groups(dist.group.WORLD, redundancy=redundancy)
+
+        run_ranks(6, program)

@@ -1,0 +1,153 @@
+"""The gradient norm, its certificate, and clipping."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+import torch
+
+from zero_sim.zero.norm import (
+    clip_by_norm_,
+    clip_by_value_,
+    measure_grads,
+    norm_is_certified,
+    root_of_squares,
+)
+
+CPU = torch.device("cpu")
+
+
+def draw(count, *, seed=0):
+    """Draw fp32 values."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def measure(*grads):
+    """Sum of squares, zeros, overflows."""
+    return measure_grads(grads, device=CPU).tolist()
+
+
+class TestMeasure:
+    """Squares, zeros and overflows of what a rank owns."""
+
+    def test_of_nothing_is_zero(self):
+        """A rank that owns nothing adds nothing."""
+        assert measure() == [0, 0, 0]
+
+    def test_squares_without_rounding(self):
+        """(2**12 + 1)**2 does not fit into the 24 bits of fp32."""
+        assert measure(torch.tensor([4097.0])) == [4097.0**2, 0, 0]
+
+    def test_squares_what_fp32_could_not(self):
+        """Neither the largest nor the smallest fp32 values leave the range of fp64."""
+        largest = torch.finfo(torch.float32).max
+        assert measure(torch.tensor([largest])) == [largest**2, 0, 0]
+        assert measure(torch.tensor([2.0**-149])) == [2.0**-298, 0, 0]
+
+    def test_counts_zeros_of_both_signs(self):
+        """Over all gradients; a NaN is no zero."""
+        _, zeros, _ = measure(torch.tensor([0.0, -0.0, 1.0]), torch.tensor([math.nan, 0.0]))
+        assert zeros == 3
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_keeps_the_overflow_apart(self, value):
+        """The flag is 1, whatever becomes of the squares."""
+        squares, zeros, overflows = measure(torch.tensor([value, 0.0]), torch.ones(1))
+        assert not math.isfinite(squares)
+        assert (zeros, overflows) == (1, 1)
+
+    def test_leaves_gradients_alone(self):
+        """Squaring happens on a copy."""
+        grad = draw(10)
+        kept = grad.clone()
+        measure(grad)
+        assert torch.equal(grad, kept)
+
+    def test_does_not_depend_on_where_it_is_cut(self):
+        """Forty draws, cut at random: one fp32 norm each, the correctly rounded one."""
+        for seed in range(40):
+            whole, generator = draw(1000, seed=seed), torch.Generator().manual_seed(seed)
+            cuts = [0, *sorted(torch.randperm(1000, generator=generator)[:6].tolist()), 1000]
+            parts = [whole[a:b] for a, b in pairwise(cuts)]
+            one = root_of_squares(measure_grads([whole], device=CPU)[0])
+            summed = sum(measure_grads([part], device=CPU) for part in parts)
+            assert torch.equal(root_of_squares(summed[0]), one)
+            assert one.item() == torch.tensor(
+                math.sqrt(math.fsum(x * x for x in whole.tolist())), dtype=torch.float64
+            ).to(torch.float32)
+
+
+class TestCertificate:
+    """norm_is_certified promises one norm for all orders of adding, or does not."""
+
+    @pytest.mark.parametrize("squares", [0.0, math.inf, math.nan, 1.0, 2.0, 1e-80, 1e60])
+    def test_holds_where_no_order_can_matter(self, squares):
+        """No nonzero term, one that is infinite or NaN, or a root far from every middle."""
+        assert norm_is_certified(squares, 1000)
+
+    @pytest.mark.parametrize("sign", [-1, 1])
+    def test_fails_next_to_the_middle_of_two_norms(self, sign):
+        """The square of 1 + 2**-24, the middle between 1 and the fp32 number above it."""
+        middle = (1 + 2.0**-24) ** 2
+        assert not norm_is_certified(middle + sign * 4 * 2.0**-52, 1000)
+
+    def test_depends_on_the_number_of_terms(self):
+        """Close to a middle: sure of ten terms, unsure of a million."""
+        squares = (1 + 2.0**-24) ** 2 * (1 + 1000 * 2.0**-52)
+        assert norm_is_certified(squares, 10)
+        assert not norm_is_certified(squares, 10**6)
+
+    def test_agrees_with_exact_arithmetic(self):
+        """Where it holds, both ends of the range lie between the same two middles."""
+        held = 0
+        for seed in range(200):
+            squares = float(draw(1, seed=seed).double().abs() + 1)
+            count = 2**20
+            if not norm_is_certified(squares, count):
+                continue
+            held += 1
+            norm = torch.tensor(math.sqrt(squares), dtype=torch.float64).to(torch.float32)
+            ulp = Fraction(2) ** (math.frexp(norm.item())[1] - 24)
+            exact, eps = Fraction(squares), Fraction(count + 4, 2**53)
+            assert exact * (1 - eps) >= (Fraction(norm.item()) - ulp / 2) ** 2
+            assert exact * (1 + eps) <= (Fraction(norm.item()) + ulp / 2) ** 2
+        assert held > 100
+
+
+class TestClipByNorm:
+    """clip_by_norm_ scales everything by one number."""
+
+    def test_scales_down_by_a_true_quotient(self):
+        """For 7 over 11 the product with the reciprocal would be another fp32 number."""
+        grad, norm = draw(1000), torch.tensor(11.0)
+        tiny = torch.tensor(1e-6)
+        expected = grad * (torch.tensor(7.0) / (norm + tiny))
+        clip_by_norm_([grad], norm=norm, max_norm=7.0)
+        assert torch.equal(grad, expected)
+
+    def test_leaves_short_gradients_as_they_are(self):
+        """Bit for bit, zeros with their signs."""
+        grad = torch.tensor([0.0, -0.0, 1 / 3])
+        kept = grad.clone()
+        clip_by_norm_([grad], norm=torch.tensor(1 / 3), max_norm=1.0)
+        assert torch.equal(grad.view(torch.int32), kept.view(torch.int32))
+
+    def test_of_nan_is_nan_everywhere(self):
+        """A NaN norm must not pass for a short one."""
+        grad = torch.ones(2)
+        clip_by_norm_([grad], norm=torch.tensor(math.nan), max_norm=1.0)
+        assert grad.isnan().all()
+
+
+class TestClipByValue:
+    """clip_by_value_ clamps each element."""
+
+    def test_clamps_to_both_sides(self):
+        """Up to and including the bound; a NaN stays."""
+        grad = torch.tensor([-3.0, -2.0, 0.5, 2.0, math.inf, math.nan])
+        clip_by_value_([grad], max_value=2.0)
+        assert grad[:5].tolist() == [-2, -2, 0.5, 2, 2]
+        assert grad[5].isnan()

@@ -1,0 +1,321 @@
+"""Reductions under backward and gathers under forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zero_sim.errors import ModelError, UsageError
+from zero_sim.zero import Bucket, DistributedDataParallel, OverlapMeter, ZeroConfig
+from zero_sim.zero.overlap import find_users
+
+
+def build(depth=3):
+    """Build layers of one weight each, in a bucket each, with the same bits on every rank."""
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(depth)]
+    for index, layer in enumerate(layers):
+        nn.init.constant_(layer.weight, 0.5 + index)
+    return nn.Sequential(*layers)
+
+
+def wrap(module, group, **config):
+    """Wrap a module with both overlaps and a bucket for each param."""
+    settings = {"overlap_grads": True, "overlap_params": True, "bucket_elems": 1, **config}
+    return DistributedDataParallel(module, config=ZeroConfig(**settings), group=group)
+
+
+def backward(ddp, x=None):
+    """Run forward and backward on a row of ones."""
+    ddp(torch.ones(1, 2) if x is None else x).sum().backward()
+
+
+def issued(log, rank=0, kind="reduce_scatter"):
+    """How many collectives of a kind a rank has issued."""
+    return sum(record.kind == kind for record in log.of_rank(rank))
+
+
+class TestGrads:
+    """A bucket is sent as soon as it and all before it in the fixed order are complete."""
+
+    def test_are_sent_while_backward_runs(self, world_of):
+        """When the gradient of the first layer comes, both others are on their way."""
+        world = world_of(2)
+
+        def program(rank):
+            ddp = wrap(build(), dist.group.WORLD)
+            in_flight = []
+            weight = ddp.params["0.weight"]
+            weight.register_hook(
+                lambda grad: in_flight.append([b.reducing for b in ddp.buffers[0].buckets])
+            )
+            ddp.begin_last_micro_batch()
+            backward(ddp)
+            after = [b.reducing for b in ddp.buffers[0].buckets]
+            ddp.finish_grad_sync()
+            return in_flight, after, [b.reducing for b in ddp.buffers[0].buckets]
+
+        expected = ([[False, True, True]], [True] * 3, [False] * 3)
+        assert world.run(program) == [expected] * 2
+
+    def test_are_not_sent_before_the_last_micro_batch(self, world_of):
+        """Without being told, backward only accumulates."""
+        world = world_of(2)
+
+        def program(rank):
+            ddp = wrap(build(), dist.group.WORLD)
+            backward(ddp)
+            before = issued(world.log, rank)
+            ddp.end_micro_batch(False)
+            ddp.begin_last_micro_batch()
+            backward(ddp)
+            return before, issued(world.log, rank)
+
+        assert world.run(program) == [(0, 3)] * 2
+
+    @pytest.mark.parametrize("param_order", ["registration", "reverse"])
+    def test_are_sent_in_one_order_although_ranks_differ_in_use(self, world_of, param_order):
+        """Each rank skips another layer: what was not used is sent at the end, in its turn."""
+        world = world_of(3, schedule="random", seed=1)
+
+        def program(rank):
+            module = build()
+            ddp = wrap(module, dist.group.WORLD, param_order=param_order)
+            ddp.begin_last_micro_batch()
+            used = [layer for index, layer in enumerate(module) if index != rank]
+            nn.Sequential(*used)(torch.ones(1, 2)).sum().backward()
+            early = issued(world.log, rank)
+            ddp.finish_grad_sync()
+            return early, issued(world.log, rank)
+
+        assert world.run(program) == [(2, 3), (1, 3), (0, 3)]
+
+    def test_do_not_wait_for_frozen_params(self, world_of):
+        """A layer that is frozen in this step holds no bucket back."""
+        world = world_of(2)
+
+        def program(rank):
+            ddp = wrap(build(), dist.group.WORLD)
+            ddp.params["2.weight"].requires_grad_(False)
+            ddp.begin_last_micro_batch()
+            early = issued(world.log, rank)
+            backward(ddp)
+            late = issued(world.log, rank)
+            ddp.finish_grad_sync()
+            return early, late
+
+        assert world.run(program) == [(1, 3)] * 2
+
+    def test_of_a_layer_used_twice_come_once(self, lone_group):
+        """Both uses are in the gradient before the bucket is sent."""
+        layer = nn.Linear(2, 2, bias=False)
+        nn.init.constant_(layer.weight, 1.0)
+        ddp = wrap(nn.Sequential(layer, nn.Tanh(), layer), lone_group)
+        ddp.begin_last_micro_batch()
+        backward(ddp)
+        ddp.finish_grad_sync()
+        weight = layer.weight.detach().clone().requires_grad_()
+        (torch.tanh(torch.ones(1, 2) @ weight.T) @ weight.T).sum().backward()
+        assert ddp.buffers[0].get_grad_shard(layer.weight).tolist() == weight.grad.view(-1).tolist()
+
+    def test_refuse_a_second_backward(self, lone_group):
+        """It would be added to memory that a collective is reading."""
+        ddp = wrap(build(), lone_group)
+        ddp.begin_last_micro_batch()
+        backward(ddp)
+        with pytest.raises(UsageError, match=r"one gradient of '2.weight'.*overlap_grads=False"):
+            backward(ddp)
+
+    @pytest.mark.parametrize("call", ["begin_last_micro_batch", "zero_grad_buffer"])
+    def test_refuse_what_forgets_the_end(self, lone_group, call):
+        """Gradients on their way have to be waited for."""
+        ddp = wrap(build(), lone_group)
+        ddp.begin_last_micro_batch()
+        with pytest.raises(UsageError, match="after begin_last_micro_batch"):
+            getattr(ddp, call)()
+
+    def test_refuse_a_last_micro_batch_that_is_not(self, lone_group):
+        """With sync="last" only the last may be begun as such."""
+        ddp = wrap(build(), lone_group)
+        ddp.begin_last_micro_batch()
+        with pytest.raises(UsageError, match="with sync='last' but got last=False"):
+            ddp.end_micro_batch(False)
+
+    def test_work_under_activation_checkpoints(self, lone_group):
+        """Recomputed layers give each gradient once."""
+        module = build()
+
+        class Checkpointed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = module
+
+            def forward(self, x):
+                return checkpoint(self.inner, x, use_reentrant=False)
+
+        ddp = wrap(Checkpointed(), lone_group)
+        ddp.begin_last_micro_batch()
+        backward(ddp, torch.ones(1, 2, requires_grad=True))
+        ddp.finish_grad_sync()
+        assert ddp.params["inner.0.weight"].main_grad.abs().sum() > 0
+
+
+def write_and_gather(ddp, value):
+    """Let every owner write a value and start the gathers."""
+    for buffer in ddp.buffers:
+        for param in buffer.memory:
+            shard = buffer.get_param_shard(param)
+            buffer.write_param_shard(param, torch.full_like(shard, value))
+    ddp.start_param_gather()
+
+
+class TestParams:
+    """A module waits for its own params, and only for those."""
+
+    def test_are_waited_for_by_their_own_module(self, world_of):
+        """When a layer begins, its bucket and those before it are there, the later are not."""
+        world = world_of(2, schedule="random", seed=2)
+
+        def program(rank):
+            module = build()
+            ddp = wrap(module, dist.group.WORLD)
+            states = []
+            for layer in module:
+                layer.register_forward_pre_hook(
+                    lambda *_: states.append([b.gathering for b in ddp.buffers[0].buckets])
+                )
+            write_and_gather(ddp, 2.0)
+            before = [b.gathering for b in ddp.buffers[0].buckets]
+            out = ddp(torch.ones(1, 2))
+            return before, states, out.tolist()
+
+        states = [[False, True, True], [False, False, True], [False, False, False]]
+        assert world.run(program) == [([True] * 3, states, [[64, 64]])] * 2
+
+    def test_are_waited_for_before_they_are_written_again(self, world_of):
+        """A layer that no forward used: its owner may not overwrite a shard on its way."""
+        world = world_of(3, schedule="random", seed=3)
+
+        def program(rank):
+            ddp = wrap(build(), dist.group.WORLD)
+            for value in (2.0, 3.0):
+                write_and_gather(ddp, value)
+            ddp.finish_param_gather()
+            return [param.unique().tolist() for param in ddp.params.values()]
+
+        assert world.run(program) == [[[3]] * 3] * 3
+
+    def test_of_a_tied_layer_are_waited_for_by_either(self, lone_group):
+        """Whoever comes first."""
+        module = build(2)
+        module[1].weight = module[0].weight
+        ddp = wrap(module, lone_group)
+        write_and_gather(ddp, 2.0)
+        module[1](torch.ones(1, 2))
+        assert not ddp.buffers[0].buckets[0].gathering
+
+    def test_read_behind_a_module_s_back_are_named(self, lone_group):
+        """Backward sees that nobody waited for a param that forward read."""
+
+        class Prying(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = build(2)
+
+            def forward(self, x):
+                return nn.functional.linear(x, self.inner[1].weight)
+
+        ddp = wrap(Prying(), lone_group)
+        write_and_gather(ddp, 2.0)
+        with pytest.raises(ModelError, match=r"'inner.1.weight'.*finish_param_gather"):
+            backward(ddp)
+
+    def test_without_overlap_are_there_at_once(self, run_ranks):
+        """start_param_gather is then a plain gather."""
+
+        def program(rank):
+            ddp = wrap(build(), dist.group.WORLD, overlap_params=False)
+            write_and_gather(ddp, 2.0)
+            return [param.unique().tolist() for param in ddp.params.values()]
+
+        assert run_ranks(2, program)[0] == [[[2]] * 3] * 2
+
+    def test_of_bare_lists_are_there_at_once(self, run_ranks):
+        """Nobody's forward could wait for them."""
+
+        def program(rank):
+            params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+            ddp = wrap(nn.ParameterList(params), dist.group.WORLD)
+            write_and_gather(ddp, 2.0)
+            return [param.tolist() for param in params]
+
+        assert run_ranks(2, program)[0] == [[[2, 2]] * 2] * 2
+
+
+class TestFindUsers:
+    """Which module's forward may read which params."""
+
+    def test_gives_containers_to_the_module_above(self):
+        """A ParameterList has no forward; the module that holds it has."""
+
+        class Holder(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.parts = nn.ParameterList([nn.Parameter(torch.ones(1))])
+                self.layers = nn.ModuleList([nn.Linear(1, 1)])
+
+            def forward(self, x):
+                return x
+
+        holder = Holder()
+        users = find_users(holder)
+        assert users[holder] == list(holder.parts)
+        assert users[holder.layers[0]] == list(holder.layers[0].parameters())
+
+    def test_gives_attention_its_output_projection(self):
+        """MultiheadAttention reads out_proj.weight without calling out_proj."""
+        attention = nn.MultiheadAttention(2, 1)
+        assert {id(p) for p in find_users(attention)[attention]} == {
+            id(p) for p in attention.parameters()
+        }
+
+
+class TestMeter:
+    """The measured degree of overlap."""
+
+    def test_is_zero_without_events(self):
+        """Nothing computed, nothing overlapped."""
+        assert (OverlapMeter().grads_mean, OverlapMeter().params_mean) == (0, 0)
+
+    def train(self, world_of):
+        """Run two steps on two ranks; the two means of each."""
+
+        def program(rank):
+            ddp = wrap(build(), dist.group.WORLD)
+            for _ in range(2):
+                ddp.begin_last_micro_batch()
+                backward(ddp)
+                ddp.finish_grad_sync()
+                write_and_gather(ddp, 2.0)
+                ddp.zero_grad_buffer()
+            return ddp.overlap.grads_mean, ddp.overlap.params_mean
+
+        return world_of(2).run(program)
+
+    def test_counts_what_is_in_flight(self, world_of):
+        """Gradients of three layers see 0, 1, 2 in flight; forwards of the second step 2, 1, 0."""
+        assert self.train(world_of) == [(1.0, 1.0)] * 2
+
+    def test_is_zero_for_a_pipeline_that_is_serialised(self, world_of, monkeypatch):
+        """Waiting right after issuing gives the same values and no overlap."""
+        for start, finish in (("start_reduce", "finish_reduce"), ("start_gather", "finish_gather")):
+            right = getattr(Bucket, start)
+
+            def at_once(self, right=right, finish=finish):
+                right(self)
+                getattr(self, finish)()
+
+            monkeypatch.setattr(Bucket, start, at_once)
+        assert self.train(world_of) == [(0.0, 0.0)] * 2

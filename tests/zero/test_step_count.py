@@ -1,0 +1,135 @@
+"""What the gradients of a step are divided by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.errors import UsageError
+from zero_sim.zero import DistributedDataParallel, ZeroConfig
+
+
+def wrap(group, **config):
+    """Wrap a layer with one weight."""
+    module = nn.Linear(1, 1, bias=False)
+    return DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+
+
+class TestCount:
+    """The divisor is the count of the step once the gradients are reduced."""
+
+    def test_is_the_number_of_ranks(self, run_ranks):
+        """However many micro-batches there are."""
+
+        def program(rank):
+            ddp = wrap(dist.group.WORLD)
+            ddp.end_micro_batch(False)
+            ddp.finish_grad_sync()
+            return ddp.divisor.item(), ddp.micro_batches
+
+        assert run_ranks(3, program)[0] == [(3, 2)] * 3
+
+    def test_is_the_number_of_micro_batches_of_all_ranks(self, run_ranks):
+        """Counted anew in each step."""
+
+        def program(rank):
+            ddp = wrap(dist.group.WORLD, divide_by="micro-batches")
+            counts = []
+            for micro_batches in (3, 1):
+                for micro in range(micro_batches):
+                    ddp.end_micro_batch(last=micro == micro_batches - 1)
+                counts.append(ddp.divisor.item())
+                ddp.zero_grad_buffer()
+            return counts
+
+        assert run_ranks(2, program)[0] == [[6, 2]] * 2
+
+    def test_is_the_number_of_rows_of_all_ranks(self, run_ranks):
+        """Also of a rank with none, beyond what int32 holds in bf16, and anew in each step."""
+
+        def program(rank):
+            ddp = wrap(dist.group.WORLD, divide_by="tokens")
+            counts = []
+            for rows in (rank, 257 * rank):
+                ddp.add_rows(rows)
+                ddp.end_micro_batch(False)
+                ddp.add_rows(rows)
+                ddp.finish_grad_sync()
+                counts.append(ddp.divisor.item())
+                ddp.zero_grad_buffer()
+            return counts
+
+        assert run_ranks(3, program)[0] == [[6, 1542]] * 3
+
+    @pytest.mark.parametrize("count", [7, torch.tensor(7), torch.tensor(7.0)])
+    def test_is_what_the_caller_says(self, lone_group, count):
+        """A number or a tensor, whatever divide_by says."""
+        ddp = wrap(lone_group, divide_by="tokens")
+        ddp.finish_grad_sync(count=count)
+        assert ddp.divisor.item() == 7
+
+    @pytest.mark.parametrize("count", [0, -1])
+    def test_is_at_least_one(self, lone_group, count):
+        """A step without rows has no mean."""
+        with pytest.raises(UsageError, match=f"at least 1 but got a count of {count}"):
+            wrap(lone_group).finish_grad_sync(count=count)
+
+    @pytest.mark.parametrize("count", [1.5, True, float("inf"), torch.tensor(2.5)])
+    def test_is_whole(self, lone_group, count):
+        """Half a row is a slip."""
+        with pytest.raises(UsageError, match="whole number"):
+            wrap(lone_group).finish_grad_sync(count=count)
+
+    def test_is_exact_in_fp32(self, lone_group):
+        """2**24 + 1 would silently be 2**24; 2**24 + 2 is held."""
+        ddp = wrap(lone_group)
+        with pytest.raises(UsageError, match=r"fp32 can hold.*16777217"):
+            ddp.finish_grad_sync(count=2**24 + 1)
+        ddp = wrap(lone_group)
+        ddp.finish_grad_sync(count=2**24 + 2)
+        assert ddp.divisor.item() == 2**24 + 2
+
+
+class TestRows:
+    """add_rows counts until the rows are summed."""
+
+    @pytest.mark.parametrize("rows", [-1, 1.0, True, None])
+    def test_are_a_count(self, lone_group, rows):
+        """Anything else is refused."""
+        with pytest.raises(UsageError, match=f"at least 0 but got {rows!r}"):
+            wrap(lone_group, divide_by="tokens").add_rows(rows)
+
+    def test_do_not_come_too_late(self, lone_group):
+        """Rows after the sum would be lost."""
+        ddp = wrap(lone_group, divide_by="tokens", divide="pre", overlap_grads=True)
+        ddp.add_rows(2)
+        ddp.begin_last_micro_batch()
+        with pytest.raises(UsageError, match="3 more after it"):
+            ddp.add_rows(3)
+
+
+class TestConfiguredMicroBatches:
+    """Where the config says how many there are, the step has to agree."""
+
+    @pytest.mark.parametrize(("ended", "last"), [(0, True), (1, False)])
+    def test_refuses_another_number(self, lone_group, ended, last):
+        """A step that ends after one of two, and one that does not end after two."""
+        ddp = wrap(lone_group, micro_batches=2)
+        for _ in range(ended):
+            ddp.end_micro_batch(False)
+        with pytest.raises(UsageError, match="2 micro-batches in a step"):
+            ddp.end_micro_batch(last)
+
+    def test_refuses_two_counts_in_a_step(self, lone_group):
+        """The gradients of the first micro-batch were divided by the first one."""
+        ddp = wrap(lone_group, sync="every", divide="pre")
+        ddp.end_micro_batch(False, count=4)
+        with pytest.raises(UsageError, match=r"the count 4.*but got 6"):
+            ddp.finish_grad_sync(count=6)
+
+    def test_refuses_a_count_before_it_is_used(self, lone_group):
+        """A count for a micro-batch in which nothing is divided."""
+        with pytest.raises(UsageError, match=r"count=4 with last=False"):
+            wrap(lone_group).end_micro_batch(False, count=4)

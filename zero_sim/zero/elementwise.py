@@ -1,0 +1,120 @@
+"""Which optimizers may be sharded: those that cannot tell a fragment from a param.
+
+An update is elementwise if each element of master and state follows from the same element of
+master, state and gradient and from numbers that all ranks share. And it must round each element
+alike wherever it stands in a tensor, which rules out fused CPU kernels and 16-bit state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_sim.errors import UsageError
+
+ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Classes known to be elementwise, in for-loop and foreach form. Not their subclasses, which may
+override the step."""
+
+_NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+
+
+def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
+    """Refuse an optimizer whose update of a fragment is not that of the whole param.
+
+    Args:
+        inner: The optimizer.
+        declared: Whether the caller vouches that an optimizer of an unknown class is elementwise.
+
+    Raises:
+        UsageError: If the optimizer is not elementwise, not known to be, or fused.
+    """
+    cls = type(inner)
+    names = {base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim")}
+    if names & _NOT_ELEMENTWISE:
+        raise UsageError(
+            f"Expected an elementwise optimizer but got {cls.__name__}, whose update of one "
+            f"element depends on others that may lie on another rank. Try AdamW, Adam or SGD."
+        )
+    if cls not in ELEMENTWISE and not declared:
+        known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+        raise UsageError(
+            f"Expected an optimizer known to be elementwise ({known}) but got {cls.__name__}. "
+            f"If its update of one element depends on no other element, "
+            f"try DistributedOptimizer(..., elementwise=True)."
+        )
+    if any(group.get("fused") for group in inner.param_groups):
+        raise UsageError(
+            f"Expected fused=False but got {cls.__name__} with fused=True. The fused CPU kernels "
+            f"round the vector body and the scalar tail of a tensor differently, so the result "
+            f"would depend on where shards are cut. Try foreach=True."
+        )
+
+
+def check_groups(inner: Optimizer, *, handed: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse an optimizer that does not step exactly the masters it was handed, group by group.
+
+    Raises:
+        UsageError: If it has other groups, or other params in them.
+    """
+    groups = [group["params"] for group in inner.param_groups]
+    if len(groups) != len(handed):
+        raise UsageError(
+            f"Expected an optimizer of {len(handed)} param groups, as handed to optim_factory, "
+            f"but got {len(groups)} from {type(inner).__name__}. A rank sees only fragments, so a "
+            f"factory cannot split them alike on all ranks; try group_of= for groups."
+        )
+    for index, (got, expected) in enumerate(zip(groups, handed, strict=True)):
+        if [id(tensor) for tensor in got] != [id(tensor) for tensor in expected]:
+            raise UsageError(
+                f"Expected {type(inner).__name__} to step the {len(expected)} masters handed to "
+                f"optim_factory in param group {index}, in that order, but got {len(got)} tensors, "
+                f"not all of them the same. Try passing them on as they are, without a cast."
+            )
+
+
+def check_state(state: object, *, key: object, master: Tensor, param: str) -> None:
+    """Refuse a state tensor that sharding would change.
+
+    Args:
+        state: A value of the optimizer's state; what is no tensor passes.
+        key: Its name.
+        master: The master it belongs to.
+        param: Name of the param.
+
+    Raises:
+        UsageError: If it is neither 0D nor an fp32 value for each element of the master.
+    """
+    if not isinstance(state, Tensor) or state.dim() == 0:
+        return
+    if state.shape != master.shape:
+        raise UsageError(
+            f"Expected optimizer state of one value an element or a param but got {key!r} of shape "
+            f"{tuple(state.shape)} for a fragment of {master.numel()} elements of {param!r}. "
+            f"Try an elementwise optimizer."
+        )
+    if state.dtype is not torch.float32:
+        raise UsageError(
+            f"Expected fp32 optimizer state but got {key!r} of {state.dtype} for {param!r}. "
+            f"16-bit state is not shard-invariant: its CPU kernels round the vector body and the "
+            f"scalar tail of a tensor differently. Try an optimizer that keeps its state in the "
+            f"dtype of its params."
+        )

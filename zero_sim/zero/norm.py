@@ -1,0 +1,112 @@
+"""The norm of a gradient that lies in pieces on many ranks, and clipping by it.
+
+Ranks exchange sums of squares, in fp64, and the root is taken once, of the whole sum. Both matter.
+A norm of norms rounds each root and squares it again, which for fp32 already loses about half of
+all small integers. And a sum in fp32 depends in its last bits on where shards are cut, so that the
+clipped gradient would depend on the number of ranks. The square of an fp32 value is exact in fp64,
+and the sum has 29 bits to spare before it is rounded to fp32: cuts show only where the root falls
+next to the middle between two fp32 numbers, which `norm_is_certified` rules out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+_CHUNK_ELEMS = 1 << 20
+"""Elements that are in memory as fp64 at one time."""
+
+
+def measure_grads(grads: Iterable[Tensor], *, device: torch.device) -> Tensor:
+    """Measure what one rank owns; summed over owners, the result is that of the whole gradient.
+
+    Args:
+        grads: fp32, any shapes; every element once, and no padding.
+        device: Where to put the result if there are no gradients.
+
+    Returns:
+        1D fp64 `[sum of squares, number of zeros, overflows]`. The third is 1 if any element is
+        infinite or NaN, else 0: an entry of its own, as a NaN in the first would compare as no
+        overflow. A count is exact in fp64 up to 2**53.
+    """
+    measured = torch.zeros(3, dtype=torch.float64, device=device)
+    for flat in _chunks(grads):
+        wide = flat.to(torch.float64)
+        measured[0] += wide.dot(wide)
+        measured[1] += flat.numel() - torch.count_nonzero(flat)
+    # No sum of squares of finite fp32 values leaves the range of fp64 (2**256 n), so this is exact.
+    measured[2] = measured[0].isfinite().logical_not()
+    return measured
+
+
+def _chunks(grads: Iterable[Tensor]) -> Iterator[Tensor]:
+    """All elements in 1D pieces: many small gradients in one, a large one in several."""
+    gathered: list[Tensor] = []
+    gathered_elems = 0
+    for grad in grads:
+        for piece in grad.reshape(-1).split(_CHUNK_ELEMS):
+            if gathered and gathered_elems + piece.numel() > _CHUNK_ELEMS:
+                yield torch.cat(gathered)
+                gathered, gathered_elems = [], 0
+            gathered.append(piece)
+            gathered_elems += piece.numel()
+    if gathered:
+        yield gathered[0] if len(gathered) == 1 else torch.cat(gathered)
+
+
+def root_of_squares(squares: Tensor) -> Tensor:
+    """Return the norm as 0D fp32 from a 0D fp64 sum of squares."""
+    return squares.sqrt().to(torch.float32)
+
+
+def norm_is_certified(sum_of_squares: float, count: int) -> bool:
+    """Tell whether every order of adding in fp64 gives the same fp32 norm.
+
+    Adding `count` terms that are not negative is off by less than `count * 2**-53` of their sum,
+    whatever the order, and what becomes of the sum is monotone: if the norms at both ends of that
+    range are one fp32 number, so are all between.
+
+    Args:
+        sum_of_squares: The exact sum, rounded to fp64 (`math.fsum`).
+        count: Number of elements.
+
+    Source: Higham, "Accuracy and stability of numerical algorithms", 2nd edition, section 4.2.
+    """
+    # An infinity or NaN comes out of any order alike, and so does a sum without nonzero terms.
+    if not math.isfinite(sum_of_squares) or sum_of_squares == 0:
+        return True
+    margin = sum_of_squares * ((count + 4) * 2.0**-53)
+    ends = torch.tensor(
+        [
+            math.nextafter(sum_of_squares - margin, 0.0),
+            math.nextafter(sum_of_squares + margin, math.inf),
+        ],
+        dtype=torch.float64,
+    )
+    low, high = root_of_squares(ends).tolist()
+    return low == high
+
+
+def clip_by_norm_(grads: Iterable[Tensor], *, norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by `min(1, max_norm / (norm + 1e-6))`.
+
+    Args:
+        grads: fp32, any shapes.
+        norm: 0D fp32, the norm of the whole gradient. Where it is NaN, all gradients become NaN.
+        max_norm: Upper bound for the norm.
+    """
+    # All three as tensors: torch divides a Python number by a tensor as a product with the rounded
+    # reciprocal, and the bits would be those of no division.
+    bound, tiny, one = (torch.full_like(norm, value) for value in (max_norm, 1e-6, 1.0))
+    coefficient = torch.minimum(one, bound / (norm + tiny))
+    for grad in grads:
+        grad.mul_(coefficient)
+
+
+def clip_by_value_(grads: Iterable[Tensor], *, max_value: float) -> None:
+    """Clamp every element in place to `[-max_value, max_value]`; a NaN stays."""
+    for grad in grads:
+        grad.clamp_(-max_value, max_value)

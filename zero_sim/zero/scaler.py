@@ -1,0 +1,67 @@
+"""Dynamic loss scaling: a power of two that keeps small gradients out of underflow.
+
+The loss is multiplied by the scale before backward and the summed gradient divided by it, both
+exact as long as nothing over- or underflows. Where something overflowed the step is skipped and the
+scale halved; after enough steps without one it is doubled, to stay as high as it can.
+
+Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2; the rule for growth is
+that of `torch.amp.GradScaler` with factors of two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zero_sim.errors import UsageError
+
+
+@dataclass(kw_only=True, slots=True)
+class LossScaler:
+    """The loss scale of one rank; equal on all ranks, as they agree on what overflowed.
+
+    All three fields are its state: a checkpoint keeps them.
+
+    Raises:
+        UsageError: If the scale is no power of two of at least 1, or a count is out of range.
+    """
+
+    scale: float = 65536.0
+    """What the next loss is multiplied by."""
+    growth_interval: int = 2000
+    """Steps without overflow in a row after which the scale doubles."""
+    good_steps: int = 0
+    """Steps without overflow since the scale last changed."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale >= 1 and math.frexp(self.scale)[0] == 0.5):
+            raise UsageError(
+                f"Expected a loss scale that is a power of two and at least 1, so that scaling "
+                f"does not round, but got scale={self.scale}. Try 65536.0."
+            )
+        if self.growth_interval < 1 or not 0 <= self.good_steps < self.growth_interval:
+            raise UsageError(
+                f"Expected growth_interval of at least 1 and good_steps below it but got "
+                f"growth_interval={self.growth_interval}, good_steps={self.good_steps}."
+            )
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale: what backward is to be called on."""
+        return loss * self.scale
+
+    def update(self, *, found_inf: bool) -> None:
+        """Adapt the scale to what happened in a step.
+
+        Args:
+            found_inf: Whether any rank's gradient had an infinity or a NaN; the same on all ranks.
+        """
+        if found_inf:
+            self.scale = max(self.scale / 2, 1.0)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= 2
+            self.good_steps = 0

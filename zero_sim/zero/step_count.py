@@ -1,0 +1,117 @@
+"""What the gradients of one step are divided by: an integer, counted while the step goes on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.errors import UsageError
+from zero_sim.zero.collectives import all_reduce_sum, size_and_rank
+from zero_sim.zero.config import ZeroConfig
+from zero_sim.zero.division import set_divisor
+
+
+class StepCount:
+    """The count of one step, which `fix` writes into the divisor once.
+
+    Args:
+        config: What is counted, and when it has to be known.
+        group: All ranks that train; rows are summed over them.
+        divisor: 0D fp32, overwritten with the count of each step.
+    """
+
+    micro_batches: int
+    """Micro-batches of this step that have ended."""
+
+    def __init__(self, config: ZeroConfig, *, group: dist.ProcessGroup, divisor: Tensor) -> None:
+        self._config = config
+        self._group = group
+        self._world_size, _ = size_and_rank(group)
+        self._divisor = divisor
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new step; the divisor keeps its value until the next `fix`."""
+        self.micro_batches = 0
+        self._rows = 0
+        self._rows_counted = False
+        self._count: int | None = None
+
+    def add_rows(self, rows: int) -> None:
+        """Count rows of this rank.
+
+        Raises:
+            UsageError: If it is no count, or the rows of this step were summed already.
+        """
+        if type(rows) is not int or rows < 0:
+            raise UsageError(
+                f"Expected a number of rows of at least 0 but got {rows!r} "
+                f"(type={type(rows).__name__})."
+            )
+        if self._rows_counted:
+            raise UsageError(
+                f"Expected rows before they are counted but got {rows} more after it. Try "
+                f"add_rows() before begin_last_micro_batch() and before the end of the step."
+            )
+        self._rows += rows
+
+    def fix(self, given: int | Tensor | None, *, last: bool) -> None:
+        """Take the count; a second call in a step only checks that it would be the same.
+
+        With `divide_by="tokens"` and nothing given this is a collective.
+
+        Args:
+            given: The caller's own count, the same on every rank; None to count as configured.
+            last: Whether the micro-batch that is going on is the step's last.
+
+        Raises:
+            UsageError: If the count is not a positive integer that fp32 can hold, or another one
+                was used already in this step.
+        """
+        count = None if given is None else _to_integer(given)
+        if self._count is None:
+            self._count = self._take(last=last) if count is None else count
+            set_divisor(self._divisor, self._count)
+        elif count is not None and count != self._count:
+            raise UsageError(
+                f"Expected the count {self._count}, by which gradients of this step were divided "
+                f"already, but got {count}. Try the final count in begin_last_micro_batch()."
+            )
+
+    def end_micro_batch(self, *, last: bool) -> None:
+        """Count one more.
+
+        Raises:
+            UsageError: If the configured number of micro-batches is not that of the step.
+        """
+        ended, expected = self.micro_batches + 1, self._config.micro_batches
+        if expected is not None and (ended > expected or last != (ended == expected)):
+            raise UsageError(
+                f"Expected {expected} micro-batches in a step, as configured, but got "
+                f"{ended} so far, {'ending' if last else 'not ending'} it. "
+                f"Try micro_batches=None, or the number that is run."
+            )
+        self.micro_batches = ended
+
+    def _take(self, *, last: bool) -> int:
+        if self._config.divide_by == "ranks":
+            return self._world_size
+        if self._config.divide_by == "micro-batches":
+            running = self.micro_batches + 1
+            # Before the last micro-batch the config holds the number: it was refused without one.
+            expected = running if last else self._config.micro_batches
+            assert expected is not None
+            return self._world_size * expected
+        rows = torch.tensor(self._rows, dtype=torch.int64, device=self._divisor.device)
+        all_reduce_sum(rows, group=self._group)
+        self._rows_counted = True
+        return int(rows)
+
+
+def _to_integer(count: int | Tensor) -> int:
+    value = count.item() if isinstance(count, Tensor) else count
+    # Modulo also catches infinity, which int() refuses: its remainder is NaN.
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
+        raise UsageError(f"Expected the count to be a whole number but got {count!r}.")
+    return int(value)
