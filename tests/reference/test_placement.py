@@ -5,7 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from zero_sim.reference.placement import ADDRESS_MODULUS_BYTES, address_of, place_params
+from zero_sim.reference.placement import (
+    ADDRESS_MODULUS_BYTES,
+    MemoryPlace,
+    place_of,
+    place_params,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -13,15 +18,16 @@ from zero_sim.reference.placement import ADDRESS_MODULUS_BYTES, address_of, plac
 def test_a_param_moves_to_the_address_with_its_values(dtype, address):
     param = nn.Parameter(torch.arange(15).reshape(3, 5).to(dtype))
     before = param.detach().clone()
-    place_params({"w": param}, {"w": address})
-    assert address_of(param) == address
+    wanted = MemoryPlace(address, (5, 1))
+    place_params({"w": param}, {"w": wanted})
+    assert place_of(param) == wanted
     assert torch.equal(param.detach(), before)
 
 
 def test_a_param_that_is_not_named_or_has_no_elements_stays():
     stays, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
     place = stays.data_ptr()
-    place_params({"stays": stays, "empty": empty}, {"empty": 4})
+    place_params({"stays": stays, "empty": empty}, {"empty": MemoryPlace(4, (1,))})
     assert stays.data_ptr() == place
 
 
@@ -36,5 +42,14 @@ def test_equal_addresses_give_equal_products_on_one_row():
         view = flat[start:].view(outputs, inputs)
         view.copy_(weight)
         alone = nn.Parameter(weight)
-        place_params({"w": alone}, {"w": address_of(view)})
+        place_params({"w": alone}, {"w": place_of(view)})
         assert torch.equal(functional.linear(row, alone), functional.linear(row, view))
+
+
+@pytest.mark.parametrize("strides", [(3, 1), (1, 2)])
+def test_a_param_takes_the_strides_too(strides):
+    values = torch.arange(6.0).view(2, 3)
+    param = nn.Parameter(values.clone())
+    place_params({"w": param}, {"w": MemoryPlace(8, strides)})
+    assert place_of(param) == MemoryPlace(8, strides)
+    assert torch.equal(param.detach(), values)

@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from zero_sim.reference.adding import add_ranks
-from zero_sim.reference.stepping import Stepper, divide_local, master_gradient
-from zero_sim.scenario.spec import OptimizerSpec
+from zero_sim.reference.stepping import Stepper
+from zero_sim.scenario.spec import OptimizerName, OptimizerSpec
 from zero_sim.workloads import transformer as walkthrough
-
-
-class TestDivision:
-    """When and how the sum becomes a mean."""
-
-    def test_none_divides_nothing(self):
-        """The sum is the optimizer's gradient."""
-        grad = torch.tensor([3.0])
-        assert divide_local(grad, divide="none", world_size=3).item() == 3.0
-        assert master_gradient(grad, divide="none", world_size=3).item() == 3.0
-
-    def test_pre_divides_in_the_gradients_dtype(self):
-        """1/3 rounded to bf16, and not divided again."""
-        grad = torch.tensor([1.0], dtype=torch.bfloat16)
-        third = divide_local(grad, divide="pre", world_size=3)
-        assert third.item() == 0.333984375
-        assert master_gradient(third, divide="pre", world_size=3).item() == 0.333984375
-
-    def test_post_divides_in_fp32(self):
-        """A bf16 sum is widened first."""
-        grad = torch.tensor([1.0], dtype=torch.bfloat16)
-        assert divide_local(grad, divide="post", world_size=3) is grad
-        third = master_gradient(grad, divide="post", world_size=3)
-        assert third.item() == torch.tensor(1 / 3, dtype=torch.float64).float().item()
-
-    @pytest.mark.parametrize("world_size", [3, 5, 6, 7, 13, 15])
-    def test_division_is_true_division(self, world_size):
-        """Every quotient is the correctly rounded one; a rounded reciprocal's products are not."""
-        values = torch.arange(1, 4000, dtype=torch.float32)
-        exact = (values.double() / world_size).float()
-        assert torch.equal(master_gradient(values, divide="post", world_size=world_size), exact)
-        assert torch.equal(divide_local(values, divide="pre", world_size=world_size), exact)
-
-    def test_reduced_gradient_stays_intact(self):
-        """The optimizer gets a copy, also where nothing is to be cast."""
-        grad = torch.tensor([3.0])
-        master_gradient(grad, divide="post", world_size=3).fill_(9.0)
-        assert grad.item() == 3.0
 
 
 class TestSgd:
@@ -162,7 +125,7 @@ class TestWalkthrough:
         stepper = Stepper(OptimizerSpec(name="adam"), params={"W_q": torch.tensor(walkthrough.W_Q)})
         grads = [torch.tensor(grad) for grad in walkthrough.W_Q_GRADS]
         total = add_ranks(grads, order="linear")
-        stepper.step({"W_q": master_gradient(total, divide="post", world_size=2)})
+        stepper.step({"W_q": total / 2})
         return stepper
 
     def test_weights_to_three_decimals(self, stepper):
@@ -177,3 +140,90 @@ class TestWalkthrough:
         assert state["exp_avg"][0, 0].item() == pytest.approx(0.002, rel=1e-6)
         assert state["exp_avg_sq"][0, 0].item() == pytest.approx(4e-7, rel=1e-5)
         assert stepper.masters["W_q"][0, 0].item() == pytest.approx(0.119, rel=1e-6)
+
+
+class TestEveryOptimizer:
+    """First step from w = 1 with gradient 2 and lr 0.1, from each paper's formula."""
+
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("rmsprop", 1 - 0.1 * 2 / math.sqrt(0.01 * 4)),
+            ("adagrad", 1 - 0.1 * 2 / 2),
+            ("adamax", 1 - 0.1 * 2 / 2),
+            ("radam", 1 - 0.1 * 2),
+            ("rprop", 1 - 0.1),
+            ("asgd", 1 - 0.1 * (2 + 1e-4)),
+            ("adadelta", 1 - 0.1 * 2 * math.sqrt(1e-8 / (0.1 * 4))),
+        ],
+    )
+    def test_first_step(self, name, expected):
+        """Moments start at zero; corrections for that, where there are any, undo it."""
+        stepper = Stepper(OptimizerSpec(name=name, lr=0.1), params={"w": torch.ones(1)})
+        stepper.step({"w": torch.tensor([2.0])})
+        assert stepper.masters["w"].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+    def test_nadam(self):
+        """A mean of the gradient and its moment, weighted by momenta that grow with the step."""
+        stepper = Stepper(OptimizerSpec(name="nadam", lr=0.1), params={"w": torch.ones(1)})
+        stepper.step({"w": torch.tensor([2.0])})
+        mu, then = (0.9 * (1 - 0.5 * 0.96 ** (0.004 * count)) for count in (1, 2))
+        moved = (1 - mu) / (1 - mu) * 2 + then / (1 - mu * then) * 0.2
+        assert stepper.masters["w"].item() == pytest.approx(1 - 0.1 * moved / 2, rel=1e-6)
+
+    def test_nesterov_looks_ahead(self):
+        """Buffer 1, step by 1 + 1/2 of it: 1 - 1/2 * 3/2."""
+        spec = OptimizerSpec(name="sgd", lr=0.5, momentum=0.5, nesterov=True)
+        stepper = Stepper(spec, params={"w": torch.ones(1)})
+        stepper.step({"w": torch.ones(1)})
+        assert stepper.masters["w"].item() == 0.25
+
+    def test_amsgrad_keeps_the_largest_moment(self):
+        """After gradients 2 and 0 the largest second moment is the first one."""
+        spec = OptimizerSpec(name="adam", amsgrad=True)
+        stepper = Stepper(spec, params={"w": torch.ones(1)})
+        stepper.step({"w": torch.tensor([2.0])})
+        first = stepper.state()["w"]["exp_avg_sq"].clone()
+        stepper.step({"w": torch.tensor([0.0])})
+        state = stepper.state()["w"]
+        assert torch.equal(state["max_exp_avg_sq"], first)
+        assert state["exp_avg_sq"] < first
+
+    def test_momentum_of_rmsprop(self):
+        """Its buffer holds the normalised gradient: 2 / 0.2."""
+        spec = OptimizerSpec(name="rmsprop", lr=0.1, momentum=0.5)
+        stepper = Stepper(spec, params={"w": torch.ones(1)})
+        stepper.step({"w": torch.tensor([2.0])})
+        assert stepper.state()["w"]["momentum_buffer"].item() == pytest.approx(10.0, rel=1e-6)
+
+    @pytest.mark.parametrize("name", get_args(OptimizerName))
+    def test_a_master_without_gradient_is_left_alone(self, name):
+        """Value and state, `step` included; without any, no state is made in a step."""
+        decay = 0.0 if name == "rprop" else 0.5
+        stepper = Stepper(
+            OptimizerSpec(name=name, weight_decay=decay),
+            params={"a": torch.ones(2), "b": torch.ones(2), "never": torch.ones(2)},
+        )
+        grad, fresh = torch.tensor([2.0, -1.0]), stepper.state()["never"].keys()
+        stepper.step({"a": grad.clone(), "b": grad.clone()})
+        before = {key: value.clone() for key, value in stepper.state()["b"].items()}
+        value = stepper.masters["b"].clone()
+        stepper.step({"a": grad.clone()})
+        assert torch.equal(stepper.masters["b"], value)
+        assert before.keys() == stepper.state()["b"].keys()
+        assert all(torch.equal(before[key], now) for key, now in stepper.state()["b"].items())
+        assert stepper.state()["never"].keys() == fresh
+        assert not torch.equal(stepper.masters["a"], value)
+
+    @pytest.mark.parametrize("name", get_args(OptimizerName))
+    def test_pieces_step_like_the_whole(self, name):
+        """No optimizer on the list looks at more than one element."""
+        decay = 0.0 if name == "rprop" else 0.1
+        spec = OptimizerSpec(name=name, lr=0.1, weight_decay=decay)
+        draws = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))
+        whole = Stepper(spec, params={"w": draws[0]})
+        cut = Stepper(spec, params={"a": draws[0, :5], "b": draws[0, 5:]})
+        for grad in draws[1:]:
+            whole.step({"w": grad.clone()})
+            cut.step({"a": grad[:5].clone(), "b": grad[5:].clone()})
+        assert torch.equal(whole.masters["w"], torch.cat([cut.masters["a"], cut.masters["b"]]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_sim.reference.adding import AddOrder, RingSpan
 from zero_sim.reference.oracle import Reference, ReferenceStep
-from zero_sim.reference.placement import Addresses, address_of
+from zero_sim.reference.placement import Addresses, place_of
 from zero_sim.reference.replay import NonFinite
 
 __all__ = [
@@ -14,5 +14,5 @@ __all__ = [
     "Reference",
     "ReferenceStep",
     "RingSpan",
-    "address_of",
+    "place_of",
 ]

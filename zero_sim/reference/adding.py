@@ -30,7 +30,43 @@ class RingSpan:
     stop: int
     """One past the last element."""
     chunk: int
-    """Ring chunk, 0 to world_size - 1: the rank whose contribution is added last."""
+    """Where in the ring of the first sum its journey ends: the rank, within its replica, whose
+    contribution is added last."""
+    replica_chunk: int = 0
+    """The same in the second sum, over replicas; not read where there is one."""
+
+
+def add_replicas(
+    contributions: Sequence[Tensor],
+    *,
+    replica_count: int,
+    order: AddOrder,
+    spans: Sequence[RingSpan] | None = None,
+) -> Tensor:
+    """Add the contributions of each replica's ranks, then the replicas' sums, in the same order.
+
+    Args:
+        contributions: One tensor a rank, in rank order, all of one shape and dtype; a replica is a
+            block of consecutive ranks.
+        replica_count: Number of replicas; it divides the number of ranks.
+        order: How either sum is added; the first one is rounded to the dtype before the second.
+        spans: For `ring`, as for `add_ranks`.
+
+    Returns:
+        A new tensor of the contributions' shape and dtype.
+    """
+    if replica_count == 1:
+        return add_ranks(contributions, order=order, spans=spans)
+    share = len(contributions) // replica_count
+    sums = [
+        add_ranks(contributions[start : start + share], order=order, spans=spans)
+        for start in range(0, len(contributions), share)
+    ]
+    if order == "ring" and spans is not None:
+        spans = [
+            RingSpan(start=span.start, stop=span.stop, chunk=span.replica_chunk) for span in spans
+        ]
+    return add_ranks(sums, order=order, spans=spans)
 
 
 def add_ranks(

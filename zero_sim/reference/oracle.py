@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.reference.adding import RingSpan, add_ranks
-from zero_sim.reference.placement import Addresses, place_params
+from zero_sim.reference.adding import RingSpan, add_replicas
+from zero_sim.reference.division import Division, count_contributions
+from zero_sim.reference.gradient import clip_by_norm_, flatten_wide, measure, unflatten
+from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
-from zero_sim.reference.stepping import Stepper, divide_local, master_gradient
+from zero_sim.reference.scaling import LossScale
+from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Workload
+from zero_sim.workloads import Workload, build_workload
+
+Orders = Mapping[str, Sequence[RingSpan]]
+"""By param: spans that tile its flattened elements, each with its places in the rings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +34,28 @@ class ReferenceStep:
     step: int
     """Optimizer step, from 0."""
     losses: Mapping[tuple[int, int], Tensor]  # each 0D
-    """Loss by (rank, micro-batch)."""
+    """Loss by (rank, micro-batch), not scaled."""
     grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """Sum over ranks, by param, before the division that `post` asks for."""
+    """Sum over ranks, by param, before the division that `post` asks for and still scaled; zeros
+    for a param that is frozen in this step."""
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
     """The working params: the masters, cast."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
+    norm: Tensor  # 0D, fp32
+    """Norm of the whole master gradient before clipping."""
+    norm_certified: bool
+    """Whether every order of adding gives that norm. Where not, neither the norm is owed nor, if
+    gradients are clipped by it, anything that follows."""
+    zeros: int
+    """Elements of the master gradient that are zero, before clipping."""
+    skipped: bool
+    """Whether nothing was updated, because a scaled gradient was not finite."""
+    loss_scale: float | None
+    """What losses were multiplied by in this step; None without loss scaling."""
+    lr_factor: float
+    """What learning rates were multiplied by in this step."""
     nonzero_fraction: float
     """Share of the elements of `grads` that are not zero; 0 where there are none."""
     data_digests: Mapping[int, bytes]
@@ -55,7 +75,7 @@ class Reference:
             workload: Its workload. Forward must not change the module: one module plays all ranks.
 
         Raises:
-            ModelError: The module has no param to train.
+            ModelError: The module has no param to train, or not one that is to be frozen.
         """
         self._scenario = scenario
         self._workload = workload
@@ -65,26 +85,57 @@ class Reference:
                 "Expected a model with at least one param that requires a gradient, but got none "
                 f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
             )
-        self._stepper = Stepper(scenario.optimizer, params=first.params)
+        _check_freeze(scenario, names=list(first.params))
+        spec = scenario.optimizer
+        self._stepper = Stepper(spec, params=first.params)
+        self._elems = sum(master.numel() for master in self._stepper.masters.values())
+        self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._replayers = [first]
         self._replayer_of_rank = [first] * scenario.world.size
         self._next_step = 0
 
     def place(self, addresses: Sequence[Addresses]) -> None:
-        """Lay every param where each rank has it, modulo 64 bytes; before the first step.
+        """Lay every param in memory as each rank has it.
+
+        To be called before the first step, or the first one in another world.
 
         Args:
             addresses: For every rank, the address of each param; see [Note: addresses].
         """
-        placed: dict[tuple[tuple[str, int], ...], Replayer] = {}
+        placed: dict[frozenset[tuple[str, MemoryPlace]], Replayer] = {}
         for rank, wanted in enumerate(addresses):
-            key = tuple(sorted(wanted.items()))
+            key = frozenset(wanted.items())
             if key not in placed:
                 replayer = self._build_replayer() if placed else self._replayers[0]
                 place_params(replayer.params, wanted)
                 placed[key] = replayer
             self._replayer_of_rank[rank] = placed[key]
         self._replayers = list(placed.values())
+        self._write_params()
+
+    def continue_as(self, scenario: Scenario, *, workload: Workload | None = None) -> None:
+        """Go on in another world: masters, optimizer state, loss scale and step index stay.
+
+        Args:
+            scenario: What holds from the next step on; of the same model, dtype and optimizer.
+            workload: Its workload; built from it where left out.
+
+        Raises:
+            UsageError: The model or the optimizer is another one.
+        """
+        for field in ("model", "optimizer"):
+            before, after = getattr(self._scenario, field), getattr(scenario, field)
+            if before != after:
+                raise UsageError(
+                    f"Expected a scenario that goes on with {field} = {before}, but got {after}. "
+                    "Try changing only `world`, `system`, `data` and `run`."
+                )
+        self._scenario = scenario
+        self._workload = build_workload(scenario) if workload is None else workload
+        first = self._build_replayer()
+        self._replayers = [first]
+        self._replayer_of_rank = [first] * scenario.world.size
+        self._write_params()
 
     def _build_replayer(self) -> Replayer:
         module = self._workload.build()
@@ -93,7 +144,7 @@ class Reference:
             scenario=self._scenario, workload=self._workload, module=module, params=params
         )
 
-    def step(self, orders: Mapping[str, Sequence[RingSpan]] | None = None) -> ReferenceStep:
+    def step(self, orders: Orders | None = None) -> ReferenceStep:
         """Run the next optimizer step of all ranks.
 
         Args:
@@ -103,14 +154,30 @@ class Reference:
         Raises:
             UsageError: The order is `ring` and the spans of a param are missing or do not tile it.
         """
-        step, world_size = self._next_step, self._scenario.world.size
+        scenario, step = self._scenario, self._next_step
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        factor = lr_factor(scenario.optimizer, step=step)
+        active = self._freeze(step)
         with isolated():
-            replays = [self._replay(step=step, rank=rank) for rank in range(world_size)]
-            grads = self._reduce(replays, orders=orders or {})
-            nonzero_fraction, finite = _survey(grads)
+            replays = [
+                self._replay(step=step, rank=rank, scale=scale)
+                for rank in range(scenario.world.size)
+            ]
+            division = self._division(replays)
+            grads = self._reduce(replays, active=active, division=division, orders=orders or {})
+            flat = flatten_wide(grads, names=active)
+            nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
+            if scale is not None:
+                flat.div_(scale)
+            division.after_(flat)
+            measured = measure(flat)
             # Before the optimizer moves the weights: the search replays this step.
-            nonfinite = None if finite else self._find_nonfinite(step)
-            self._update(grads)
+            nonfinite = None if measured.finite else self._find_nonfinite(step, scale=scale)
+            skipped = self._loss_scale is not None and not measured.finite
+            if not skipped:
+                self._update(flat, norm=measured.norm, active=active, factor=factor)
+        if self._loss_scale is not None:
+            self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
         return ReferenceStep(
             step=step,
@@ -123,62 +190,107 @@ class Reference:
             masters=self._stepper.masters,
             params={name: param.detach() for name, param in self._replayers[0].params.items()},
             state=self._stepper.state(),
+            norm=measured.norm,
+            norm_certified=measured.norm_certified,
+            zeros=measured.zeros,
+            skipped=skipped,
+            loss_scale=scale,
+            lr_factor=factor,
             nonzero_fraction=nonzero_fraction,
             data_digests={rank: replay.data_digest for rank, replay in enumerate(replays)},
             nonfinite=nonfinite,
         )
 
-    def _replay(self, *, step: int, rank: int) -> RankReplay:
+    def _freeze(self, step: int) -> list[str]:
+        """Freeze what is frozen at a step; return the names of all other params, in order."""
+        spans = self._scenario.model.freeze
+        if not spans:
+            return list(self._stepper.masters)
+        frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
+        for replayer in self._replayers:
+            replayer.freeze(frozen)
+        return [name for name in self._stepper.masters if name not in frozen]
+
+    def _replay(self, *, step: int, rank: int, scale: float | None) -> RankReplay:
         in_fp32 = self._scenario.system.grad_dtype == "fp32"
         return self._replayer_of_rank[rank].replay_rank(
-            step=step, rank=rank, grad_dtype=torch.float32 if in_fp32 else None
+            step=step, rank=rank, grad_dtype=torch.float32 if in_fp32 else None, scale=scale
         )
 
-    def _find_nonfinite(self, step: int) -> NonFinite | None:
+    def _find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
         """Name the first rank's gradient that is not finite."""
         for rank, replayer in enumerate(self._replayer_of_rank):
-            found = replayer.find_nonfinite(step=step, rank=rank)
+            found = replayer.find_nonfinite(step=step, rank=rank, scale=scale)
             if found is not None:
                 return found
         return None
 
-    def _reduce(
-        self, replays: Sequence[RankReplay], *, orders: Mapping[str, Sequence[RingSpan]]
-    ) -> dict[str, Tensor]:
-        """Add the ranks' gradients, divided first where the scenario says `pre`."""
-        divide, order = self._scenario.system.divide, self._scenario.world.order
-        reduced: dict[str, Tensor] = {}
-        for name in self._stepper.masters:
-            local = [
-                divide_local(replay.grads[name], divide=divide, world_size=len(replays))
-                for replay in replays
-            ]
-            try:
-                reduced[name] = add_ranks(local, order=order, spans=orders.get(name))
-            except UsageError as error:
-                raise UsageError(f"param {name!r}: {error}") from error
-        return reduced
-
-    def _update(self, grads: Mapping[str, Tensor]) -> None:
-        """Step the masters and cast them back into the working params."""
-        divide, world_size = self._scenario.system.divide, self._scenario.world.size
-        self._stepper.step(
-            {
-                name: master_gradient(grad, divide=divide, world_size=world_size)
-                for name, grad in grads.items()
-            }
+    def _division(self, replays: Sequence[RankReplay]) -> Division:
+        system = self._scenario.system
+        count = count_contributions(
+            system.divide_by,
+            rank_count=len(replays),
+            micro_batches=self._scenario.run.micro_batches,
+            rows=sum(replay.rows for replay in replays),
         )
+        return Division(how=system.divide, count=count)
+
+    def _reduce(
+        self,
+        replays: Sequence[RankReplay],
+        *,
+        active: Sequence[str],
+        division: Division,
+        orders: Orders,
+    ) -> dict[str, Tensor]:
+        """Add the ranks' gradients round by round, divided first where the scenario says so."""
+        reduced: dict[str, Tensor] = {}
+        for rounds in zip(*(replay.rounds for replay in replays), strict=True):
+            for name in active:
+                local = [grads[name] for grads in rounds]
+                if division.is_before:
+                    local = [division.before(grad) for grad in local]
+                try:
+                    total = add_replicas(
+                        local,
+                        replica_count=self._scenario.system.redundancy,
+                        order=self._scenario.world.order,
+                        spans=orders.get(name),
+                    )
+                except UsageError as error:
+                    raise UsageError(f"param {name!r}: {error}") from error
+                reduced[name] = reduced[name] + total if name in reduced else total
+        first = replays[0].rounds[0]
+        # In the masters' order; what is frozen contributed zeros.
+        return {
+            name: reduced[name] if name in reduced else first[name].clone()
+            for name in self._stepper.masters
+        }
+
+    def _update(self, flat: Tensor, *, norm: Tensor, active: Sequence[str], factor: float) -> None:
+        """Clip the master gradient, step the masters and cast them into the working params."""
+        spec, masters = self._scenario.optimizer, self._stepper.masters
+        if spec.clip_value is not None:
+            flat.clamp_(-spec.clip_value, spec.clip_value)
+        if spec.clip_norm is not None:
+            clip_by_norm_(flat, norm=norm, norm_max=spec.clip_norm)
+        like = {name: masters[name] for name in active}
+        self._stepper.step(unflatten(flat, like=like), factor=factor)
+        self._write_params()
+
+    def _write_params(self) -> None:
+        """Cast the masters into the working params of all replayers."""
         with torch.no_grad():
             for replayer in self._replayers:
                 for name, param in replayer.params.items():
                     param.copy_(self._stepper.masters[name])
 
 
-def _survey(grads: Mapping[str, Tensor]) -> tuple[float, bool]:
-    """Return the share of nonzero elements and whether all elements are finite.
-
-    A sum is finite only if all its terms are, so this one look clears all local gradients.
-    """
-    flat = torch.cat([grad.reshape(-1) for grad in grads.values()])
-    fraction = int(flat.count_nonzero()) / max(1, flat.numel())
-    return fraction, bool(flat.isfinite().all())
+def _check_freeze(scenario: Scenario, *, names: Sequence[str]) -> None:
+    for freeze in scenario.model.freeze:
+        if freeze.param not in names:
+            raise ModelError(
+                f"Expected model.freeze to name a trained param of model "
+                f"{scenario.model.name!r}, but got {freeze.param!r}. "
+                f"Try one of {', '.join(names)}."
+            )

@@ -12,37 +12,50 @@ observed fact.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 ADDRESS_MODULUS_BYTES = 64
 
-Addresses = Mapping[str, int]
-"""By param: its address modulo `ADDRESS_MODULUS_BYTES`."""
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlace:
+    """How a param lies in memory, as far as it can change the bits of a product."""
+
+    address: int
+    """Address modulo `ADDRESS_MODULUS_BYTES`; 0 where there are no elements."""
+    strides: tuple[int, ...]
+    """In elements, as torch gives them."""
 
 
-def address_of(tensor: Tensor) -> int:
-    """Return a tensor's address modulo `ADDRESS_MODULUS_BYTES`; 0 where it has no elements."""
-    return tensor.data_ptr() % ADDRESS_MODULUS_BYTES
+Addresses = Mapping[str, MemoryPlace]
+"""By param: how it lies in memory."""
+
+
+def place_of(tensor: Tensor) -> MemoryPlace:
+    """Return how a tensor lies in memory."""
+    return MemoryPlace(tensor.data_ptr() % ADDRESS_MODULUS_BYTES, tensor.stride())
 
 
 def place_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> None:
-    """Move params to storage of their own at the given addresses, values unchanged.
+    """Move params to storage of their own at the given addresses and strides, values unchanged.
 
     Args:
         params: Params by name, on the CPU.
-        addresses: Where to; params without an entry stay.
+        addresses: Where to; params without an entry stay, and so do those without elements.
     """
     for name, param in params.items():
         wanted = addresses.get(name)
-        if wanted is not None and param.numel() and address_of(param) != wanted:
+        if wanted is not None and param.numel() and place_of(param) != wanted:
             param.data = _copy_at(param.detach(), wanted)
 
 
-def _copy_at(value: Tensor, address: int) -> Tensor:
-    nbytes = value.numel() * value.element_size()
+def _copy_at(value: Tensor, wanted: MemoryPlace) -> Tensor:
+    reach = zip(value.shape, wanted.strides, strict=True)
+    nbytes = (1 + sum((size - 1) * stride for size, stride in reach)) * value.element_size()
     raw = torch.empty(nbytes + ADDRESS_MODULUS_BYTES, dtype=torch.uint8)
-    start = (address - raw.data_ptr()) % ADDRESS_MODULUS_BYTES
-    placed = raw[start : start + nbytes].view(value.dtype).view(value.shape)
-    return placed.copy_(value)
+    start = (wanted.address - raw.data_ptr()) % ADDRESS_MODULUS_BYTES
+    flat = raw[start : start + nbytes].view(value.dtype)
+    return flat.as_strided(value.shape, wanted.strides).copy_(value)

@@ -6,7 +6,7 @@ The global batch in one go would be faster and wrong: another batch split gives 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,8 +22,10 @@ class MicroReplay:
     """Forward and backward of one micro-batch of one rank."""
 
     loss: Tensor  # 0D
-    grads: tuple[Tensor | None, ...]  # each ND, the param's shape and dtype
-    """One per param, in order; None for a param that the loss does not reach."""
+    """Not scaled."""
+    grads: dict[str, Tensor]  # each ND, the param's shape and dtype
+    """Of the scaled loss, by param; without those that the loss does not reach."""
+    rows: int
     digest: bytes
     """Hash of the batch's bytes, taken before the forward sees it."""
 
@@ -33,8 +35,11 @@ class RankReplay:
     """All micro-batches of one rank in one step."""
 
     losses: tuple[Tensor, ...]  # each 0D
-    grads: dict[str, Tensor]  # each ND, the param's shape, grad dtype
-    """The accumulated local gradient of each param."""
+    rounds: tuple[dict[str, Tensor], ...]  # each ND, the param's shape, grad dtype
+    """What the rank brings to each reduction of the step, by param: one with the accumulated local
+    gradients, or one a micro-batch where `system.sync` is `every`."""
+    rows: int
+    """Rows of all its micro-batches."""
     data_digest: bytes
     """Hash of the bytes of the rank's batches, in order."""
 
@@ -77,9 +82,12 @@ class Replayer:
     workload: Workload
     module: nn.Module
     params: Mapping[str, nn.Parameter]
-    """The params to differentiate by; every one of `module` that is trained."""
+    """The params to differentiate by; every one of `module` that is trained. One that is frozen for
+    now requires no gradient and is left out."""
 
-    def replay_rank(self, *, step: int, rank: int, grad_dtype: torch.dtype | None) -> RankReplay:
+    def replay_rank(
+        self, *, step: int, rank: int, grad_dtype: torch.dtype | None, scale: float | None
+    ) -> RankReplay:
         """Run all micro-batches of one rank and accumulate their gradients, in order.
 
         A param that no micro-batch reaches has a gradient of zeros.
@@ -89,50 +97,73 @@ class Replayer:
             rank: Rank whose data is used.
             grad_dtype: Dtype of the accumulated gradients, which each addition is rounded to; None
                 for each param's own.
+            scale: What losses are multiplied by before backward; None for nothing.
         """
-        totals: dict[str, Tensor] = {}
-        losses: list[Tensor] = []
-        digests: list[bytes] = []
+        every = self.scenario.system.sync == "every"
+        rounds: list[dict[str, Tensor]] = []
+        replays: list[MicroReplay] = []
         for micro in range(self.scenario.run.micro_batches):
-            replay = self.replay_micro(step=step, rank=rank, micro=micro)
-            for name, grad in zip(self.params, replay.grads, strict=True):
-                if grad is None:
-                    continue
+            replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
+            replays.append(replay)
+            if every or not rounds:
+                rounds.append({})
+            totals = rounds[-1]
+            for name, grad in replay.grads.items():
                 # Zero plus the first term is that term, but for the sign of a zero.
                 term = grad if grad_dtype is None else grad.to(grad_dtype)
                 totals[name] = totals[name] + term if name in totals else term
-            losses.append(replay.loss)
-            digests.append(replay.digest)
-        for name, param in self.params.items():
-            if name not in totals:
-                totals[name] = torch.zeros(param.shape, dtype=grad_dtype or param.dtype)
-        return RankReplay(losses=tuple(losses), grads=totals, data_digest=_hash(*digests))
+        for totals in rounds:
+            if len(totals) == len(self.params):
+                continue
+            for name, param in self.params.items():
+                if name not in totals:
+                    totals[name] = torch.zeros(param.shape, dtype=grad_dtype or param.dtype)
+        return RankReplay(
+            losses=tuple(replay.loss for replay in replays),
+            rounds=tuple(rounds),
+            rows=sum(replay.rows for replay in replays),
+            data_digest=_join([replay.digest for replay in replays]),
+        )
 
-    def replay_micro(self, *, step: int, rank: int, micro: int) -> MicroReplay:
+    def replay_micro(
+        self, *, step: int, rank: int, micro: int, scale: float | None = None
+    ) -> MicroReplay:
         """Run one micro-batch forward and backward, from the seed that the system's rank uses."""
         batch = self.workload.batch(step=step, rank=rank, micro=micro)
-        digest = digest_batch(batch)
+        rows, digest = batch.rows, digest_batch(batch)
         # What torch.manual_seed does on a CPU, without its look at every other kind of device.
         torch.default_generator.manual_seed(
             seed_of(self.scenario, step=step, rank=rank, micro=micro)
         )
         with torch.enable_grad():
             loss = self.workload.loss(self.module, batch)
-        grads: tuple[Tensor | None, ...] = (None,) * len(self.params)
-        if loss.requires_grad:
-            grads = torch.autograd.grad(loss, tuple(self.params.values()), allow_unused=True)
-        return MicroReplay(loss=loss.detach(), grads=grads, digest=digest)
+            scaled = loss if scale is None else loss * scale
+        wanted = {name: param for name, param in self.params.items() if param.requires_grad}
+        grads: dict[str, Tensor] = {}
+        if wanted and scaled.requires_grad:
+            found = torch.autograd.grad(scaled, tuple(wanted.values()), allow_unused=True)
+            grads = {
+                name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None
+            }
+        return MicroReplay(loss=loss.detach(), grads=grads, rows=rows, digest=digest)
 
-    def find_nonfinite(self, *, step: int, rank: int) -> NonFinite | None:
+    def freeze(self, names: Collection[str]) -> None:
+        """Let the named params take no part in backward until the next call, all others do."""
+        for name, param in self.params.items():
+            param.requires_grad_(name not in names)
+
+    def find_nonfinite(
+        self, *, step: int, rank: int, scale: float | None = None
+    ) -> NonFinite | None:
         """Replay a rank's step until a micro-batch yields a NaN or an infinity; None if none does.
 
         Micro-batches are tried in order, then params and elements. Searching by a second,
         deterministic replay costs a healthy run nothing.
         """
         for micro in range(self.scenario.run.micro_batches):
-            grads = self.replay_micro(step=step, rank=rank, micro=micro).grads
-            for name, grad in zip(self.params, grads, strict=True):
-                bad = None if grad is None else _first_nonfinite(grad)
+            replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
+            for name, grad in replay.grads.items():
+                bad = _first_nonfinite(grad)
                 if bad is not None:
                     index, value = bad
                     return NonFinite(rank=rank, micro=micro, param=name, index=index, value=value)
@@ -144,6 +175,10 @@ def digest_batch(batch: Batch) -> bytes:
     tensors = [batch.inputs] if batch.targets is None else [batch.inputs, batch.targets]
     # numpy knows no bf16, so the bits go over as bytes.
     return _hash(*(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors))
+
+
+def _join(digests: Sequence[bytes]) -> bytes:
+    return digests[0] if len(digests) == 1 else _hash(*digests)
 
 
 def _hash(*parts: bytes) -> bytes:

@@ -7,55 +7,75 @@ shard was cut; the loop over params has no such seam.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, assert_never
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from zero_sim.scenario.spec import OptimizerSpec
+from zero_sim.scenario.spec import GroupSpec, OptimizerName, OptimizerSpec
 
-Divide = Literal["none", "pre", "post"]
+_CLASSES: dict[OptimizerName, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+}
+
+_BETAS_EPS = ("betas", "eps", "weight_decay")
+_OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
+    "adamw": (*_BETAS_EPS, "amsgrad"),
+    "adam": (*_BETAS_EPS, "amsgrad"),
+    "sgd": ("momentum", "nesterov", "weight_decay"),
+    "rmsprop": ("momentum", "eps", "weight_decay"),
+    "adagrad": ("eps", "weight_decay"),
+    "nadam": _BETAS_EPS,
+    "radam": _BETAS_EPS,
+    "adamax": _BETAS_EPS,
+    "adadelta": ("eps", "weight_decay"),
+    "asgd": ("weight_decay",),
+    "rprop": (),
+}
+"""Which fields of the spec each class takes besides `lr`, under the same names."""
 
 
-def divide_local(grad: Tensor, *, divide: Divide, world_size: int) -> Tensor:
-    """Divide a rank's gradient by the world size, in its dtype, where that precedes the sum."""
-    return grad.div(world_size) if divide == "pre" else grad
+def lr_factor(spec: OptimizerSpec, *, step: int) -> float:
+    """Return what every learning rate is multiplied by at a step, counted from 0."""
+    return min(1.0, (step + 1) / spec.warmup_steps) if spec.warmup_steps else 1.0
 
 
-def master_gradient(reduced: Tensor, *, divide: Divide, world_size: int) -> Tensor:
-    """Return what the optimizer sees: a new fp32 tensor, divided where that follows the sum.
-
-    The quotient is a true one: a product with a rounded 1 / world_size differs in the last bit.
-    """
-    wide = reduced.to(torch.float32, copy=True)
-    return wide.div_(world_size) if divide == "post" else wide
+def group_of(spec: OptimizerSpec, *, name: str) -> GroupSpec | None:
+    """Return the first group whose `match` ends the param's name; None for no group's."""
+    return next((group for group in spec.groups if name.endswith(group.match)), None)
 
 
-def build_optimizer(spec: OptimizerSpec, *, masters: list[Tensor]) -> torch.optim.Optimizer:
-    """Return the torch optimizer that the spec names, over all `masters`."""
-    match spec.name:
-        case "adamw" | "adam":
-            kind = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
-            return kind(
-                masters,
-                lr=spec.lr,
-                betas=spec.betas,
-                eps=spec.eps,
-                weight_decay=spec.weight_decay,
-                foreach=False,
-                fused=False,
-            )
-        case "sgd":
-            return torch.optim.SGD(
-                masters,
-                lr=spec.lr,
-                momentum=spec.momentum,
-                weight_decay=spec.weight_decay,
-                foreach=False,
-                fused=False,
-            )
-        case unknown:
-            assert_never(unknown)
+def build_optimizer(spec: OptimizerSpec, *, masters: Mapping[str, Tensor]) -> Optimizer:
+    """Return the torch optimizer that the spec names, over all `masters`, in the spec's groups."""
+    members: dict[GroupSpec | None, list[Tensor]] = {}
+    for name, master in masters.items():
+        members.setdefault(group_of(spec, name=name), []).append(master)
+    options: dict[str, Any] = {option: getattr(spec, option) for option in _OPTIONS[spec.name]}
+    groups = [
+        {"params": tensors, **_group_options(group, takes=options)}
+        for group, tensors in members.items()
+    ]
+    return _CLASSES[spec.name](groups, lr=spec.lr, foreach=False, **options)  # pyrefly: ignore
+
+
+def _group_options(group: GroupSpec | None, *, takes: Mapping[str, object]) -> dict[str, float]:
+    own: dict[str, float] = {}
+    if group is not None and group.lr is not None:
+        own["lr"] = group.lr
+    if group is not None and group.weight_decay is not None and "weight_decay" in takes:
+        own["weight_decay"] = group.weight_decay
+    return own
 
 
 class Stepper:
@@ -69,18 +89,24 @@ class Stepper:
             params: Initial values by name.
         """
         self.masters: dict[str, Tensor] = {
-            name: param.detach().to(torch.float32, copy=True) for name, param in params.items()
+            name: param.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            for name, param in params.items()
         }
-        self._optimizer = build_optimizer(spec, masters=list(self.masters.values()))
+        self._optimizer = build_optimizer(spec, masters=self.masters)
+        self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
 
-    def step(self, grads: Mapping[str, Tensor]) -> None:
+    def step(self, grads: Mapping[str, Tensor], *, factor: float = 1.0) -> None:
         """Take one step in place.
 
         Args:
-            grads: fp32 gradient of every master, by name; zeros count as a gradient.
+            grads: fp32 gradients by name; zeros count as a gradient. A master without an entry
+                keeps its value and its state.
+            factor: What every learning rate is multiplied by in this step.
         """
         for name, master in self.masters.items():
-            master.grad = grads[name]
+            master.grad = grads.get(name)
+        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * factor
         self._optimizer.step()
         for master in self.masters.values():
             master.grad = None

@@ -20,6 +20,7 @@ from zero_sim.workloads.draws import (
     generator_of,
     named_seed,
     plant_nan,
+    rows_of,
     weight_generator,
     working_dtype,
 )
@@ -128,12 +129,18 @@ class DigitsWorkload:
         no step draws from two permutations. A step larger than the data set wraps around.
         """
         scenario, train_rows = self._scenario, len(self._split.train.classes)
-        rows, micros = scenario.data.rows, scenario.run.micro_batches
-        step_rows = rows * micros * scenario.world.size
+        rows, micros = rows_of(scenario, rank=rank), scenario.run.micro_batches
+        step_rows = self._rows_below(scenario.world.size) * micros
         epoch, step_in_epoch = divmod(step, max(1, train_rows // step_rows))
-        place = data_rank(scenario, rank=rank) * micros + micro
-        start = step_in_epoch * step_rows + place * rows
+        earlier_rows = self._rows_below(data_rank(scenario, rank=rank)) * micros
+        start = step_in_epoch * step_rows + earlier_rows + micro * rows
         return self._permutation(epoch)[torch.arange(start, start + rows) % train_rows]
+
+    def _rows_below(self, rank: int) -> int:
+        """Return the rows that one micro-batch of every rank below `rank` takes up together."""
+        data = self._scenario.data
+        extra = sum(other % 3 for other in range(rank)) if data.uneven_rows else 0
+        return data.rows * rank + extra
 
     def _permutation(self, epoch: int) -> Tensor:
         shuffled = self._shuffled

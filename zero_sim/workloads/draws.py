@@ -67,12 +67,18 @@ def named_seed(seed: int, purpose: str, *indices: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def plant_nan(inputs: Tensor, *, scenario: Scenario, step: int, rank: int, micro: int) -> Tensor:
-    """Put the NaN that the scenario asks for, if any, into the first element of `inputs`, in place.
+def rows_of(scenario: Scenario, *, rank: int) -> int:
+    """Return how many rows a micro-batch of `rank` has: all the same, or up to two more."""
+    uneven = scenario.data.uneven_rows
+    return scenario.data.rows + (data_rank(scenario, rank=rank) % 3 if uneven else 0)
 
-    The NaN goes to the rank named, also where all ranks otherwise share rank 0's data.
+
+def plant_nan(inputs: Tensor, *, scenario: Scenario, step: int, rank: int, micro: int) -> Tensor:
+    """Put the NaN or infinity that the scenario asks for, if any, into the first element, in place.
+
+    It goes to the rank named, also where all ranks otherwise share rank 0's data.
     """
     nan = scenario.data.nan
     if nan is not None and (nan.step, nan.rank, 0) == (step, rank, micro) and inputs.numel():
-        inputs.view(-1)[0] = math.nan
+        inputs.view(-1)[0] = math.inf if nan.value == "inf" else math.nan
     return inputs

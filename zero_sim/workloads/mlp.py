@@ -10,7 +10,13 @@ from torch.nn import functional
 
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads.affine import Affine, AffineBits, draw_affine
-from zero_sim.workloads.draws import batch_generator, plant_nan, weight_generator, working_dtype
+from zero_sim.workloads.draws import (
+    batch_generator,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
 from zero_sim.workloads.protocol import Batch
 
 _EXPANSION = 4
@@ -65,15 +71,19 @@ class MlpWorkload:
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return inputs and targets, both (rows, hidden) in the working dtype."""
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
-        shape = (2, self._scenario.data.rows, self._scenario.model.hidden)
+        rows = rows_of(self._scenario, rank=rank)
+        shape = (2, rows, self._scenario.model.hidden)
         inputs, targets = torch.randn(shape, generator=generator).to(self._dtype).unbind()
         plant_nan(inputs, scenario=self._scenario, step=step, rank=rank, micro=micro)
         return Batch(inputs=inputs, targets=targets)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean squared error, in fp32."""
+        """Return the squared error in fp32, a mean over the width and a mean or sum over rows."""
         assert batch.targets is not None
-        return functional.mse_loss(module(batch.inputs).float(), batch.targets.float())
+        outputs, targets = module(batch.inputs).float(), batch.targets.float()
+        if self._scenario.data.loss == "mean":
+            return functional.mse_loss(outputs, targets)
+        return functional.mse_loss(outputs, targets, reduction="sum") / targets.shape[1]
 
     def accuracy(self, module: nn.Module) -> float | None:
         """Return None: random targets have no held-out part."""

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads.draws import batch_generator, plant_nan, weight_generator, working_dtype
+from zero_sim.workloads.draws import (
+    batch_generator,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
 from zero_sim.workloads.protocol import Batch
 
 
@@ -43,7 +49,8 @@ class ParamsWorkload:
         """Draw the initial params, N(0, 1), once.
 
         Args:
-            scenario: Uses `model.shapes`, `model.dtype`, `data` (but not `rows`) and `run.seed`.
+            scenario: Uses `model.shapes`, `model.dtype`, `data` and `run.seed`. All rows of a
+                micro-batch share its factors, so their number only counts.
                 No shapes make a module without params: who trains it must say that it cannot.
         """
         self._scenario = scenario
@@ -64,11 +71,13 @@ class ParamsWorkload:
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
         factors = torch.randn((2, self._elems), generator=generator).to(self._dtype)
         plant_nan(factors, scenario=self._scenario, step=step, rank=rank, micro=micro)
-        return Batch(inputs=factors, targets=None)
+        rows = rows_of(self._scenario, rank=rank)
+        return Batch(inputs=factors, targets=None, row_count=rows)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return what the module returns, 0-D."""
-        return module(batch.inputs)
+        """Return what the module returns, 0-D: the mean over rows; or the rows' sum."""
+        loss = module(batch.inputs)
+        return loss if self._scenario.data.loss == "mean" else loss * batch.rows
 
     def accuracy(self, module: nn.Module) -> float | None:
         """Return None: there is nothing to classify."""

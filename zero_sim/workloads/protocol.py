@@ -16,10 +16,19 @@ class Batch:
     a system that spoils its input cannot spoil the reference's.
     """
 
-    inputs: Tensor  # ND, first dim rows; `params`: (2, elements), the factors c and d
+    inputs: Tensor  # ND, first dim rows; in `params`: (2, elements), the factors c and d
     """What the module's forward is called with."""
     targets: Tensor | None
     """What the loss compares the output with; None where the loss needs no target."""
+    uses: frozenset[str] = frozenset()
+    """Params that this micro-batch's forward uses and others' may not."""
+    row_count: int | None = None
+    """Rows it stands for, where that is not the first dim of `inputs`."""
+
+    @property
+    def rows(self) -> int:
+        """Rows (samples) that the loss is taken over."""
+        return self.inputs.shape[0] if self.row_count is None else self.row_count
 
 
 class Workload(Protocol):

@@ -10,6 +10,7 @@ from zero_sim.workloads.mlp import MlpWorkload
 from zero_sim.workloads.params import ParamsWorkload
 from zero_sim.workloads.protocol import Workload
 from zero_sim.workloads.transformer import TransformerWorkload
+from zero_sim.workloads.unusual import UnusualWorkload
 
 
 def build_workload(scenario: Scenario) -> Workload:
@@ -30,5 +31,7 @@ def build_workload(scenario: Scenario) -> Workload:
             return TransformerWorkload(scenario)
         case "digits":
             return DigitsWorkload(scenario)
+        case "unusual":
+            return UnusualWorkload(scenario)
         case unknown:
             assert_never(unknown)

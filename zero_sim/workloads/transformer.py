@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads.draws import batch_generator, plant_nan, weight_generator, working_dtype
+from zero_sim.workloads.draws import (
+    batch_generator,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
 from zero_sim.workloads.protocol import Batch
 
 WIDTH, HEADS, INNER, VOCABULARY, TOKENS = 4, 2, 16, 8, 3
@@ -165,7 +171,7 @@ class TransformerWorkload:
         The first token of the first row is the walkthrough's; all else is drawn N(0, 1).
         """
         generator = batch_generator(self._scenario, step=step, rank=rank, micro=micro)
-        rows = self._scenario.data.rows
+        rows = rows_of(self._scenario, rank=rank)
         drawn = torch.randn((rows, TOKENS, WIDTH), generator=generator)
         drawn[0, 0] = torch.tensor(INPUT_ROW_0)
         inputs = drawn.to(self._dtype)

@@ -1,0 +1,120 @@
+"""The whole gradient: norm, zeros, overflow and clipping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zero_sim.reference.gradient import (
+    clip_by_norm_,
+    flatten_wide,
+    measure,
+    root_of_squares,
+    unflatten,
+)
+
+
+class TestMeasure:
+    """What the judge is told of it."""
+
+    def test_norm_and_zeros(self):
+        """3, 4 and two zeros, one of them negative."""
+        measured = measure(torch.tensor([3.0, 0.0, -4.0, -0.0]))
+        assert (measured.norm.item(), measured.zeros) == (5.0, 2)
+        assert measured.norm.dtype == torch.float32
+        assert measured.norm.shape == ()
+        assert measured.norm_certified
+        assert measured.finite
+
+    def test_squares_that_fp32_cannot_hold(self):
+        """1e30 squared overflows fp32, and 1e-30 squared underflows."""
+        huge, tiny = (measure(torch.full((4,), value)) for value in (1e30, 1e-30))
+        assert huge.norm.item() == torch.tensor(2e30).item()
+        assert tiny.norm.item() == torch.tensor(2e-30).item()
+        assert huge.finite
+
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+    def test_overflow(self, bad):
+        """An infinite or NaN element makes the norm so, in every order."""
+        measured = measure(torch.tensor([1.0, bad]))
+        assert not measured.finite
+        assert not measured.norm.isfinite()
+        assert measured.norm_certified
+
+    def test_nothing_at_all(self):
+        """Without elements the norm is 0."""
+        measured = measure(torch.empty(0))
+        assert (measured.norm.item(), measured.zeros, measured.finite) == (0.0, 0, True)
+
+
+class TestCertificate:
+    """Next to the middle of two fp32 values, the order of a sum decides."""
+
+    def test_the_middle_is_not_certified(self):
+        """1 + 2^-24 lies between 1 and the next fp32 value; its square fits fp64."""
+        middle = 1 + 2.0**-24
+        assert not root_of_squares(middle * middle, terms=2)[1]
+
+    @pytest.mark.parametrize("norm", [1.0, 5.0, 0.0])
+    def test_fp32_values_are_certified(self, norm):
+        """They are as far from every middle as can be."""
+        got, certified = root_of_squares(norm * norm, terms=1000)
+        assert (got.item(), certified) == (norm, True)
+
+    def test_more_terms_reach_further(self):
+        """2^-40 from the middle: certified for a few terms, not for 2^14 of them."""
+        near = (1 + 2.0**-24 - 2.0**-40) ** 2
+        assert root_of_squares(near, terms=16)[1]
+        assert not root_of_squares(near, terms=1 << 14)[1]
+
+
+class TestClip:
+    """min(1, bound / (norm + 1e-6)), in fp32."""
+
+    def test_half(self):
+        """5e4 + 1e-6 is 5e4 in fp32, so the coefficient is exactly 1/2."""
+        flat = torch.tensor([3e4, 4e4])
+        clip_by_norm_(flat, norm=torch.tensor(5e4), norm_max=2.5e4)
+        assert flat.tolist() == [1.5e4, 2e4]
+
+    def test_never_scales_up(self):
+        """A bound above the norm changes nothing."""
+        flat = torch.tensor([3.0, 4.0])
+        clip_by_norm_(flat, norm=torch.tensor(5.0), norm_max=6.0)
+        assert flat.tolist() == [3.0, 4.0]
+
+    def test_coefficient_is_a_true_quotient(self):
+        """By 3 the product with the rounded reciprocal is another number than the quotient."""
+        for bound in range(1, 300):
+            flat, norm = torch.ones(1), torch.tensor(3e3)
+            clip_by_norm_(flat, norm=norm, norm_max=float(bound))
+            assert flat.item() == torch.tensor(bound / 3e3, dtype=torch.float64).float().item()
+
+
+class TestFlat:
+    """To one tensor and back."""
+
+    def test_round_trip_of_shapes_and_dtypes(self):
+        """Strides, empty and scalar ones included, in the order asked for."""
+        grads = {
+            "a": torch.arange(6.0).view(2, 3).T,
+            "b": torch.tensor(7.0, dtype=torch.bfloat16),
+            "c": torch.empty(0, 4),
+        }
+        flat = flatten_wide(grads, names=["b", "a", "c"])
+        assert flat.tolist() == [7, 0, 3, 1, 4, 2, 5]
+        like = {name: grads[name] for name in ("b", "a", "c")}
+        for name, piece in unflatten(flat, like=like).items():
+            assert torch.equal(piece, grads[name].float())
+
+    def test_a_single_gradient_is_copied(self):
+        """The reduced gradient stays intact when the flat one is divided."""
+        grad = torch.ones(2)
+        flatten_wide({"a": grad}, names=["a"]).div_(2)
+        assert grad.tolist() == [1.0, 1.0]
+
+    def test_no_names(self):
+        """Everything may be frozen."""
+        assert flatten_wide({}, names=[]).shape == (0,)

@@ -1,0 +1,89 @@
+"""How many rows a micro-batch has, and what its loss is of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zero_sim.scenario.spec import DataSpec, NanSpec, RunSpec, WorldSpec
+from zero_sim.workloads import Batch, build_workload
+
+NAMES = ["mlp", "params", "transformer-260", "digits", "unusual"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestRows:
+    """Batches say their rows."""
+
+    def test_even(self, make_scenario, name):
+        """As many as the scenario says, on every rank."""
+        workload = build_workload(make_scenario(name, shapes=((3,),), data=DataSpec(rows=5)))
+        assert [workload.batch(step=0, rank=r, micro=1).rows for r in range(4)] == [5] * 4
+
+    def test_uneven(self, make_scenario, name):
+        """Rank r has r % 3 more; inputs and targets have that many, but bare params' factors."""
+        data = DataSpec(rows=5, uneven_rows=True)
+        workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
+        batches = [workload.batch(step=0, rank=rank, micro=1) for rank in range(5)]
+        assert [batch.rows for batch in batches] == [5, 6, 7, 5, 6]
+        if name != "params":
+            assert [len(batch.inputs) for batch in batches] == [5, 6, 7, 5, 6]
+            assert [len(batch.targets) for batch in batches] == [5, 6, 7, 5, 6]
+
+    def test_shared_data_have_equal_rows(self, make_scenario, name):
+        """All ranks then have rank 0's."""
+        data = DataSpec(rows=5, uneven_rows=True, ranks="same")
+        workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
+        one, two = (workload.batch(step=0, rank=rank, micro=0) for rank in (0, 1))
+        assert torch.equal(one.inputs, two.inputs)
+
+    def test_infinity_instead_of_a_nan(self, make_scenario, name):
+        """The first element of rank 1's first micro-batch."""
+        data = DataSpec(nan=NanSpec(step=1, rank=1, value="inf"))
+        workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
+        flat = workload.batch(step=1, rank=1, micro=0).inputs.reshape(-1)
+        assert flat[0] == math.inf
+        assert flat[1:].isfinite().all()
+
+
+class TestSum:
+    """A summed loss is the mean times the rows."""
+
+    @pytest.mark.parametrize("name", ["mlp", "params"])
+    def test_is_rows_times_the_mean(self, make_scenario, name):
+        """Five rows on rank 1."""
+        losses = []
+        for loss in ("mean", "sum"):
+            data = DataSpec(rows=4, uneven_rows=True, loss=loss)
+            workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
+            batch = workload.batch(step=0, rank=1, micro=0)
+            losses.append(workload.loss(workload.build(), batch).item())
+        assert losses[1] == pytest.approx(5 * losses[0], rel=1e-5)
+
+
+def test_uneven_digits_are_dealt_once(make_scenario):
+    """A step of 2, 3 and 4 rows twice, and one image after the other."""
+    scenario = make_scenario(
+        "digits",
+        data=DataSpec(rows=2, uneven_rows=True),
+        world=WorldSpec(size=3),
+        run=RunSpec(micro_batches=2),
+    )
+    workload = build_workload(scenario)
+    seen = [
+        workload.row_indices(step=step, rank=rank, micro=micro)
+        for step in range(3)
+        for rank in range(3)
+        for micro in range(2)
+    ]
+    assert [len(rows) for rows in seen] == [2, 2, 3, 3, 4, 4] * 3
+    assert len(torch.cat(seen).unique()) == 3 * 18
+
+
+def test_rows_are_the_first_dim_unless_said():
+    """Most batches need not say."""
+    inputs = torch.zeros(3, 2)
+    assert Batch(inputs=inputs, targets=None).rows == 3
+    assert Batch(inputs=inputs, targets=None, row_count=7).rows == 7

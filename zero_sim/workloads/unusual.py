@@ -1,0 +1,158 @@
+"""`unusual`: a small network with one of each awkward kind of param.
+
+A token model: an embedding that is also the output's projection, a layer that is used twice, two
+paths mixed by a router, and small terms for the params that only some micro-batches use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.draws import (
+    batch_generator,
+    data_rank,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
+from zero_sim.workloads.protocol import Batch
+
+WIDTH, VOCABULARY, PATHS = 5, 7, 2
+
+RANK_ZERO, MICRO_ZERO = "rank_zero", "micro_zero"
+"""Params that only rank 0, or only micro-batch 0, uses; `Batch.uses` names them."""
+
+
+class TiedHead(nn.Module):
+    """The projection to the vocabulary; its weight is the embedding's."""
+
+    weight: nn.Parameter  # 2D (vocabulary, width)
+
+    def __init__(self, embedding: nn.Parameter) -> None:
+        super().__init__()
+        self.register_parameter("weight", embedding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` (rows, width) to logits (rows, vocabulary)."""
+        return x @ self.weight.T
+
+
+class UnusualNet(nn.Module):
+    """Every direct param is awkward in its own way; `head.weight` is `embedding` once more."""
+
+    frozen: nn.Parameter  # 1D (width,), never trained
+    embedding: nn.Parameter  # 2D (vocabulary, width), tied to the head
+    twice: nn.Parameter  # 2D (width, width), used twice in a forward
+    unused: nn.Parameter  # 1D (3,), in no forward
+    rank_zero: nn.Parameter  # 1D (width,)
+    micro_zero: nn.Parameter  # 1D (width,)
+    empty: nn.Parameter  # 2D (0, width)
+    strided: nn.Parameter  # 2D (width, width), a transposed view of its storage
+    router: nn.Parameter  # 2D (width, paths), fp32 whatever the others are
+    scale: nn.Parameter  # 0D
+
+    def __init__(self, bits: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, initial in bits.items():
+            trained = name != "frozen"
+            # A clone keeps the strides.
+            self.register_parameter(name, nn.Parameter(initial.clone(), requires_grad=trained))
+        self.head = TiedHead(self.embedding)
+
+    def forward(self, inputs: Tensor, *, tokens: Tensor, uses: Collection[str]) -> Tensor:
+        """Return logits.
+
+        Args:
+            inputs: (rows, width), in the working dtype.
+            tokens: (rows,), what is looked up in the embedding.
+            uses: Which of `rank_zero` and `micro_zero` take part.
+
+        Returns:
+            (rows, vocabulary), in the working dtype.
+        """
+        x = inputs * self.frozen + functional.embedding(tokens, self.embedding)
+        x = x + self.empty.sum()
+        hidden = torch.tanh(torch.tanh(x @ self.twice) @ self.twice)
+        paths = torch.stack([hidden, torch.tanh(x @ self.strided)], dim=-1)
+        gates = (x.float() @ self.router).softmax(dim=-1).to(paths.dtype)
+        x = x + (paths * gates.unsqueeze(1)).sum(dim=-1)
+        for name in (RANK_ZERO, MICRO_ZERO):
+            if name in uses:
+                x = x + torch.tanh(inputs * self.get_parameter(name))
+        return self.head(x * self.scale)
+
+
+def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
+    """Draw all params in registration order, N(0, 1) over the root of the width."""
+    generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / math.sqrt(WIDTH)
+
+    bits = {
+        "frozen": draw(WIDTH) + 1.0,
+        "embedding": draw(VOCABULARY, WIDTH),
+        "twice": draw(WIDTH, WIDTH),
+        "unused": draw(3),
+        RANK_ZERO: draw(WIDTH),
+        MICRO_ZERO: draw(WIDTH),
+        "empty": draw(0, WIDTH),
+        "strided": draw(WIDTH, WIDTH).T,
+        "router": draw(WIDTH, PATHS),
+        "scale": draw() + 1.0,
+    }
+    return {
+        name: initial if name == "router" else initial.to(dtype) for name, initial in bits.items()
+    }
+
+
+class UnusualWorkload:
+    """The network that guesses random target tokens."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial weights, once.
+
+        Args:
+            scenario: Uses `model.dtype`, `data` and `run.seed`.
+        """
+        self._scenario = scenario
+        self._dtype = working_dtype(scenario.model.dtype)
+        self._bits = _draw_bits(scenario)
+
+    def build(self) -> nn.Module:
+        """Return a fresh `UnusualNet`."""
+        return UnusualNet(self._bits)
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return inputs (rows, width), and tokens to read and to guess, (rows, 2).
+
+        What the micro-batch uses follows from whose data it is: where all ranks share rank 0's,
+        they use what it uses.
+        """
+        scenario = self._scenario
+        generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
+        rows = rows_of(scenario, rank=rank)
+        inputs = torch.randn((rows, WIDTH), generator=generator).to(self._dtype)
+        tokens = torch.randint(VOCABULARY, (rows, 2), generator=generator)
+        plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)
+        conditions = {RANK_ZERO: data_rank(scenario, rank=rank) == 0, MICRO_ZERO: micro == 0}
+        uses = frozenset(name for name, used in conditions.items() if used)
+        return Batch(inputs=inputs, targets=tokens, uses=uses)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy, in fp32."""
+        assert batch.targets is not None
+        tokens, wanted = batch.targets.unbind(dim=1)
+        logits = module(batch.inputs, tokens=tokens, uses=batch.uses)
+        return functional.cross_entropy(logits.float(), wanted)
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: random targets have no held-out part."""
+        return None
