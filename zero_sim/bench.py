@@ -119,9 +119,10 @@ def _simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> 
         times.append(time.perf_counter())
         for step in range(scenario.run.steps):
             engine.zero_grad()
-            loss = workload.loss(engine.module, workload.batch(step=step, rank=rank, micro=0))
-            engine.backward(loss, last_micro=True)
-            engine.step()
+            batch = workload.batch(step=step, rank=rank, micro=0)
+            loss = workload.loss(engine.module, batch)
+            engine.backward(loss, last_micro=True, rows=batch.rows)
+            engine.step(lr_factor=1.0)
         times.append(time.perf_counter())
 
     world.run(program)

@@ -31,8 +31,8 @@ def ranks():
         engine.zero_grad()
         params = dict(engine.module.named_parameters())
         injected = torch.tensor(W_Q_GRADS[rank]).to(torch.bfloat16)
-        engine.backward((params["W_q"] * injected).sum(), last_micro=True)
-        engine.step()
+        engine.backward((params["W_q"] * injected).sum(), last_micro=True, rows=1)
+        engine.step(lr_factor=1.0)
         parts = {part.place.param: part for part in engine.parts()}
         return engine.params(), parts
 

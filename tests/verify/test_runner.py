@@ -17,6 +17,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
+from zero_sim.targets import StepResult
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.verify import runner
 from zero_sim.workloads import Batch, digits
@@ -59,8 +60,9 @@ def test_a_rank_that_raises_is_a_finding_with_its_traceback(judged):
 def test_a_rank_that_never_calls_is_a_finding(judged):
     def change(engine, rank):
         if rank == 0:
-            engine.step = engine.zero_grad = lambda: None
-            engine.backward = lambda loss, *, last_micro: None
+            engine.zero_grad = lambda: None
+            engine.step = lambda *, lr_factor: StepResult()
+            engine.backward = lambda loss, *, last_micro, rows: None
 
     result = judged(target=ChangedTarget(change))
     assert result.verdict == "fail"
@@ -115,10 +117,8 @@ def test_a_nan_is_traced_to_its_rank_and_param(judged):
 
 def test_a_system_that_does_not_spread_the_nan_differs_too(judged):
     def change(engine, rank):
-        right = engine.backward
-
-        def cleaned(loss, *, last_micro):
-            right(loss, last_micro=False)
+        def cleaned(loss, *, last_micro, rows):
+            loss.backward()
             for buffer in engine._ddp.buffers:
                 buffer.grad_data.nan_to_num_()
             engine._ddp.finish_grad_sync()

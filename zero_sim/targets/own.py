@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,74 +13,175 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from zero_sim.scenario.spec import OptimizerSpec, Scenario
-from zero_sim.targets.protocol import OwnedPart, Place
+from zero_sim.scenario.spec import (
+    CheckpointForm,
+    GroupSpec,
+    OptimizerName,
+    OptimizerSpec,
+    Scenario,
+)
+from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
+    OptimFactory,
     OwnedFragment,
     ZeroConfig,
+    checkpoint,
 )
+from zero_sim.zero.groups import build_redundancy_groups
+from zero_sim.zero.scaler import LossScaler
+
+_CLASSES: dict[OptimizerName, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+}
 
 
-def build_optim_factory(spec: OptimizerSpec) -> Callable[[ParamsT], Optimizer]:
-    """What makes the scenario's optimizer from the masters that a rank owns."""
+def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
+    """The scenario's settings that the optimizer's class takes, under torch's names."""
+    cls = _CLASSES[spec.name]
+    known = inspect.signature(cls.__init__).parameters
+    said = {
+        "lr": spec.lr,
+        "betas": spec.betas,
+        "eps": spec.eps,
+        "weight_decay": spec.weight_decay,
+        "momentum": spec.momentum,
+        "nesterov": spec.nesterov,
+        "amsgrad": spec.amsgrad,
+        "foreach": spec.foreach,
+    }
+    return {name: value for name, value in said.items() if name in known}
 
-    def factory(params: ParamsT) -> Optimizer:
-        if spec.name == "sgd":
-            return torch.optim.SGD(
-                params,
-                lr=spec.lr,
-                momentum=spec.momentum,
-                weight_decay=spec.weight_decay,
-                foreach=spec.foreach,
-            )
-        cls = torch.optim.AdamW if spec.name == "adamw" else torch.optim.Adam
-        return cls(
-            params,
-            lr=spec.lr,
-            betas=spec.betas,
-            eps=spec.eps,
-            weight_decay=spec.weight_decay,
-            foreach=spec.foreach,
-        )
+
+def group_index(spec: OptimizerSpec, name: str) -> int:
+    """Which param group a param belongs to; the last one is for all that no group names."""
+    matches = (i for i, group in enumerate(spec.groups) if name.endswith(group.match))
+    return next(matches, len(spec.groups))
+
+
+def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
+    """What makes the scenario's optimizer from the masters that a rank owns, group by group."""
+    cls, settings = _CLASSES[spec.name], settings_of(spec)
+
+    def factory(groups: ParamsT) -> Optimizer:
+        if not spec.groups:
+            return cls(groups, **settings)
+        own: list[dict[str, Any]] = []
+        for group in groups:
+            assert isinstance(group, dict)
+            index = group["group_index"]
+            said = {} if index == len(spec.groups) else _own_settings(spec.groups[index])
+            own.append({"params": group["params"], **said})
+        return cls(own, **settings)
 
     return factory
+
+
+def _own_settings(group: GroupSpec) -> dict[str, float]:
+    said = {"lr": group.lr, "weight_decay": group.weight_decay}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 class ZeroSimEngine:
     """One rank of the project's own system."""
 
     def __init__(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> None:
-        system = scenario.system
+        system, spec = scenario.system, scenario.optimizer
         config = ZeroConfig(
             stage=system.stage,
             divide=system.divide,
+            divide_by=system.divide_by,
+            sync=system.sync,
+            micro_batches=scenario.run.micro_batches,
+            redundancy=system.redundancy,
             grad_dtype=system.grad_dtype,
             bucket_elems=system.bucket_elems,
             align_elems=system.align_elems,
+            align_bytes=system.align_bytes,
+            param_order=system.param_order,
+            partition=system.partition,
+            overlap_grads=system.overlap_grads,
+            overlap_params=system.overlap_params,
         )
+        shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
         self.module = module
-        self._ddp = DistributedDataParallel(module, config=config, group=group)
-        self._optimizer = DistributedOptimizer(
-            self._ddp, optim_factory=build_optim_factory(scenario.optimizer)
+        self._system = system
+        self._ddp = DistributedDataParallel(
+            module,
+            config=config,
+            group=group,
+            shard_group=shard_group,
+            replica_group=replica_group,
         )
-        self._stage = system.stage
+        scale = spec.loss_scale
+        self._optimizer = DistributedOptimizer(
+            self._ddp,
+            optim_factory=build_optim_factory(spec),
+            group_of=(lambda name: group_index(spec, name)) if spec.groups else None,
+            clip_norm=spec.clip_norm,
+            clip_value=spec.clip_value,
+            loss_scaler=None
+            if scale is None
+            else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
+        )
         self._places: dict[str, Place] = {}
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
         self._optimizer.zero_grad()
 
-    def backward(self, loss: Tensor, *, last_micro: bool) -> None:
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward; hooks move the gradients into the buffers."""
-        loss.backward()
-        if last_micro:
-            self._ddp.finish_grad_sync()
+        self._ddp.add_rows(rows)
+        if last_micro or self._system.sync == "every":
+            self._ddp.begin_last_micro_batch()
+        scaler = self._optimizer.loss_scaler
+        loss = loss if scaler is None else scaler.scale_loss(loss)
+        if loss.requires_grad:
+            loss.backward()
+        self._ddp.end_micro_batch(last_micro)
 
-    def step(self) -> None:
+    def step(self, *, lr_factor: float) -> StepResult:
         """Update the params on every rank."""
-        self._optimizer.step()
+        self._optimizer.set_lr_factor(lr_factor)
+        result = self._optimizer.step()
+        return StepResult(
+            norm=result.norm,
+            zeros=result.zeros,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
+        )
+
+    def settle(self) -> None:
+        """Wait for gathers in flight."""
+        self._ddp.finish_param_gather()
+
+    def notes(self) -> Iterator[str]:
+        """The measured degree of overlap, where any was asked for."""
+        meter = self._ddp.overlap
+        if self._system.overlap_grads:
+            yield f"gradient collectives in flight while backward computed: {meter.grads_mean:.2f}"
+        if self._system.overlap_params:
+            yield f"param gathers in flight while forward computed: {meter.params_mean:.2f}"
+
+    def save(self, path: Path, *, form: CheckpointForm) -> None:
+        """Save a checkpoint."""
+        checkpoint.save(path, ddp=self._ddp, optimizer=self._optimizer, form=form)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        checkpoint.load(path, ddp=self._ddp, optimizer=self._optimizer)
 
     def params(self) -> Mapping[str, Tensor]:
         """Full working params on this rank."""
@@ -102,7 +206,7 @@ class ZeroSimEngine:
                 shard=owned.shard,
                 shard_start=shard.start,
                 shard_stop=shard.stop,
-                reduced_by="reduce_scatter" if self._stage == 1 else "all_reduce",
+                reduced_by="reduce_scatter" if self._system.stage == 1 else "all_reduce",
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
             )
@@ -112,9 +216,10 @@ class ZeroSimEngine:
         """Where gradient buffers, or only their padding, are not zero."""
         for index, buffer in enumerate(self._ddp.buffers):
             if not padding_only:
-                if buffer.grad_data.any():
-                    first = int(buffer.grad_data.nonzero()[0])
-                    return f"element {first} of gradient buffer {index}"
+                for memory in (buffer.grad_data, buffer.total_data):
+                    if memory is not None and memory.any():
+                        first = int(memory.nonzero()[0])
+                        return f"element {first} of gradient buffer {index}"
                 continue
             for bucket in buffer.plan.buckets:
                 padding = buffer.grad_data[bucket.padding.start : bucket.padding.stop]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import CheckpointForm, Scenario
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,20 @@ class OwnedPart:
     """torch's per-param optimizer state."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What an engine says of a step; None for what it does not have."""
+
+    norm: Tensor | None = None  # 0-D, fp32
+    """Norm of the whole gradient, before clipping."""
+    zeros: int | None = None
+    """Elements of the whole gradient that are zero."""
+    skipped: bool = False
+    """Whether nothing was updated, because a gradient was not finite."""
+    loss_scale: float | None = None
+    """The scale that the step's losses were multiplied by."""
+
+
 class Engine(Protocol):
     """One rank's training engine."""
 
@@ -62,12 +77,26 @@ class Engine(Protocol):
         """Forget the gradients of the step before."""
         ...
 
-    def backward(self, loss: Tensor, *, last_micro: bool) -> None:
-        """Run backward for one micro-batch."""
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward for one micro-batch.
+
+        Args:
+            loss: 0-D.
+            last_micro: Whether the step has no micro-batch after this one.
+            rows: Number of rows (samples or tokens) that the loss was taken over.
+        """
         ...
 
-    def step(self) -> None:
-        """Reduce the gradients and update the params on every rank."""
+    def step(self, *, lr_factor: float) -> StepResult:
+        """Reduce what is not reduced yet and update the params on every rank.
+
+        Args:
+            lr_factor: What every learning rate is multiplied by in this step.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait for whatever the last step left in flight, so that params can be read."""
         ...
 
     def params(self) -> Mapping[str, Tensor]:
@@ -84,6 +113,18 @@ class Engine(Protocol):
         Asked twice: right after `zero_grad`, when everything must be zero, and after a step with
         only the padding looked at, which must be zero always.
         """
+        ...
+
+    def notes(self) -> Iterable[str]:
+        """What a reader should know of the whole run, such as a measured degree of overlap."""
+        ...
+
+    def save(self, path: Path, *, form: CheckpointForm) -> None:
+        """Save a checkpoint; every rank calls it."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint, whatever layout it was saved from; every rank calls it."""
         ...
 
 

@@ -38,6 +38,28 @@ def param(step: int, rank: int, name: str) -> Finding:
     )
 
 
+def norm(step: int, rank: int) -> Finding:
+    """The norm of the gradient, before it is compared."""
+    return Finding(
+        check="equality.norm",
+        message="the norm of the gradient differs",
+        step=step,
+        phase="norm",
+        rank=rank,
+    )
+
+
+def said(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
+    """Something that the engine says of the step is not so."""
+    return Finding(
+        check=f"equality.{name.replace('_', '-')}",
+        step=step,
+        phase="norm",
+        rank=rank,
+        message=f"the step's {name}: expected {expected!r}, got {got!r}",
+    )
+
+
 _OWNED = {
     "equality.grad": ("reduce", "the reduced gradient differs"),
     "equality.master": ("optimizer", "the fp32 master differs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from zero_sim.targets import Engine, Place
@@ -10,24 +11,22 @@ from zero_sim.verify.records import Finding
 
 
 def check_ownership(
-    places: Mapping[int, Sequence[Place]],
+    replicas: Sequence[Mapping[int, Sequence[Place]]],
     *,
     shapes: Mapping[str, tuple[int, ...]],
-    sharded: bool,
+    step: int,
 ) -> Iterator[Finding]:
-    """Check that every element is owned exactly once; on every rank where nothing is sharded.
+    """Check that the ranks of every replica own each element exactly once between them.
 
     Args:
-        places: What each rank owns.
+        replicas: What each rank owns, by rank, for each replica of the optimizer state.
         shapes: Shape of every trainable param.
-        sharded: Whether the ranks divide the optimizer state among themselves.
+        step: The step that comes next, for the finding.
     """
-    if sharded:
+    for places in replicas:
         owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
-        yield from _check_cover(owned, shapes=shapes)
-    else:
-        for rank in sorted(places):
-            yield from _check_cover([(rank, place) for place in places[rank]], shapes=shapes)
+        for finding in _check_cover(owned, shapes=shapes):
+            yield replace(finding, step=step)
 
 
 def _check_cover(

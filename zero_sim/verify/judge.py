@@ -11,15 +11,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from zero_sim.reference import Addresses, Reference, ReferenceStep, address_of
+from zero_sim.reference import Addresses, Reference, ReferenceStep, place_of
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Engine, OwnedPart, Place
+from zero_sim.targets import Engine, OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
 from zero_sim.verify.positions import ring_spans
 from zero_sim.verify.records import Finding
 
-PHASES = ("forward", "reduce", "optimizer", "write-back", "gather")
+PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
 """The phases of a step, in the order in which an error travels through them."""
 
 
@@ -28,18 +28,32 @@ class Judge:
 
     Args:
         scenario: The case.
-        reference: The oracle, at its first step.
+        reference: The oracle, at the step before `first_step`.
+        first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
+        world_ranks: The ranks of the group that is judged, as findings name them.
     """
 
-    def __init__(self, scenario: Scenario, *, reference: Reference) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        reference: Reference,
+        first_step: int = 0,
+        world_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.scenario = scenario
         self.compared_elems = 0
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
+        self.uncertified_step: int | None = None
+        """First step whose norm may round either way, so that nothing after clipping is owed."""
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
-        self._observed = [-1] * scenario.world.size
+        self._observed = [first_step - 1] * scenario.world.size
+        self._first_step = first_step
+        self._world_ranks = world_ranks or range(scenario.world.size)
         self._places: dict[int, list[Place]] = {}
+        self._parts: dict[int, list[OwnedPart]] = {}
         self._addresses: dict[int, Addresses] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._bad_step: int | None = None
@@ -47,43 +61,69 @@ class Judge:
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
-        placed = [findings.with_index(found, self._shapes) for found in self._findings]
-        return findings.sort_and_merge(placed, phases=PHASES)
+        placed = (findings.with_index(found, self._shapes) for found in self._findings)
+        named = [
+            found if found.rank is None else replace(found, rank=self._world_ranks[found.rank])
+            for found in placed
+        ]
+        return findings.sort_and_merge(named, phases=PHASES)
 
     def built(self, rank: int, engine: Engine) -> None:
         """Look at a rank's engine before the first step: who owns what."""
         params = engine.params()
         self._places[rank] = [part.place for part in engine.parts()]
-        self._addresses[rank] = {name: address_of(param) for name, param in params.items()}
-        if len(self._places) == self.scenario.world.size:
+        self._addresses[rank] = {name: place_of(param) for name, param in params.items()}
+        if self.has_started:
             self._shapes = {name: tuple(param.shape) for name, param in params.items()}
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
-            self._report(
-                0,
-                invariants.check_ownership(
-                    self._places,
-                    shapes=self._shapes,
-                    sharded=self.scenario.system.stage > 0,
-                ),
+            owned = invariants.check_ownership(
+                self._replicas(), shapes=self._shapes, step=self._first_step
             )
+            self._report(self._first_step, owned)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether every rank has built its engine."""
+        return len(self._places) == self.scenario.world.size
+
+    def _replicas(self) -> list[dict[int, list[Place]]]:
+        """The ranks that hold the whole optimizer state between them, replica by replica."""
+        system = self.scenario.system
+        replica_count = self.scenario.world.size if system.stage == 0 else system.redundancy
+        ranks = sorted(self._places)
+        share = len(ranks) // replica_count
+        return [
+            {rank: self._places[rank] for rank in ranks[start : start + share]}
+            for start in range(0, len(ranks), share)
+        ]
 
     def before_backward(self, rank: int, step: int, engine: Engine) -> None:
         """Look at a rank right before the first backward of a step."""
         self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
-    def observe(self, rank: int, step: int, losses: Sequence[Tensor], engine: Engine) -> None:
+    def observe(
+        self, rank: int, step: int, losses: Sequence[Tensor], result: StepResult, engine: Engine
+    ) -> None:
         """Judge all of a rank's state after a step.
 
         Args:
             rank: The rank.
             step: The step it has just done, from 0.
             losses: Its loss for each micro-batch.
-            engine: Its engine.
+            result: What its engine said of the step.
+            engine: Its engine; params may still be in flight.
         """
         if self._bad_step is not None and step > self._bad_step:
             return
         expected = self._expected(step)
-        self._report(step, self._compare(rank, step, losses, engine, expected))
+        if self.uncertified_step is None:
+            self._report(step, self._compare_result(rank, step, result, expected))
+            self._report(step, self._compare(rank, step, losses, engine, expected))
+
+    def observe_params(self, rank: int, step: int, engine: Engine) -> None:
+        """Judge a rank's working params, once a step's gathers are done; last look at that step."""
+        if (self._bad_step is None or step <= self._bad_step) and self.uncertified_step is None:
+            self._report(step, self._compare_params(rank, step, engine, self._expected(step)))
         self._observed[rank] = step
         if min(self._observed) >= step:
             self._steps.pop(step, None)
@@ -107,19 +147,38 @@ class Judge:
     def _advance(self) -> ReferenceStep:
         orders = None
         if self.scenario.world.order == "ring":
-            # Replicated parts (stage 0) say the same on every rank; one rank's is enough.
-            told = self._places if self.scenario.system.stage > 0 else {0: self._places[0]}
+            # Replicas say the same; one of them is enough.
             spans = ring_spans(
-                (place for places in told.values() for place in places),
+                (place for places in self._replicas()[0].values() for place in places),
                 world_size=self.scenario.world.size,
+                replica_count=self.scenario.system.redundancy,
             )
             orders = {name: spans.get(name, []) for name in self._shapes}
         taken = self._reference.step(orders)
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         self.same_data &= len(set(taken.data_digests.values())) == 1
-        if taken.nonfinite is not None:
+        if not taken.norm_certified and self.scenario.optimizer.clip_norm is not None:
+            self.uncertified_step = taken.step
+        # With loss scaling an overflow is expected to be skipped, not to be reported.
+        if taken.nonfinite is not None and self.scenario.optimizer.loss_scale is None:
             self._report(taken.step, iter([findings.nonfinite(taken.step, taken.nonfinite)]))
         return taken
+
+    def _compare_result(
+        self, rank: int, step: int, result: StepResult, expected: ReferenceStep
+    ) -> Iterator[Finding]:
+        norm = result.norm if expected.norm_certified else None
+        if norm is not None and self._differs(expected.norm, norm):
+            yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        said = (
+            ("zeros", result.zeros),
+            ("skipped", result.skipped),
+            ("loss_scale", result.loss_scale),
+        )
+        for name, got in said:
+            wanted = getattr(expected, name)
+            if got is not None and got != wanted:
+                yield findings.said(name, step, rank, expected=wanted, got=got)
 
     def _compare(
         self,
@@ -133,28 +192,40 @@ class Judge:
             if self._differs(expected.losses[rank, micro], loss):
                 at = findings.loss(step, rank, micro)
                 yield findings.differing(at, expected.losses[rank, micro], loss)
+        # Views of live state, looked at once more when the params are there.
+        self._parts[rank] = list(engine.parts())
+        for part in self._parts[rank]:
+            yield from self._compare_part(rank, step, part, expected)
+        yield from invariants.check_padding(engine, step=step, rank=rank)
+
+    def _compare_params(
+        self, rank: int, step: int, engine: Engine, expected: ReferenceStep
+    ) -> Iterator[Finding]:
         params = engine.params()
-        for part in engine.parts():
-            yield from self._compare_part(rank, step, part, params, expected)
+        for part in self._parts[rank]:
+            place = part.place
+            working = params[place.param].reshape(-1)[place.start : place.stop]
+            cast = part.master.to(working.dtype)
+            if self._differs(cast, working):
+                at = findings.owned("invariant.cast", "", step, rank, place)
+                yield findings.differing(at, cast, working)
         for name, value in expected.params.items():
             if name not in params:
                 at = findings.param(step, rank, name)
                 yield replace(at, message="the system does not have this param")
             elif self._differs(value, params[name]):
                 yield findings.differing(findings.param(step, rank, name), value, params[name])
-        yield from invariants.check_padding(engine, step=step, rank=rank)
 
     def _compare_part(
         self,
         rank: int,
         step: int,
         part: OwnedPart,
-        params: Mapping[str, Tensor],
         expected: ReferenceStep,
     ) -> Iterator[Finding]:
         place = part.place
         name, start, stop = place.param, place.start, place.stop
-        whole = stop - start == params[name].numel()
+        whole = stop - start == expected.masters[name].numel()
         want = expected.state[name]
 
         def cut(tensor: Tensor) -> Tensor:
@@ -168,8 +239,6 @@ class Judge:
         for key in sorted(want.keys() & part.state.keys()):
             value = cut(want[key]) if want[key].dim() else want[key]
             compared.append(("equality.state", key, value, part.state[key]))
-        working = cut(params[name])
-        compared.append(("invariant.cast", "", part.master.to(working.dtype), working))
         for check, key, value, got in compared:
             if self._differs(value, got):
                 yield findings.differing(findings.owned(check, key, step, rank, place), value, got)

@@ -1,0 +1,49 @@
+"""dp-cp groups are judged one by one, and nothing may join two of them."""
+
+from zero_sim.scenario.spec import DataSpec, ModelSpec, NanSpec, Scenario, TopologySpec, WorldSpec
+from zero_sim.sim import CollectiveRecord
+from zero_sim.verify.cells import cells_of, check_crossing
+
+
+def scenario(**topology):
+    return Scenario(
+        schema=1,
+        model=ModelSpec(name="mlp"),
+        world=WorldSpec(size=8),
+        data=DataSpec(nan=NanSpec(step=0, rank=5)),
+        topology=TopologySpec(**topology),
+    )
+
+
+def record(*ranks):
+    return CollectiveRecord(
+        ranks[0], "all_reduce", "g", ranks, 0, "float32", 1, 4, "SUM", False, "f.py", 1
+    )
+
+
+def test_without_tp_and_pp_the_world_is_one_cell():
+    case = scenario(cp=2)
+    (cell,) = cells_of(case)
+    assert cell.ranks == tuple(range(8))
+    assert cell.scenario is case
+
+
+def test_each_cell_sees_its_own_size_seed_and_nan():
+    first, second = cells_of(scenario(tp=2))
+    assert (first.ranks, second.ranks) == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert first.scenario.world.size == second.scenario.world.size == 4
+    assert first.scenario.run.seed != second.scenario.run.seed
+    assert first.scenario.data.nan is None
+    assert second.scenario.data.nan.rank == 2
+
+
+def test_a_collective_across_cells_is_a_finding():
+    cells = cells_of(scenario(tp=2))
+    assert not list(check_crossing([record(0, 2, 4, 6), record(1, 3)], cells))
+    (finding,) = check_crossing([record(0, 2), record(2, 3)], cells)
+    assert finding.check == "invariant.crossing"
+    assert "[2, 3]" in finding.message
+
+
+def test_a_world_of_one_cell_may_join_anyone():
+    assert not list(check_crossing([record(0, 5)], cells_of(scenario())))

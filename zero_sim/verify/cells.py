@@ -1,0 +1,68 @@
+"""The parts of a world that train params of their own: its dp-cp groups.
+
+Each cell is judged by itself, by a reference of its own, as if the others were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import CollectiveRecord
+from zero_sim.topology import Topology
+from zero_sim.verify.records import Finding
+
+_SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One dp-cp group."""
+
+    ranks: tuple[int, ...]
+    """World ranks of its members, in group order."""
+    scenario: Scenario
+    """The case as this group alone sees it: its size, its seed, its ranks counted from 0."""
+
+
+def cells_of(scenario: Scenario) -> tuple[Cell, ...]:
+    """The cells of a case's world; one, the world itself, where tp and pp are 1."""
+    spec = scenario.topology
+    parts = spec.tp * spec.cp * spec.pp
+    topology = Topology(
+        tp=spec.tp, cp=spec.cp, pp=spec.pp, dp=scenario.world.size // parts, order=spec.order
+    )
+    groups = topology.dp_cp_groups()
+    if len(groups) == 1:
+        return (Cell(ranks=groups[0], scenario=scenario),)
+    return tuple(
+        Cell(ranks=ranks, scenario=_as_seen_by(scenario, ranks, index))
+        for index, ranks in enumerate(groups)
+    )
+
+
+def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenario:
+    nan = scenario.data.nan
+    if nan is not None:
+        nan = replace(nan, rank=ranks.index(nan.rank)) if nan.rank in ranks else None
+    return replace(
+        scenario,
+        world=replace(scenario.world, size=len(ranks)),
+        run=replace(scenario.run, seed=(scenario.run.seed + index * _SEED_STRIDE) % 2**63),
+        data=replace(scenario.data, nan=nan),
+    )
+
+
+def check_crossing(records: Iterable[CollectiveRecord], cells: Sequence[Cell]) -> Iterator[Finding]:
+    """Check that no collective joins ranks of two cells, apart from the world's own."""
+    homes = [set(cell.ranks) for cell in cells]
+    for record in records:
+        if len(cells) > 1 and not any(home.issuperset(record.group_ranks) for home in homes):
+            yield Finding(
+                check="invariant.crossing",
+                rank=record.rank,
+                message=f"{record.kind} at {record.site} joins ranks {list(record.group_ranks)}, "
+                "which train different params",
+            )
+            return

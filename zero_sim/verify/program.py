@@ -1,0 +1,163 @@
+"""What every rank of a case runs: a plain training loop with the judge looking on.
+
+A case is one segment, or two where it reloads a checkpoint into another world in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Engine, Target
+from zero_sim.verify.cells import Cell
+from zero_sim.verify.judge import Judge
+from zero_sim.workloads import Workload, seed_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Consecutive steps in one world."""
+
+    scenario: Scenario
+    start: int
+    stop: int
+    """Half-open range of steps."""
+    load: Path | None = None
+    """Checkpoint to start from."""
+    save: Path | None = None
+    """Checkpoint to end with."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the ranks tell besides what the judge sees."""
+
+    accuracy: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
+    """The segments of a case, in order.
+
+    Args:
+        scenario: The case.
+        folder: Where a checkpoint goes.
+    """
+    reload, steps = scenario.reload, scenario.run.steps
+    if reload is None:
+        yield Segment(scenario=scenario, start=0, stop=steps)
+        return
+    path = folder / "checkpoint"
+    yield Segment(scenario=scenario, start=0, stop=reload.step, save=path)
+    names = ("stage", "redundancy", "bucket_elems", "partition", "param_order")
+    changed = {name: getattr(reload, name) for name in names}
+    system = replace(
+        scenario.system, **{name: value for name, value in changed.items() if value is not None}
+    )
+    world = replace(scenario.world, size=reload.world_size or scenario.world.size)
+    after = replace(scenario, system=system, world=world)
+    yield Segment(scenario=after, start=reload.step, stop=steps, load=path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """What the ranks of one cell need to run."""
+
+    cell: Cell
+    workload: Workload
+    judge: Judge
+
+
+def build_program(
+    segment: Segment, *, seats: Sequence[Seat], target: Target, outcome: Outcome
+) -> Callable[[int], None]:
+    """The program of one segment.
+
+    Args:
+        segment: The steps to take, and where.
+        seats: Every cell of the world, with what it trains and who judges it.
+        target: The system under test.
+        outcome: Filled in by rank 0.
+    """
+
+    def program(world_rank: int) -> None:
+        group, seat = dist.group.WORLD, seats[0]
+        if len(seats) > 1:
+            # Every rank makes every group, in one order, as torch.distributed demands.
+            groups = [dist.new_group(list(seat.cell.ranks)) for seat in seats]
+            mine = next(i for i, seat in enumerate(seats) if world_rank in seat.cell.ranks)
+            group, seat = groups[mine], seats[mine]
+        assert isinstance(group, dist.ProcessGroup)
+        _train(segment, seat, target=target, group=group, outcome=outcome)
+
+    return program
+
+
+def _train(
+    segment: Segment, seat: Seat, *, target: Target, group: dist.ProcessGroup, outcome: Outcome
+) -> None:
+    """Build an engine and take the segment's steps; the judge looks on after each."""
+    scenario, workload, judge = seat.cell.scenario, seat.workload, seat.judge
+    rank = group.rank()
+    # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
+    # once that forward has used them.
+    deferred = scenario.system.overlap_params
+    engine = target.build(workload.build(), scenario=scenario, group=group)
+    if segment.load is not None:
+        engine.load(segment.load)
+    judge.built(rank, engine)
+    for step in range(segment.start, segment.stop):
+        _freeze(engine, scenario, step)
+        engine.zero_grad()
+        judge.before_backward(rank, step, engine)
+        losses: list[Tensor] = []
+        for micro in range(scenario.run.micro_batches):
+            losses.append(_micro_batch(engine, workload, scenario, step, rank, micro))
+            if deferred and micro == 0 and step > segment.start:
+                judge.observe_params(rank, step - 1, engine)
+        result = engine.step(lr_factor=lr_factor(scenario, step))
+        judge.observe(rank, step, losses, result, engine)
+        if not deferred:
+            engine.settle()
+            judge.observe_params(rank, step, engine)
+    engine.settle()
+    if deferred:
+        judge.observe_params(rank, segment.stop - 1, engine)
+    if segment.save is not None:
+        assert scenario.reload is not None
+        engine.save(segment.save, form=scenario.reload.form)
+    elif seat.cell.ranks[rank] == 0:
+        outcome.accuracy = workload.accuracy(engine.module)
+        outcome.notes.extend(engine.notes())
+
+
+def lr_factor(scenario: Scenario, step: int) -> float:
+    """What learning rates are multiplied by in a step: a linear warm-up, then 1."""
+    warmup_steps = scenario.optimizer.warmup_steps
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def _freeze(engine: Engine, scenario: Scenario, step: int) -> None:
+    if not scenario.model.freeze:
+        return
+    params = dict(engine.module.named_parameters())
+    for freeze in scenario.model.freeze:
+        params[freeze.param].requires_grad_(not freeze.start <= step < freeze.stop)
+
+
+def _micro_batch(
+    engine: Engine, workload: Workload, scenario: Scenario, step: int, rank: int, micro: int
+) -> Tensor:
+    # torch.manual_seed asks every kind of device first, which takes 100 us.
+    torch.default_generator.manual_seed(seed_of(scenario, step=step, rank=rank, micro=micro))
+    batch = workload.batch(step=step, rank=rank, micro=micro)
+    loss = workload.loss(engine.module, batch)
+    last = micro == scenario.run.micro_batches - 1
+    engine.backward(loss, last_micro=last, rows=batch.rows)
+    return loss.detach()
