@@ -1,0 +1,216 @@
+"""Every feature with every other: drawn combinations equal the reference, all state, every step.
+
+Swarm testing: each case switches on a random subset of the features, since most real bugs need two
+or three of them at once, and many hide behind others.
+"""
+
+from dataclasses import replace
+
+from hypothesis import event, given, note, settings
+from hypothesis import strategies as st
+
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import (
+    DataSpec,
+    FreezeSpec,
+    GroupSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.verify import run_case
+
+OPTIMIZERS = [
+    "adamw", "adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adadelta", "asgd",
+    "rprop",
+]  # fmt: skip
+NO_FOREACH = ("nadam", "radam", "asgd")
+MLP_PARAMS = ["0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias"]
+
+
+def divisors(size):
+    return [k for k in range(1, size + 1) if size % k == 0]
+
+
+@st.composite
+def models(draw, on, world_size):
+    dtype = draw(st.sampled_from(["fp32", "bf16"]))
+    if on("unusual"):
+        return ModelSpec(name="unusual", dtype=dtype)
+    if on("bare params"):
+        size = st.sampled_from([0, 1, world_size - 1, world_size, world_size + 1]) | st.integers(
+            0, 20
+        )
+        shapes = draw(st.lists(size.map(lambda n: (n,)), min_size=1, max_size=5))
+        return ModelSpec(name="params", dtype=dtype, shapes=(*shapes, (3,)))
+    freeze = ()
+    if on("freeze"):
+        start = draw(st.integers(0, 2))
+        freeze = (FreezeSpec(param=draw(st.sampled_from(MLP_PARAMS)), start=start, stop=start + 1),)
+    return ModelSpec(
+        name="mlp", dtype=dtype, hidden=draw(st.integers(1, 5)), blocks=draw(st.integers(1, 2)),
+        freeze=freeze,
+    )  # fmt: skip
+
+
+@st.composite
+def systems(draw, on, world_size):
+    stage = 0 if on("stage 0") else 1
+    uneven = stage == 1 and on("uneven")
+    aligned = on("aligned") and not uneven
+    sync = "every" if on("sync every") else "last"
+    divide = draw(st.sampled_from(["none", "pre", "post", "premul"])) if on("divide") else "post"
+    counts = ["ranks", "micro-batches"]
+    if sync == "last" or divide in ("none", "post"):
+        counts.append("tokens")
+    return SystemSpec(
+        stage=stage,
+        redundancy=draw(st.sampled_from(divisors(world_size))) if stage and on("redundancy") else 1,
+        partition="uneven" if uneven else "padded",
+        param_order="reverse" if on("reverse") else "registration",
+        align_elems=draw(st.integers(1, 8)) if aligned else 1,
+        align_bytes=draw(st.sampled_from([1, 16, 128])) if aligned else 1,
+        bucket_elems=draw(st.integers(1, 60)) if on("buckets") else None,
+        overlap_grads=on("overlap grads"),
+        overlap_params=stage == 1 and on("overlap params"),
+        sync=sync,
+        divide=divide,
+        divide_by=draw(st.sampled_from(counts)) if on("divide by") else "ranks",
+        grad_dtype="fp32" if on("fp32 grads") else "param",
+    )
+
+
+@st.composite
+def optimizers(draw, on, model):
+    name = draw(st.sampled_from(OPTIMIZERS)) if on("any optimizer") else "adamw"
+    clip = draw(st.sampled_from(["norm", "value"])) if on("clip") else None
+    suffixes = ["bias", "weight"] if model.name == "mlp" else ["0", "1"]
+    groups = tuple(
+        GroupSpec(match=suffix, lr=draw(st.none() | st.sampled_from([0.0, 0.01])))
+        for suffix in (suffixes if on("groups") else [])
+    )
+    momentum = name in ("sgd", "rmsprop") and on("momentum")
+    return OptimizerSpec(
+        name=name,
+        lr=draw(st.sampled_from([1e-3, 0.1])),
+        momentum=0.9 if momentum else 0.0,
+        nesterov=name == "sgd" and momentum and on("nesterov"),
+        amsgrad=name in ("adam", "adamw") and on("amsgrad"),
+        weight_decay=0.1 if name != "rprop" and on("decay") else 0.0,
+        foreach=name not in NO_FOREACH and on("foreach"),
+        warmup_steps=3 if on("warmup") else 0,
+        groups=groups,
+        clip_norm=draw(st.sampled_from([1e-3, 0.1, 100.0])) if clip == "norm" else None,
+        clip_value=1e-3 if clip == "value" else None,
+        loss_scale=LossScaleSpec(initial=64.0) if on("loss scale") else None,
+    )
+
+
+@st.composite
+def reloads(draw, on, steps):
+    size = draw(st.integers(1, 6))
+    return ReloadSpec(
+        step=draw(st.integers(1, steps - 1)),
+        form=draw(st.sampled_from(["sharded", "consolidated", "dcp"])),
+        world_size=size,
+        redundancy=draw(st.sampled_from(divisors(size))),
+        stage=None,
+        bucket_elems=draw(st.none() | st.integers(1, 60)),
+    )
+
+
+@st.composite
+def scenarios(draw, reload=True):
+    features = set()
+
+    def on(feature):
+        chosen = draw(st.integers(0, 3)) == 3
+        if chosen:
+            features.add(feature)
+        return chosen
+
+    world_size = draw(st.integers(1, 6))
+    steps = draw(st.integers(2, 4))
+    model = draw(models(on, world_size))
+    scenario = Scenario(
+        schema=1,
+        name="drawn",
+        model=model,
+        data=DataSpec(
+            rows=draw(st.integers(1, 3)),
+            uneven_rows=on("uneven rows"),
+            loss="sum" if model.name in ("mlp", "params") and on("summed loss") else "mean",
+        ),
+        world=WorldSpec(
+            size=world_size,
+            order=draw(st.sampled_from(["linear", "linear-fp32", "ring", "tree"])),
+            schedule="random" if on("random schedule") else "round-robin",
+        ),
+        system=draw(systems(on, world_size)),
+        optimizer=draw(optimizers(on, model)),
+        run=RunSpec(
+            steps=steps, micro_batches=draw(st.integers(1, 3)), seed=draw(st.integers(0, 10**6))
+        ),
+    )
+    if scenario.optimizer.loss_scale is not None and on("overflow"):
+        nan = NanSpec(
+            step=draw(st.integers(0, steps - 1)), rank=draw(st.integers(0, world_size - 1)),
+            value=draw(st.sampled_from(["nan", "inf"])),
+        )  # fmt: skip
+        scenario = replace(scenario, data=replace(scenario.data, nan=nan))
+    if reload and scenario.system.stage == 1 and on("reload"):
+        scenario = replace(scenario, reload=draw(reloads(on, steps)))
+        nan = scenario.data.nan
+        if nan is not None and nan.rank >= scenario.reload.world_size:
+            scenario = replace(scenario, data=replace(scenario.data, nan=replace(nan, rank=0)))
+    assert not check_scenario(scenario), check_scenario(scenario)
+    for feature in sorted(features):
+        event(feature)
+    return scenario
+
+
+def assert_not_wrong(scenario, pool):
+    result = run_case(scenario, pool=pool)
+    note(str(result))
+    assert result.verdict in ("pass", "inconclusive")
+    assert result.compared_elems > 0
+
+
+@given(scenario=scenarios())
+@settings(max_examples=300)
+def test_the_system_equals_the_reference(pool, scenario):
+    assert_not_wrong(scenario, pool)
+
+
+@given(scenario=scenarios(reload=False), data=st.data())
+@settings(max_examples=50)
+def test_what_must_not_matter_does_not(pool, scenario, data):
+    """Layout, overlap, schedule and foreach change no bit where the order does not depend on them.
+
+    Both are compared with a reference that does not know these settings, so they are equal.
+    """
+    order = "linear" if scenario.world.order == "ring" else scenario.world.order
+    system = replace(
+        scenario.system,
+        bucket_elems=data.draw(st.none() | st.integers(1, 60)),
+        param_order=data.draw(st.sampled_from(["registration", "reverse"])),
+        overlap_grads=data.draw(st.booleans()),
+        overlap_params=scenario.system.stage == 1 and data.draw(st.booleans()),
+    )
+    other = replace(
+        scenario,
+        system=system,
+        world=replace(scenario.world, order=order, schedule="random"),
+        optimizer=replace(
+            scenario.optimizer,
+            foreach=scenario.optimizer.name not in NO_FOREACH and not scenario.optimizer.foreach,
+        ),
+    )
+    assert_not_wrong(replace(scenario, world=replace(scenario.world, order=order)), pool)
+    assert_not_wrong(other, pool)
