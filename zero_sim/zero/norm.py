@@ -32,14 +32,15 @@ def measure_grads(grads: Iterable[Tensor], *, device: torch.device) -> Tensor:
         infinite or NaN, else 0: an entry of its own, as a NaN in the first would compare as no
         overflow. A count is exact in fp64 up to 2**53.
     """
-    measured = torch.zeros(3, dtype=torch.float64, device=device)
+    # Python's floats are fp64, and adding numbers costs less than adding 0D tensors.
+    squares, zeros = 0.0, 0
     for flat in _chunks(grads):
         wide = flat.to(torch.float64)
-        measured[0] += wide.dot(wide)
-        measured[1] += flat.numel() - torch.count_nonzero(flat)
+        squares += wide.dot(wide).item()
+        zeros += flat.numel() - int(torch.count_nonzero(flat))
     # No sum of squares of finite fp32 values leaves the range of fp64 (2**256 n), so this is exact.
-    measured[2] = measured[0].isfinite().logical_not()
-    return measured
+    overflows = not math.isfinite(squares)
+    return torch.tensor([squares, zeros, overflows], dtype=torch.float64, device=device)
 
 
 def _chunks(grads: Iterable[Tensor]) -> Iterator[Tensor]:

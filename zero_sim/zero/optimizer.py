@@ -157,6 +157,8 @@ class DistributedOptimizer:
         if not skipped:
             self._clip(grads, norm=norm)
             self._step_masters(trained, grads)
+            # Gone before this rank waits for others, or the copies of all ranks would pile up.
+            grads.clear()
             # Outside any test of what this rank owns: with nothing it gathers like the others.
             self.ddp.start_param_gather()
         return StepResult(norm=norm, zeros=zeros, skipped=skipped, loss_scale=loss_scale)
