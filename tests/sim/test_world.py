@@ -233,7 +233,7 @@ class TestBadPrograms:
                 pass
             dist.barrier()
 
-        with World(2, stall_seconds=0.2) as world:
+        with World(2, stall_seconds=0.5) as world:
             failure = self.failing(world, program, RankStalled)
         assert failure.rank == 1
         assert "while rank == 1" in str(failure)
