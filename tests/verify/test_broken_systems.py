@@ -171,3 +171,15 @@ def test_stage_0_with_a_forgotten_all_reduce(judged, monkeypatch):
 
 def test_a_world_of_one_still_compares_everything(judged):
     assert judged(world=WorldSpec(size=1)).compared_elems > 500
+
+
+def test_parts_that_are_no_longer_told(judged, monkeypatch):
+    right = DistributedOptimizer.fragments
+
+    def forgetful(self):
+        told = list(right(self))
+        yield from told if not self.ddp.grads_reduced else told[1:]
+
+    monkeypatch.setattr(DistributedOptimizer, "fragments", forgetful)
+    finding = first_finding(judged(), "invariant.ownership")
+    assert "gone: 0.up.weight" in finding.message

@@ -69,6 +69,22 @@ def _ownership(param: str, offset: int, message: str) -> Finding:
     )
 
 
+def check_same_places(
+    before: Sequence[Place], now: Sequence[Place], *, step: int, rank: int
+) -> Iterator[Finding]:
+    """Check that a rank still owns what it owned at the start: what is not told is not compared."""
+    if before != now:
+        gone = sorted({place.param for place in before} - {place.param for place in now})
+        yield Finding(
+            check="invariant.ownership",
+            message=f"this rank owned {len(before)} parts at the start and {len(now)} now"
+            + (f"; gone: {', '.join(gone)}" if gone else ""),
+            step=step,
+            phase="forward",
+            rank=rank,
+        )
+
+
 def check_zero_gradients(engine: Engine, *, step: int, rank: int) -> Iterator[Finding]:
     """Check that gradient buffers are zero before the first micro-batch of a step."""
     where = engine.stray_gradients(padding_only=False)

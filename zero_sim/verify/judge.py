@@ -194,6 +194,8 @@ class Judge:
                 yield findings.differing(at, expected.losses[rank, micro], loss)
         # Views of live state, looked at once more when the params are there.
         self._parts[rank] = list(engine.parts())
+        owned = [part.place for part in self._parts[rank]]
+        yield from invariants.check_same_places(self._places[rank], owned, step=step, rank=rank)
         for part in self._parts[rank]:
             yield from self._compare_part(rank, step, part, expected)
         yield from invariants.check_padding(engine, step=step, rank=rank)

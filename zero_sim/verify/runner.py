@@ -81,7 +81,8 @@ def _run(
 ) -> CaseResult:
     target = target or find_target(scenario.system.target)
     trial = _Trial()
-    with TemporaryDirectory(prefix="zero-sim-") as folder:
+    needs_folder = scenario.reload is not None
+    with TemporaryDirectory(prefix="zero-sim-") if needs_folder else nullcontext("") as folder:
         for segment in segments_of(scenario, folder=Path(folder)):
             try:
                 _run_segment(segment, trial, worlds=worlds, target=target)
