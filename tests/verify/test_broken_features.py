@@ -176,3 +176,41 @@ def test_a_group_across_cells(judged, monkeypatch):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_unbroken_cells_pass(judged, tp):
     assert judged(world=WorldSpec(size=4), topology=TopologySpec(tp=tp)).verdict == "pass"
+
+
+def test_an_update_that_never_happens_is_not_passed_because_all_steps_were_skipped(
+    judged, monkeypatch
+):
+    monkeypatch.setattr(DistributedOptimizer, "_step_masters", lambda self, trained, grads: None)
+    result = judged(
+        data=DataSpec(nan=NanSpec(step=0, rank=1)),
+        optimizer=OptimizerSpec(loss_scale=LossScaleSpec(initial=8.0)),
+        run=RunSpec(steps=1),
+    )
+    assert result.verdict == "inconclusive"
+    assert [finding.check for finding in result.findings] == ["guard.nothing-stepped"]
+
+
+def test_an_engine_that_does_not_tell_a_norm_it_clips_by(judged, monkeypatch):
+    from zero_sim.targets import StepResult
+
+    right = own.ZeroSimEngine.step
+
+    def silent(self, *, lr_factor):
+        right(self, lr_factor=lr_factor)
+        return StepResult()
+
+    monkeypatch.setattr(own.ZeroSimEngine, "step", silent)
+    assert "equality.norm" in checks(judged(optimizer=OptimizerSpec(clip_norm=0.1)))
+
+
+def test_a_checkpoint_that_its_own_system_cannot_load_is_a_failure(judged, monkeypatch):
+    from zero_sim.errors import CheckpointError
+
+    def broken(path, *, ddp, optimizer):
+        raise CheckpointError("expected 12 pieces, got 11")
+
+    monkeypatch.setattr(own.checkpoint, "load", broken)
+    result = judged(reload=ReloadSpec(step=1), run=RunSpec(steps=3))
+    assert checks(result) == ["world.rank-failed"]
+    assert "12 pieces" in result.findings[0].message

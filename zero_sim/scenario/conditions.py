@@ -13,6 +13,7 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
 from zero_sim.scenario.spec import Scenario
 
+_LOSS_SCALE_MAX = 2.0**64
 _BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 
 
@@ -41,7 +42,7 @@ class Condition:
 
 
 def _power_of_two(value: float) -> bool:
-    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
+    return 1 <= value <= _LOSS_SCALE_MAX and math.frexp(value)[0] == 0.5
 
 
 def _parts(scenario: Scenario) -> int:
@@ -100,7 +101,8 @@ CONDITIONS = (
         broken=lambda s: (
             s.optimizer.loss_scale is not None and not _power_of_two(s.optimizer.loss_scale.initial)
         ),
-        message="expected a power of two, so that scaling changes no bit of a gradient, got {got}.",
+        message="expected a power of two of 1 to 2^64, so that scaling changes no bit of a gradient, "
+        "got {got}.",
         suggestion="Try 1024.0.",
     ),
     Condition(

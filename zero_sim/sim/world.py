@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from zero_sim.errors import UsageError
+from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import c10d
 from zero_sim.sim.baton import Baton
 from zero_sim.sim.callsite import call_site
@@ -84,7 +84,16 @@ class World:
         self._closed = False
         self._baton = self._new_baton()
         c10d.install()
-        self._threads = self._start_threads()
+        self._threads: list[threading.Thread] = []
+        try:
+            self._start_threads()
+        except RuntimeError as error:
+            self.close()
+            raise EnvironmentProblem(
+                f"expected to start {world_size} threads, one a rank, but after "
+                f"{len(self._threads)} of them: {error}. Try fewer ranks, or raise the limit on "
+                "threads."
+            ) from error
 
     def configure(
         self, *, order: str | None = None, schedule: str | None = None, seed: int | None = None
@@ -173,8 +182,7 @@ class World:
         schedule = build_schedule(self.schedule, seed=self.seed)
         return Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
 
-    def _start_threads(self) -> list[threading.Thread]:
-        threads = []
+    def _start_threads(self) -> None:
         # 1,024 ranks fit because a thread's stack is only reserved, not used, until it is needed.
         previous = threading.stack_size(_STACK_BYTES)
         try:
@@ -184,10 +192,9 @@ class World:
                     target=self._rank_thread, args=(rank,), name=f"rank-{rank}", daemon=True
                 )
                 thread.start()
-                threads.append(thread)
+                self._threads.append(thread)
         finally:
             threading.stack_size(previous)
-        return threads
 
     def _rank_thread(self, rank: int) -> None:
         c10d.enter_rank_thread(
@@ -208,10 +215,12 @@ class World:
             self._join(rank)
             assert self._program is not None
             self._results[rank] = self._program(rank)
+            c10d.reset_rank()
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = raised
-        c10d.reset_rank()
-        baton.end_rank(rank, error)
+            c10d.reset_rank()
+        finally:
+            baton.end_rank(rank, error)
 
     def _join(self, rank: int) -> None:
         world = c10d.rank_state.c10d_world
@@ -324,8 +333,12 @@ class World:
                 if baton.turns == turns:
                     self._interrupt(_stalled(baton.holder, self._threads, self.stall_seconds))
                 turns = baton.turns
-        except KeyboardInterrupt:
-            self._interrupt(WorldFailure("interrupted from outside"))
+        except KeyboardInterrupt as interrupt:
+            try:
+                self._interrupt(WorldFailure("interrupted from outside"))
+            except WorldFailure:
+                # The rank could not be ended and the world is lost; that is not what was asked.
+                raise interrupt from None
             raise
 
     def _interrupt(self, failure: WorldFailure) -> None:

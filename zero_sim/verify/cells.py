@@ -55,7 +55,7 @@ def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenari
 
 
 def check_crossing(records: Iterable[CollectiveRecord], cells: Sequence[Cell]) -> Iterator[Finding]:
-    """Check that no collective joins ranks of two cells, apart from the world's own."""
+    """Check that no collective joins ranks of two cells."""
     homes = [set(cell.ranks) for cell in cells]
     for record in records:
         if len(cells) > 1 and not any(home.issuperset(record.group_ranks) for home in homes):

@@ -45,6 +45,8 @@ class Judge:
         self.compared_elems = 0
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
+        self.has_stepped = False
+        """Whether any step was taken, and on finite gradients: others prove nothing."""
         self.uncertified_step: int | None = None
         """First step whose norm may round either way, so that nothing after clipping is owed."""
         self._reference = reference
@@ -156,6 +158,7 @@ class Judge:
             orders = {name: spans.get(name, []) for name in self._shapes}
         taken = self._reference.step(orders)
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
+        self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
         if not taken.norm_certified and self.scenario.optimizer.clip_norm is not None:
             self.uncertified_step = taken.step
@@ -170,6 +173,11 @@ class Judge:
         norm = result.norm if expected.norm_certified else None
         if norm is not None and self._differs(expected.norm, norm):
             yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        spec = self.scenario.optimizer
+        if result.norm is None and spec.clip_norm is not None:
+            yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
+        if result.loss_scale is None and spec.loss_scale is not None:
+            yield findings.said("loss_scale", step, rank, expected=expected.loss_scale, got=None)
         said = (
             ("zeros", result.zeros),
             ("skipped", result.skipped),

@@ -89,7 +89,8 @@ def _run(
             except RankFailed as failed:
                 if isinstance(failed.error, EnvironmentProblem):
                     raise failed.error from failed
-                if isinstance(failed.error, UsageError) and not trial.has_started():
+                refused = isinstance(failed.error, UsageError) and segment.load is None
+                if refused and not trial.has_started():
                     raise failed.error from failed
                 trial.failures.append(_world_finding(failed))
             except WorldFailure as failed:
@@ -196,6 +197,14 @@ def _doubts(scenario: Scenario, judges: Sequence[Judge]) -> list[Finding]:
                 message=f"at most {nonzero_fraction:.0%} of the gradient elements were "
                 f"nonzero in any step, expected at least {scenario.expect.nonzero_min:.0%}: "
                 "equal zeros prove nothing",
+            )
+        )
+    if not any(judge.has_stepped for judge in judges):
+        doubts.append(
+            Finding(
+                check="guard.nothing-stepped",
+                message="every step was skipped or had gradients that are not finite, so that no "
+                "update was compared; take more steps, or plant the overflow in one of several",
             )
         )
     doubts.extend(
