@@ -101,8 +101,7 @@ CONDITIONS = (
         broken=lambda s: (
             s.optimizer.loss_scale is not None and not _power_of_two(s.optimizer.loss_scale.initial)
         ),
-        message="expected a power of two of 1 to 2^64, so that scaling changes no bit of a gradient, "
-        "got {got}.",
+        message="expected a power of two of 1 to 2^64, so that scaling changes no bit, got {got}.",
         suggestion="Try 1024.0.",
     ),
     Condition(
