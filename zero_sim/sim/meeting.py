@@ -16,7 +16,7 @@ from zero_sim.sim.order import Order
 class Collective:
     """One collective of one group: open until every member has called it, then done at once."""
 
-    __slots__ = ("calls", "done", "group", "missing_count", "sequence", "source", "waiters")
+    __slots__ = ("calls", "done", "group", "missing_count", "sequence", "waiters")
 
     def __init__(self, group: Group, sequence: int) -> None:
         self.group = group
@@ -25,7 +25,6 @@ class Collective:
         self.missing_count = len(group.ranks)
         self.done = False
         self.waiters: list[int] = []
-        self.source = -1
 
     @property
     def doing(self) -> str:

@@ -13,7 +13,7 @@ from zero_sim.sim.callsite import call_site
 class KeyWait:
     """A rank's wait for a key that nobody has set yet."""
 
-    __slots__ = ("done", "key", "missing", "source", "waiters")
+    __slots__ = ("done", "key", "missing", "waiters")
 
     def __init__(self, key: str) -> None:
         self.key = key

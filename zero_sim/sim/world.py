@@ -210,15 +210,16 @@ class World:
     def _run_program(self, rank: int) -> None:
         baton, error = self._baton, None
         try:
-            baton.enter(rank)
-            c10d.use_one_compute_thread()
-            self._join(rank)
-            assert self._program is not None
-            self._results[rank] = self._program(rank)
-            c10d.reset_rank()
+            try:
+                baton.enter(rank)
+                c10d.use_one_compute_thread()
+                self._join(rank)
+                assert self._program is not None
+                self._results[rank] = self._program(rank)
+            finally:
+                c10d.reset_rank()
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = raised
-            c10d.reset_rank()
         finally:
             baton.end_rank(rank, error)
 
