@@ -124,7 +124,8 @@ class TestReduction:
             )
             for param in params.values():
                 param.main_grad.fill_(1.0 + rank)
-            buffer.divide_grads(torch.tensor(3.0))
+            for bucket in buffer.buckets:
+                bucket.scale_grads("pre", divisor=torch.tensor(3.0))
             buffer.reduce_scatter_grads() if stage else buffer.all_reduce_grads()
             paddings = [bucket.padding for bucket in buffer.plan.buckets]
             return [buffer.grad_data[p.start : p.stop].abs().sum().item() for p in paddings]

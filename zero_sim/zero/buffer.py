@@ -265,11 +265,6 @@ class Buffer:
         if self.total_data is not None:
             self.total_data.zero_()
 
-    def divide_grads(self, divisor: Tensor) -> None:
-        """Divide this rank's own gradients, in their dtype, by a 0D divisor."""
-        for bucket in self.buckets:
-            divide_(bucket.grads, divisor=divisor)
-
     def reduce_scatter_grads(self) -> None:
         """Sum gradients over the ranks, all replicas included; each gets those of its own shards.
 
