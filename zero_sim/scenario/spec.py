@@ -111,8 +111,13 @@ class WorldSpec:
     """Number of ranks."""
     order: OrderName = "linear"
     """In which order, and how precisely, a reduction adds the ranks' contributions."""
-    schedule: Literal["round-robin", "random"] = "round-robin"
+    schedule: Literal["round-robin", "random", "pct"] = "round-robin"
     """Which runnable rank gets the baton next."""
+    timing: Literal["eager", "lazy", "hostile"] = "eager"
+    """When a collective reads and writes: as soon as all ranks came; as late as their waits allow;
+    or anywhere between, drawn from the seed."""
+    races: bool = False
+    """Whether every tensor operation is checked against the memory in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,53 @@
+"""What is in flight: the memory that a rank has lent to operations it has not waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Flight:
+    """One tensor that an operation reads or writes until its rank has waited for it."""
+
+    role: Literal["input", "output"]
+    """An input may still be read by the program, but not written; an output neither."""
+    tensor: Tensor
+    what: str
+    """The operation, as in `all_gather #3 of group world`."""
+    file: str
+    line: int
+    """Where it was issued."""
+
+    @property
+    def site(self) -> str:
+        """Where it was issued, `file:line`."""
+        return f"{self.file}:{self.line}"
+
+
+class Flights:
+    """The flights of one rank, in the order of their issue."""
+
+    def __init__(self) -> None:
+        self._flights: dict[int, Flight] = {}
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._flights.values())
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def take_off(self, flight: Flight) -> None:
+        """Note that its memory is lent from now on."""
+        self._flights[id(flight)] = flight
+
+    def land(self, flight: Flight) -> None:
+        """Note that its rank has waited for it; landing twice is fine."""
+        self._flights.pop(id(flight), None)
+
+    def clear(self) -> None:
+        """Forget all, between two programs."""
+        self._flights.clear()
