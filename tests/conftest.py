@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zero_sim.sim import World
+from zero_sim.sim.schedule import Recipe
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,12 +32,18 @@ def world_of(_open_worlds: dict[int, World]) -> Callable[..., World]:
     """A shared world of the wanted size, set to the defaults or to what is given."""
 
     def get(
-        size: int, *, order: str = "linear", schedule: str = "round-robin", seed: int = 0
+        size: int,
+        *,
+        order: str = "linear",
+        schedule: str | Recipe = "round-robin",
+        timing: str = __import__("os").environ.get("TT", "eager"),
+        seed: int = 0,
+        depth: int = 3,
     ) -> World:
         world = _open_worlds.get(size)
         if world is None or world.closed:
             world = _open_worlds[size] = World(size)
-        world.configure(order=order, schedule=schedule, seed=seed)
+        world.configure(order=order, schedule=schedule, timing=timing, seed=seed, depth=depth)
         return world
 
     return get

@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import threading
 import traceback
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from zero_sim.sim.failures import Deadlock, RankEnded, RankFailed, RankStatus, WorldFailure
+from zero_sim.sim.failures import (
+    Deadlock,
+    RankEnded,
+    RankFailed,
+    RankStatus,
+    ScheduleDiverged,
+    WorldFailure,
+)
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.randomness import Randomness
 from zero_sim.sim.schedule import Schedule
+
+if TYPE_CHECKING:
+    from zero_sim.sim.timing import Timing
 
 CALLER = -1
 """Owner number of the thread that called `World.run`, in the randomness it lends to the ranks."""
@@ -59,6 +69,8 @@ class Baton:
         self.all_ended = threading.Event()
         self.failure: WorldFailure | None = None
         self.holder = CALLER
+        self.timing: Timing | None = None
+        """Carries out operations later than eagerly; None where all is eager."""
         self.turns = 0
         self._waiting: dict[int, tuple[Awaited, str]] = {}
         self._returned: set[int] = set()
@@ -82,6 +94,17 @@ class Baton:
         self.holder = rank
         self.check_alive()
 
+    def advance(self) -> None:
+        """Count one more call into the world; to be called first in each.
+
+        Raises:
+            WorldFailure: An operation was due, and failed.
+        """
+        self.check_alive()
+        self.log.tick += 1
+        if self.timing is not None:
+            self.timing.advance()
+
     def wait_for(self, rank: int, awaited: Awaited, site: str) -> None:
         """Block `rank` until `awaited` is done, letting others run meanwhile."""
         self.check_alive()
@@ -96,7 +119,7 @@ class Baton:
         if awaited.done or self.failure is not None:
             return awaited.done
         turns = self.turns
-        self.schedule.add(rank)
+        self.schedule.defer(rank)
         self._waiting[rank] = (awaited, site)
         self._yield(rank)
         self._waiting.pop(rank, None)
@@ -155,13 +178,23 @@ class Baton:
         return False
 
     def _next_rank(self) -> int | None:
+        chosen = None
         if self.failure is None:
-            chosen = self.schedule.pick()
+            try:
+                chosen = self.schedule.pick()
+                while chosen is None and self._force():
+                    chosen = self.schedule.pick()
+            except ScheduleDiverged as failure:
+                self.failure = failure
+        if self.failure is None:
             if chosen is not None or not self._running:
                 return chosen
             self.failure = self._deadlock()
         # The world has ended: wake the others one by one, so that each unwinds.
         return min(self._running, default=None)
+
+    def _force(self) -> bool:
+        return self.timing is not None and self.timing.force(running=bool(self._running))
 
     def _deadlock(self) -> Deadlock:
         statuses = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_sim.errors import ZeroSimError
+from zero_sim.errors import UsageError, ZeroSimError
 
 
 class WorldFailure(ZeroSimError):
@@ -92,6 +92,69 @@ class RankStalled(WorldFailure):
             f"other rank could run. It was here:\n{stack.rstrip()}\n"
             "Try a larger stall_seconds if the rank was only computing."
         )
+
+
+class InFlightRace(WorldFailure):
+    """A program touched memory that it had lent to an operation it had not waited for.
+
+    Args:
+        what: What happened to which memory, as in `input of all_gather #3 of group world changed
+            between issue and wait`.
+        rank: World rank whose memory it is.
+        operation: The operation in flight, as in `all_gather #3 of group world`.
+        site: Where it was issued, `file:line`.
+        dtype: Of the tensor.
+        shape: Of the tensor.
+        detail: What is there and what was expected; a line of its own.
+        hint: What to try.
+        index: First element that is not as it should be, in the tensor's own order; None where the
+            memory as a whole is gone or lent twice.
+        changed_count: How many elements are not as they should be.
+        old_bits: What the first of them was, as an unsigned number.
+        new_bits: What it is.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int,
+        operation: str,
+        site: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        detail: str,
+        hint: str,
+        index: int | None = None,
+        changed_count: int = 0,
+        old_bits: int | None = None,
+        new_bits: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.operation = operation
+        self.site = site
+        self.dtype = dtype
+        self.shape = shape
+        self.index = index
+        self.changed_count = changed_count
+        self.old_bits = old_bits
+        self.new_bits = new_bits
+        super().__init__(
+            f"rank {rank}: {what}\n"
+            f"  issued at {site or '(unknown)'}; {dtype} of shape {shape}\n"
+            f"  {detail}\n"
+            f"{hint}"
+        )
+
+
+class ScheduleDiverged(WorldFailure, UsageError):
+    """A recorded schedule does not fit the run; carries the turn at which it first did not."""
+
+    exit_status = UsageError.exit_status
+
+    def __init__(self, message: str, *, position: int) -> None:
+        self.position = position
+        super().__init__(message)
 
 
 class RankEnded(BaseException):

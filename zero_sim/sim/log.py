@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from os.path import basename
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+MomentKind = Literal["issue", "read", "perform", "write", "wait", "land"]
 
 
 class CollectiveRecord(NamedTuple):
@@ -40,13 +42,37 @@ class CollectiveRecord(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
+class Moment(NamedTuple):
+    """Something that happened to one rank's side of an operation.
+
+    Under the eager timing reading, performing and writing are one with the last member's issue, and
+    only `issue`, `wait` and `land` are noted.
+    """
+
+    tick: int
+    """How many calls into the world there had been, by all ranks together."""
+    rank: int
+    what: MomentKind
+    """`issue`; `read`, its inputs were taken; `perform`, all members' inputs were combined;
+    `write`, its outputs reached the rank's memory; `wait`, its wait began; `land`, it returned."""
+    record: int
+    """Index into `EventLog.collectives`."""
+
+
 class EventLog:
     """The events of one run, in the one order in which they happened."""
 
     def __init__(self) -> None:
+        self.tick = 0
+        """Calls into the world so far: the time of `moments`."""
         self.collectives: list[CollectiveRecord] = []
+        self.moments: list[Moment] = []
         self.turns: list[int] = []
         """The ranks that got the baton, in order."""
+
+    def note(self, rank: int, what: MomentKind, record: int) -> None:
+        """Add a moment, now."""
+        self.moments.append(Moment(self.tick, rank, what, record))
 
     def of_rank(self, rank: int) -> list[CollectiveRecord]:
         """The calls of one rank, in its program's order."""
@@ -58,5 +84,6 @@ class EventLog:
         for record in self.collectives:
             fields = (*record[:-2], basename(record.file), record.line)
             state.update(repr(fields).encode())
+        state.update(repr([tuple(moment) for moment in self.moments]).encode())
         state.update(repr(self.turns).encode())
         return state.hexdigest()

@@ -14,7 +14,7 @@ from zero_sim.sim.order import Order
 
 
 class Collective:
-    """One collective of one group: open until every member has called it, then done at once."""
+    """One collective of one group: open until every member has called it, then performed."""
 
     __slots__ = ("calls", "done", "group", "missing_count", "sequence", "waiters")
 
@@ -38,11 +38,11 @@ class Collective:
         pairs = zip(self.group.ranks, self.calls, strict=True)
         return tuple(rank for rank, call in pairs if call is None)
 
-    def join(self, group_rank: int, call: Call, order: Order) -> bool:
-        """Add a member's call; the last one to come performs the collective.
+    def join(self, group_rank: int, call: Call) -> bool:
+        """Add a member's call.
 
         Returns:
-            Whether the collective is done now.
+            Whether all members are there now.
         """
         ranks = self.group.ranks
         contract.check_call(call, rank=ranks[group_rank], world_size=len(ranks))
@@ -62,11 +62,18 @@ class Collective:
         calls = [call for call in self.calls if call is not None]
         if call.kind.startswith("all_to_all"):
             contract.check_all_to_all(calls, ranks=ranks)
-        PERFORM[call.kind](calls, order)
-        self.done = True
-        # The data has moved; keeping the tensors would keep the ranks' memory alive.
-        self.calls = []
         return True
+
+    def perform(self, order: Order) -> None:
+        """Move the data, all at once, after the last member has come."""
+        calls = [call for call in self.calls if call is not None]
+        PERFORM[calls[0].kind](calls, order)
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Note that the data has moved; keeping the tensors would keep the ranks' memory alive."""
+        self.done = True
+        self.calls = []
 
 
 class Message:
@@ -108,6 +115,10 @@ class Message:
         """World rank of the peer."""
         return () if self.peer is None else (self.group.ranks[self.peer],)
 
+    def conclude(self) -> None:
+        """Note that the data has moved."""
+        self.done = True
+
 
 class Group:
     """What the members of one process group share."""
@@ -124,8 +135,9 @@ class Group:
         self._open: dict[int, Collective] = {}
         self._sends: dict[tuple[int, int], deque[Message]] = {}
         self._receives: dict[tuple[int, int], deque[Message]] = {}
+        self._messages: list[int] = [0] * len(self.ranks)
 
-    def issue(self, group_rank: int, call: Call, order: Order) -> tuple[Collective, int]:
+    def issue(self, group_rank: int, call: Call) -> tuple[Collective, int]:
         """Take a member's next collective; its number on this group pairs it with the others'.
 
         Returns:
@@ -136,24 +148,30 @@ class Group:
         collective = self._open.get(sequence)
         if collective is None:
             collective = self._open[sequence] = Collective(self, sequence)
-        if collective.join(group_rank, call, order):
+        if collective.join(group_rank, call):
             del self._open[sequence]
         return collective, sequence
+
+    def count_message(self, group_rank: int) -> int:
+        """Count one more send or receive of a member; how many it had posted before."""
+        posted = self._messages[group_rank]
+        self._messages[group_rank] = posted + 1
+        return posted
 
     def send(
         self, group_rank: int, peer: int, *, tag: int, call: Call
     ) -> tuple[Message, Message | None]:
-        """Post a send; delivers at once where the receive is already there.
+        """Post a send.
 
         Returns:
-            The send, and the receive that it completed, if any.
+            The send, and the receive that it meets, if that is already there.
         """
         message = Message(self, rank=group_rank, peer=peer, tensor=call.inputs[0], call=call)
         waiting = self._receives.get((peer, tag), deque())
         for receive in waiting:
             if receive.peer in (None, group_rank):
                 waiting.remove(receive)
-                _deliver(message, receive)
+                _match(message, receive)
                 return message, receive
         self._sends.setdefault((peer, tag), deque()).append(message)
         return message, None
@@ -164,20 +182,20 @@ class Group:
         """Post a receive, from any member where `peer` is None.
 
         Returns:
-            The receive, and the send that completed it, if any.
+            The receive, and the send that it meets, if that is already there.
         """
         message = Message(self, rank=group_rank, peer=peer, tensor=call.outputs[0], call=call)
         waiting = self._sends.get((group_rank, tag), deque())
         for send in waiting:
             if peer in (None, send.rank):
                 waiting.remove(send)
-                _deliver(send, message)
+                _match(send, message)
                 return message, send
         self._receives.setdefault((group_rank, tag), deque()).append(message)
         return message, None
 
 
-def _deliver(send: Message, receive: Message) -> None:
+def _match(send: Message, receive: Message) -> None:
     if send.tensor.dtype != receive.tensor.dtype or send.tensor.numel() != receive.tensor.numel():
         ranks = send.group.ranks
         raise ContractViolation(
@@ -187,6 +205,12 @@ def _deliver(send: Message, receive: Message) -> None:
             rank=ranks[send.rank],
             other_rank=ranks[receive.rank],
         )
-    receive.tensor.copy_(send.tensor.reshape(receive.tensor.shape))
-    send.done = receive.done = True
     receive.source = send.rank
+
+
+def deliver(one: Message, other: Message) -> None:
+    """Move the data of a send and the receive that it met, given in either order."""
+    send, receive = (one, other) if one.call.kind == "send" else (other, one)
+    receive.tensor.copy_(send.tensor.reshape(receive.tensor.shape))
+    send.conclude()
+    receive.conclude()

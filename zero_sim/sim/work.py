@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,41 +14,106 @@ from torch.distributed import Work
 from zero_sim.sim.callsite import call_site
 
 if TYPE_CHECKING:
-    from zero_sim.sim.baton import Awaited, Baton
+    from zero_sim.sim.baton import Baton
+    from zero_sim.sim.flight import Flight, Flights
+    from zero_sim.sim.timing import Pending, Side
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One operation as the rank that waits for it has it."""
+
+    awaited: Pending
+    record: int
+    """Index of its record in the log."""
+    flights: Sequence[Flight] = ()
+    side: Side | None = None
+    """None under the eager timing."""
 
 
 class SimWork(Work):
-    """One rank's side of an operation; waiting hands the baton on until the operation is done."""
+    """One rank's side of an operation; waiting hands the baton on until the operation is done.
+
+    Args:
+        baton: The baton of the run.
+        rank: World rank.
+        legs: The operations, more than one where they were coalesced.
+        tensors: What they write.
+        flights: What the rank has lent.
+    """
 
     def __init__(
-        self, baton: Baton, rank: int, operations: Sequence[Awaited], tensors: Sequence[Tensor]
+        self,
+        baton: Baton,
+        rank: int,
+        legs: Sequence[Leg],
+        tensors: Sequence[Tensor],
+        flights: Flights,
     ) -> None:
         super().__init__()
         self._baton = baton
         self._rank = rank
-        self._operations = operations
+        self._legs = legs
         self._tensors = list(tensors)
+        self._flights = flights
+        self._landed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block this rank until the operation is done; a hang is named without any timeout."""
-        for operation in self._operations:
-            if not operation.done:
+        baton, timing = self._baton, self._baton.timing
+        baton.advance()
+        if not self._landed:
+            for leg in self._legs:
+                baton.log.note(self._rank, "wait", leg.record)
+        for leg in self._legs:
+            if leg.side is not None and timing is not None:
+                timing.start_wait(leg.side)
+            if not leg.awaited.done:
                 file, line = call_site()
-                self._baton.wait_for(self._rank, operation, f"{file}:{line}")
-        self._baton.check_alive()
+                baton.wait_for(self._rank, leg.awaited, f"{file}:{line}")
+        baton.check_alive()
+        self._land()
         return True
+
+    def _land(self) -> None:
+        if self._landed:
+            return
+        self._landed = True
+        baton, timing = self._baton, self._baton.timing
+        for leg in self._legs:
+            if leg.side is not None and timing is not None:
+                timing.land(leg.side)
+            for flight in leg.flights:
+                self._flights.land(flight)
+            baton.log.note(self._rank, "land", leg.record)
 
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation is done; lets the other ranks run before it says no."""
-        for operation in self._operations:
-            if not operation.done:
-                file, line = call_site()
-                if not self._baton.poll(self._rank, operation, f"{file}:{line}"):
-                    return False
+        """Whether the operation is done; lets the other ranks run before it says no.
+
+        A yes counts as a wait.
+        """
+        if self._landed:
+            return True
+        baton, timing = self._baton, self._baton.timing
+        baton.advance()
+        for leg in self._legs:
+            if leg.awaited.done:
+                continue
+            file, line = call_site()
+            if baton.poll(self._rank, leg.awaited, f"{file}:{line}"):
+                continue
+            if leg.side is not None and timing is not None:
+                timing.poll(leg.side)
+            if not leg.awaited.done:
+                return False
+        for leg in self._legs:
+            if leg.side is not None and timing is not None and not timing.admits(leg.side):
+                return False
+        self._land()
         return True
 
     def is_success(self) -> bool:
@@ -71,6 +137,6 @@ class SimWork(Work):
 
     def source_rank(self) -> int:
         """Group rank that a receive came from."""
-        return getattr(self._operations[0], "source", -1)
+        return getattr(self._legs[0].awaited, "source", -1)
 
     _source_rank = source_rank

@@ -17,14 +17,17 @@ from zero_sim.sim.baton import Baton
 from zero_sim.sim.callsite import call_site
 from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
+from zero_sim.sim.flight import Flights
+from zero_sim.sim.loan import flights_of
 from zero_sim.sim.log import CollectiveRecord, EventLog
-from zero_sim.sim.meeting import Group, Message
+from zero_sim.sim.meeting import Group, Message, deliver
 from zero_sim.sim.order import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
 from zero_sim.sim.randomness import Randomness
-from zero_sim.sim.schedule import SCHEDULES, build_schedule
+from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
 from zero_sim.sim.store import KeyWait, SimStore
-from zero_sim.sim.work import SimWork
+from zero_sim.sim.timing import TIMINGS, Timing
+from zero_sim.sim.work import Leg, SimWork
 
 WORLD_SIZE_MAX = 4096
 _DEFAULT_GROUP = "0"
@@ -38,9 +41,15 @@ class World:
     Args:
         world_size: Number of ranks, 1 to 4096.
         order: Order model of every reduction: `linear`, `linear-fp32`, `ring` or `tree`.
-        schedule: Which ready rank runs next: `round-robin` or `random`.
-        seed: Seed of the random schedule and of the ranks' random numbers; rank `r` starts every
-            program as after `manual_seed(seed + r)`.
+        schedule: Which ready rank runs next: `round-robin`, `random`, `pct` (drawn priorities that
+            rarely change), a `Replay` of recorded turns, or `Choices`.
+        timing: When an operation reads its inputs and writes its outputs. `eager`: at once when
+            the last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: each
+            drawn anew, anywhere between issue and wait. Under the last two, memory in flight is
+            poisoned or watched, and a program that touches it too early is caught or computes NaN.
+        seed: Seed of the drawn schedules, of the hostile timing and of the ranks' random numbers;
+            rank `r` starts every program as after `manual_seed(seed + r)`.
+        depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
 
@@ -63,8 +72,10 @@ class World:
         world_size: int,
         *,
         order: str = "linear",
-        schedule: str = "round-robin",
+        schedule: str | Recipe = "round-robin",
+        timing: str = "eager",
         seed: int = 0,
+        depth: int = 3,
         stall_seconds: float = 60.0,
     ) -> None:
         if not 1 <= world_size <= WORLD_SIZE_MAX:
@@ -73,8 +84,12 @@ class World:
             )
         self.world_size = world_size
         self.stall_seconds = stall_seconds
-        self.configure(order=order, schedule=schedule, seed=seed)
+        self.configure(order=order, schedule=schedule, timing=timing, seed=seed, depth=depth)
         self.log = EventLog()
+        self.flights = [Flights() for _ in range(world_size)]
+        """What each rank has lent and not waited for, by rank; after a run, what never landed."""
+        self.tracks_flights = False
+        """Whether `flights` is kept under the eager timing too, which costs a little."""
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
         self._gates = [threading.Lock() for _ in range(world_size)]
@@ -96,25 +111,36 @@ class World:
             ) from error
 
     def configure(
-        self, *, order: str | None = None, schedule: str | None = None, seed: int | None = None
+        self,
+        *,
+        order: str | None = None,
+        schedule: str | Recipe | None = None,
+        timing: str | None = None,
+        seed: int | None = None,
+        depth: int | None = None,
     ) -> None:
         """Change what the next run does; what is left out stays.
 
         Raises:
-            UsageError: An unknown order or schedule, with the known ones.
+            UsageError: An unknown order, schedule or timing, with the known ones; a depth below 1.
         """
         if order is not None:
             if order not in ORDERS:
                 raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
             self.order = ORDERS[order]
         if schedule is not None:
-            if schedule not in SCHEDULES:
-                raise UsageError(
-                    f"expected schedule to be one of {list(SCHEDULES)}, got {schedule!r}"
-                )
+            check_schedule(schedule)
             self.schedule = schedule
+        if timing is not None:
+            if timing not in TIMINGS:
+                raise UsageError(f"expected timing to be one of {list(TIMINGS)}, got {timing!r}")
+            self.timing = timing
         if seed is not None:
             self.seed = seed
+        if depth is not None:
+            if depth < 1:
+                raise UsageError(f"expected depth to be at least 1, got {depth}")
+            self.depth = depth
 
     def __enter__(self) -> Self:
         return self
@@ -136,6 +162,9 @@ class World:
             Deadlock: No rank could run; says who waits for what, and who never came.
             ContractViolation: Two ranks' calls did not fit each other.
             RankStalled: A rank ran on without ever calling torch.distributed.
+            InFlightRace: A rank touched memory that it had lent to an operation in flight; not
+                under the eager timing.
+            ScheduleDiverged: The run is not the one that was recorded.
             UsageError: The world is closed, or a rank called this.
         """
         if self._closed:
@@ -153,6 +182,7 @@ class World:
             group.reset()
         for rank in range(self.world_size):
             self._randomness.seed(rank, self.seed + rank)
+            self.flights[rank].clear()
         self._program, self._results = program, [None] * self.world_size
         self._baton.start()
         self._await_end()
@@ -179,8 +209,15 @@ class World:
         return self._closed
 
     def _new_baton(self) -> Baton:
-        schedule = build_schedule(self.schedule, seed=self.seed)
-        return Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
+        schedule = build_schedule(
+            self.schedule, seed=self.seed, world_size=self.world_size, depth=self.depth
+        )
+        baton = Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
+        if self.timing != "eager":
+            baton.timing = Timing(
+                self.timing, seed=self.seed, order=self.order, baton=baton, flights=self.flights
+            )
+        return baton
 
     def _start_threads(self) -> None:
         # 1,024 ranks fit because a thread's stack is only reserved, not used, until it is needed.
@@ -249,16 +286,31 @@ class World:
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> SimWork:
         """Issue one rank's side of a collective; `Cluster.issue`."""
         rank = group.ranks[group_rank]
-        self._baton.check_alive()
+        baton = self._baton
+        baton.advance()
         call.file, call.line = call_site()
         try:
-            collective, sequence = group.issue(group_rank, call, self.order)
+            collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
-            raise self._baton.fail(failure) from None
+            raise baton.fail(failure) from None
+        full = not collective.missing_count
         self._record(rank, group, call, sequence, asynchronous, _detail(call))
-        if collective.done:
-            self._baton.finish(collective)
-        return SimWork(self._baton, rank, [collective], call.outputs or call.inputs)
+        if baton.timing is None and full:
+            collective.perform(self.order)
+            baton.finish(collective)
+        leg = Leg(collective, len(self.log.collectives) - 1)
+        if baton.timing is not None or self.tracks_flights:
+            self._lend(
+                leg,
+                call,
+                rank=rank,
+                place=group_rank,
+                group_size=len(group.ranks),
+                what=f"{call.kind} #{sequence} of group {group.label}",
+                key=f"{group.name}|{sequence}",
+                full=full,
+            )
+        return SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
@@ -276,9 +328,9 @@ class World:
 
     def join_works(self, rank: int, works: Sequence[SimWork]) -> SimWork:
         """One work for several; `Cluster.join_works`."""
-        operations = [operation for work in works for operation in work._operations]
+        legs = [leg for work in works for leg in work._legs]
         tensors = [tensor for work in works for tensor in work._tensors]
-        return SimWork(self._baton, rank, operations, tensors)
+        return SimWork(self._baton, rank, legs, tensors, self.flights[rank])
 
     def _exchange(
         self,
@@ -290,17 +342,69 @@ class World:
         post: Callable[..., tuple[Message, Message | None]],
     ) -> SimWork:
         rank = group.ranks[group_rank]
-        self._baton.check_alive()
+        baton = self._baton
+        baton.advance()
         call.file, call.line = call_site()
         try:
-            message, completed = post(group_rank, peer, tag=tag, call=call)
+            message, met = post(group_rank, peer, tag=tag, call=call)
         except WorldFailure as failure:
-            raise self._baton.fail(failure) from None
+            raise baton.fail(failure) from None
         whom = "any" if peer is None else str(group.ranks[peer])
         self._record(rank, group, call, tag, True, f"peer {whom}")
-        if completed is not None:
-            self._baton.finish(completed)
-        return SimWork(self._baton, rank, [message], call.outputs or call.inputs)
+        if baton.timing is None and met is not None:
+            deliver(message, met)
+            baton.finish(met)
+        leg = Leg(message, len(self.log.collectives) - 1)
+        if baton.timing is not None or self.tracks_flights:
+            self._lend(
+                leg,
+                call,
+                rank=rank,
+                place=0 if call.kind == "send" else 1,
+                group_size=2,
+                what=f"{call.kind} with peer {whom} of group {group.label}",
+                key=f"{group.name}|{group_rank}|{group.count_message(group_rank)}",
+                joins=met,
+                full=met is not None,
+            )
+        return SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
+
+    def _lend(
+        self,
+        leg: Leg,
+        call: Call,
+        *,
+        rank: int,
+        place: int,
+        group_size: int,
+        what: str,
+        key: str,
+        full: bool,
+        joins: Message | None = None,
+    ) -> None:
+        """Note what memory an operation has until it is waited for; leave the rest to the timing.
+
+        The arguments are those of `Timing.issue`.
+        """
+        timing = self._baton.timing
+        if timing is not None:
+            leg.side = timing.issue(
+                leg.awaited,
+                call,
+                rank=rank,
+                place=place,
+                group_size=group_size,
+                record=leg.record,
+                what=what,
+                key=key,
+                joins=joins,
+                full=full,
+            )
+            leg.flights = leg.side.loan.flights
+            return
+        leg.flights = flights_of(call, what=what, group_rank=place, group_size=group_size)
+        for flight in leg.flights:
+            self.flights[rank].take_off(flight)
 
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
@@ -322,8 +426,10 @@ class World:
                 call.line,
             )
         )
+        self.log.note(rank, "issue", len(self.log.collectives) - 1)
 
     def _wait_in_store(self, waited: KeyWait, site: str) -> None:
+        self._baton.advance()
         self._baton.wait_for(self._baton.holder, waited, site)
 
     def _await_end(self) -> None:

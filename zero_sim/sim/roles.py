@@ -1,0 +1,134 @@
+"""Which memory one rank's side of an operation reads, and which it writes.
+
+[Note: own parts]
+Where the part of an output that a rank gives itself is the very memory of its input, as in an
+all-gather in place, nothing is moved there: NCCL leaves that part alone, and so it is input only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zero_sim.sim.collectives import Call
+
+
+class Part(NamedTuple):
+    """What an operation writes of one tensor of a call."""
+
+    tensor: int
+    """Index among the call's tensors that are written."""
+    start: int
+    stop: int
+    """Range of elements in the tensor's own order; only a contiguous tensor is cut."""
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The part as a view."""
+        tensor = tensors[self.tensor]
+        if (self.start, self.stop) == (0, tensor.numel()):
+            return tensor
+        return tensor.view(-1)[self.start : self.stop]
+
+
+def read_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
+    """The tensors that the operation reads on this rank.
+
+    Args:
+        call: The rank's side.
+        group_rank: Its rank in the group.
+    """
+    if call.kind == "broadcast" and group_rank != call.root:
+        return ()
+    return call.inputs
+
+
+def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
+    """The tensors that the operation writes on this rank, some of them perhaps in part."""
+    if call.kind == "all_reduce":
+        return call.inputs
+    if call.kind == "reduce":
+        return call.inputs if group_rank == call.root else ()
+    if call.kind == "broadcast":
+        return call.inputs if group_rank != call.root else ()
+    return call.outputs
+
+
+def written_parts(call: Call, *, group_rank: int, group_size: int) -> list[Part]:
+    """What of `written_tensors` is written; see [Note: own parts]."""
+    tensors = written_tensors(call, group_rank=group_rank)
+    own = _own_parts(call, group_rank=group_rank, group_size=group_size)
+    parts = []
+    for index, tensor in enumerate(tensors):
+        start, stop = own.get(index, (0, 0))
+        bounds = ((0, start), (stop, tensor.numel())) if stop > start else ((0, tensor.numel()),)
+        parts += [Part(index, low, high) for low, high in bounds if low < high]
+    return parts
+
+
+def _own_parts(call: Call, *, group_rank: int, group_size: int) -> dict[int, tuple[int, int]]:
+    """By index of the written tensor, the elements that are the rank's own input already."""
+    if call.kind == "all_gather":
+        pairs = zip(call.inputs, call.outputs, strict=True)
+        return {
+            i: (group_rank * part.numel(), (group_rank + 1) * part.numel())
+            for i, (part, whole) in enumerate(pairs)
+            if is_chunk(part, whole, chunk=group_rank)
+        }
+    if call.kind == "all_gather_list":
+        outputs = [i * group_size + group_rank for i in range(len(call.inputs))]
+        sources = call.inputs
+    elif call.kind == "gather" and group_rank == call.root:
+        outputs, sources = [group_rank], call.inputs
+    elif call.kind == "scatter" and group_rank == call.root:
+        outputs, sources = [0], [call.inputs[group_rank]]
+    else:
+        return {}
+    return {
+        index: (0, source.numel())
+        for index, source in zip(outputs, sources, strict=True)
+        if _same_memory(call.outputs[index], source)
+    }
+
+
+def is_chunk(part: Tensor, whole: Tensor, *, chunk: int) -> bool:
+    """Whether `part` is the memory of that chunk of `whole`, both contiguous."""
+    return (
+        same_storage(part, whole)
+        and part.is_contiguous()
+        and whole.is_contiguous()
+        and part.data_ptr() == whole.data_ptr() + chunk * part.numel() * part.element_size()
+    )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    address = a.untyped_storage().data_ptr()
+    return address != 0 and address == b.untyped_storage().data_ptr()
+
+
+def span_bytes(tensor: Tensor) -> tuple[int, int]:
+    """First and one past the last byte of its storage that a tensor's elements touch."""
+    if not tensor.numel():
+        return 0, 0
+    strides = map(int, tensor.stride())
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + reach + 1) * tensor.element_size()
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the spans of two tensors share a byte; strided views may interleave and share none.
+
+    Returns:
+        Whether they do, for contiguous tensors exactly, for others as far as their spans tell.
+    """
+    if not same_storage(a, b):
+        return False
+    (a_first, a_stop), (b_first, b_stop) = span_bytes(a), span_bytes(b)
+    return max(a_first, b_first) < min(a_stop, b_stop)
