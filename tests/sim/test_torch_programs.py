@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+TIMINGS = [("eager", 0), ("lazy", 0), *(("hostile", seed) for seed in range(3))]
+
 
 def model():
     torch.manual_seed(0)
@@ -33,8 +35,9 @@ def plain_loop(size, steps, divide_first):
     return [param.detach().clone() for param in net.parameters()]
 
 
+@pytest.mark.parametrize(("timing", "seed"), TIMINGS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_distributed_data_parallel(world_of, size):
+def test_distributed_data_parallel(world_of, size, timing, seed):
     def program(rank):
         net = nn.parallel.DistributedDataParallel(model())
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
@@ -45,12 +48,13 @@ def test_distributed_data_parallel(world_of, size):
         return [param.detach() for param in net.parameters()]
 
     expected = plain_loop(size, 3, divide_first=True)
-    for got in world_of(size).run(program):
+    for got in world_of(size, timing=timing, seed=seed).run(program):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize(("timing", "seed"), TIMINGS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_fully_shard(world_of, size):
+def test_fully_shard(world_of, size, timing, seed):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -65,11 +69,12 @@ def test_fully_shard(world_of, size):
         return [param.full_tensor().detach() for param in net.parameters()]
 
     expected = plain_loop(size, 3, divide_first=False)
-    for got in world_of(size).run(program):
+    for got in world_of(size, timing=timing, seed=seed).run(program):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_zero_redundancy_optimizer(world_of):
+@pytest.mark.parametrize(("timing", "seed"), TIMINGS)
+def test_zero_redundancy_optimizer(world_of, timing, seed):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def program(rank):
@@ -84,11 +89,12 @@ def test_zero_redundancy_optimizer(world_of):
         return [param.detach() for param in net.parameters()]
 
     expected = plain_loop(3, 3, divide_first=True)
-    for got in world_of(3).run(program):
+    for got in world_of(3, timing=timing, seed=seed).run(program):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_a_mesh_of_replicas_and_shards(world_of):
+@pytest.mark.parametrize(("timing", "seed"), TIMINGS)
+def test_a_mesh_of_replicas_and_shards(world_of, timing, seed):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -99,6 +105,6 @@ def test_a_mesh_of_replicas_and_shards(world_of):
         net(batch(rank, 0)).square().mean().backward()
         return dist.get_rank(mesh["shards"].get_group()), net[0].weight.grad.full_tensor()
 
-    got = world_of(4).run(program)
+    got = world_of(4, timing=timing, seed=seed).run(program)
     assert [rank for rank, _ in got] == [0, 1, 0, 1]
     assert all(torch.equal(grad, got[0][1]) for _, grad in got)

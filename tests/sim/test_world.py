@@ -136,17 +136,22 @@ def program(rank):
             dist.broadcast(x.clone(), src=0, group=group)
         work.wait()
     return x.tolist()
-with World(4, schedule="random", seed=3) as world:
+import sys
+with World(4, schedule=sys.argv[1], timing=sys.argv[2], seed=3) as world:
     for _ in range(5):
         results = world.run(program)
         print(world.log.digest(), results)
 """
 
-    def test_ten_runs_in_two_processes_give_one_log(self):
+    @pytest.mark.parametrize(
+        ("schedule", "timing"),
+        [("random", "eager"), ("random", "hostile"), ("pct", "lazy")],
+    )
+    def test_ten_runs_in_two_processes_give_one_log(self, schedule, timing):
         lines = []
         for hash_seed in ("1", "2"):
             done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", self.PROGRAM],
+                [sys.executable, "-W", "ignore", "-c", self.PROGRAM, schedule, timing],
                 capture_output=True,
                 text=True,
                 check=True,
@@ -280,6 +285,7 @@ class TestBadPrograms:
         {"world_size": 5000},
         {"world_size": 2, "order": "lineer"},
         {"world_size": 2, "schedule": "fair"},
+        {"world_size": 2, "timing": "late"},
     ],
 )
 def test_bad_arguments_say_what_was_expected(arguments):

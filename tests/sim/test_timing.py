@@ -1,0 +1,482 @@
+"""Late reading and writing: wrong programs are caught or differ, right ones keep their bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.errors import UsageError
+from zero_sim.sim import Flight, InFlightRace, World
+
+LATE = ("lazy", "hostile")
+SEEDS = range(12)
+
+
+def race(world, program):
+    with pytest.raises(InFlightRace) as caught:
+        world.run(program)
+    return caught.value
+
+
+class TestWrongPrograms:
+    """Each passes eagerly, and is caught or comes out otherwise under the others."""
+
+    def test_a_result_read_before_the_wait_is_poison(self, world_of):
+        def program(rank):
+            x = torch.ones(3)
+            work = dist.all_reduce(x, async_op=True)
+            seen = x.clone()
+            work.wait()
+            return seen, x
+
+        # The last rank to issue sees the result of an eager world at once.
+        assert world_of(2).run(program)[1][0].tolist() == [2.0] * 3
+        for seen, x in world_of(2, timing="lazy").run(program):
+            assert seen.isnan().all()
+            assert seen.view(torch.int32).tolist() == [0x7FDEAD5A] * 3
+            assert x.tolist() == [2.0] * 3
+
+    def test_hostile_timing_shows_both_results_of_a_missing_wait(self, world_of):
+        def program(rank):
+            x = torch.ones(1)
+            work = dist.all_reduce(x, async_op=True)
+            dist.barrier()
+            dist.barrier()
+            seen = x.isnan().item()
+            work.wait()
+            return seen
+
+        runs = [world_of(2, timing="hostile", seed=seed).run(program) for seed in SEEDS]
+        assert {seen for run in runs for seen in run} == {True, False}
+
+    @pytest.mark.parametrize("timing", LATE)
+    @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "broadcast", "send"])
+    def test_an_input_refilled_in_flight(self, world_of, timing, kind):
+        def program(rank):
+            x = torch.arange(4.0)
+            if kind == "all_gather":
+                work = dist.all_gather_single(torch.empty(8), x, async_op=True)
+            elif kind == "reduce_scatter":
+                work = dist.reduce_scatter_single(torch.empty(2), x, async_op=True)
+            elif kind == "broadcast":
+                work = dist.broadcast(x, src=0, async_op=True)
+            else:
+                work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+            if rank == 0:
+                x[2:] = 7.0
+            work.wait()
+
+        world_of(2).run(program)
+        for seed in SEEDS:
+            failure = race(world_of(2, timing=timing, seed=seed), program)
+            assert (failure.rank, failure.index, failure.changed_count) == (0, 2, 2)
+            assert (failure.old_bits, failure.new_bits) == (0x40000000, 0x40E00000)
+            assert (failure.dtype, failure.shape) == ("float32", (4,))
+            assert "changed between issue and wait" in str(failure)
+            assert "element 2 of 4 was 0x40000000 (2.0) and is 0x40e00000 (7.0)" in str(failure)
+            assert "test_timing.py:" in failure.site
+
+    @pytest.mark.parametrize("timing", LATE)
+    def test_a_gather_issued_before_the_update_is_written(self, world_of, timing):
+        def program(rank):
+            flat = torch.zeros(4)
+            mine = flat[2 * rank : 2 * rank + 2]
+            work = dist.all_gather_single(flat, mine, async_op=True)
+            mine += 1
+            work.wait()
+            return flat
+
+        # Eagerly, what is gathered depends on who came last.
+        assert world_of(2).run(program)[0].tolist() == [1, 1, 0, 0]
+        for seed in SEEDS:
+            failure = race(world_of(2, timing=timing, seed=seed), program)
+            assert failure.operation == "all_gather #0 of group world"
+
+    @pytest.mark.parametrize("timing", LATE)
+    def test_an_output_zeroed_in_flight(self, world_of, timing):
+        def program(rank):
+            out = torch.empty(4)
+            work = dist.all_gather_single(out, torch.ones(2), async_op=True)
+            if rank == 1:
+                out.zero_()
+            work.wait()
+
+        for seed in SEEDS:
+            failure = race(world_of(2, timing=timing, seed=seed), program)
+            assert failure.rank == 1
+            assert "was written by the program while in flight" in str(failure)
+
+    @pytest.mark.parametrize("timing", LATE)
+    @pytest.mark.parametrize("which", ["input", "output"])
+    @pytest.mark.parametrize("later_bytes", [0, 4096])
+    def test_a_storage_resized_in_flight(self, world_of, timing, which, later_bytes):
+        def program(rank):
+            mine, out = torch.ones(2), torch.empty(4)
+            work = dist.all_gather_single(out, mine, async_op=True)
+            (mine if which == "input" else out).untyped_storage().resize_(later_bytes)
+            work.wait()
+
+        for seed in SEEDS:
+            failure = race(world_of(2, timing=timing, seed=seed), program)
+            assert f"storage of the {which} of all_gather #0" in str(failure)
+
+    def test_a_wait_on_a_later_operation_promises_nothing(self, world_of):
+        def program(rank):
+            first, second = torch.ones(1), torch.ones(1)
+            dist.all_reduce(first, async_op=True)
+            dist.all_reduce(second, async_op=True).wait()
+            return first.item(), second.item()
+
+        assert world_of(2).run(program) == [(2.0, 2.0)] * 2
+        for first, second in world_of(2, timing="lazy").run(program):
+            assert first != first
+            assert second == 2.0
+
+    @pytest.mark.parametrize("timing", LATE)
+    def test_memory_lent_twice(self, world_of, timing):
+        def program(rank):
+            x = torch.ones(4)
+            first = dist.all_reduce(x, async_op=True)
+            second = dist.all_gather_single(torch.empty(4), x[1:3], async_op=True)
+            first.wait()
+            second.wait()
+
+        failure = race(world_of(2, timing=timing), program)
+        assert "issued on memory that all_reduce #0 of group world has in flight" in str(failure)
+
+    def test_a_value_put_back_is_seen_by_a_late_read(self, world_of):
+        def program(rank):
+            x = torch.ones(2)
+            work = dist.all_gather_single(torch.empty(4), x, async_op=True)
+            x.zero_()
+            dist.barrier()
+            x.fill_(1.0)
+            work.wait()
+
+        def caught(seed):
+            try:
+                world_of(2, timing="hostile", seed=seed).run(program)
+            except InFlightRace:
+                return True
+            return False
+
+        assert {caught(seed) for seed in SEEDS} == {True, False}
+
+    def test_a_program_cannot_swallow_a_race(self, world_of):
+        def program(rank):
+            x = torch.ones(2)
+            work = dist.all_gather_single(torch.empty(4), x, async_op=True)
+            x.zero_()
+            try:
+                work.wait()
+            except Exception:  # noqa: BLE001  That is what the test is about.
+                return "went on"
+
+        race(world_of(2, timing="lazy"), program)
+        assert world_of(2).run(lambda rank: rank) == [0, 1]
+
+
+class TestPoison:
+    """What is poisoned, in which dtype, is what the operation writes."""
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.complex64,
+        ],
+    )
+    def test_a_floating_point_output_in_flight_is_nan(self, world_of, dtype):
+        def program(rank):
+            out = torch.zeros(4).to(dtype)
+            work = dist.all_gather_single(out, torch.ones(2).to(dtype), async_op=True)
+            seen = out.clone()
+            work.wait()
+            return seen, out
+
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        for seen, out in world_of(2, timing="lazy").run(program):
+            assert seen.to(wide).isnan().all()
+            assert (out.to(wide) == 1).all()
+
+    def test_integers_are_a5_and_a_bool_stays_a_bool(self, world_of):
+        def program(rank):
+            numbers, flags = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)
+            works = [
+                dist.all_gather_single(numbers, numbers[:1].clone(), async_op=True),
+                dist.all_gather_single(flags, flags[:1].clone(), async_op=True),
+            ]
+            seen = numbers.tolist(), flags.view(torch.uint8).tolist()
+            for work in works:
+                work.wait()
+            return seen, numbers.tolist(), flags.tolist()
+
+        a5 = int.from_bytes(b"\xa5" * 4, signed=True)
+        for seen, numbers, flags in world_of(2, timing="lazy").run(program):
+            assert seen == ([a5, a5], [1, 1])
+            assert numbers == [0, 0]
+            assert flags == [False, False]
+
+    def test_only_what_is_written_is_poisoned(self, world_of):
+        def poisoned(issue, *tensors):
+            work = issue()
+            seen = [tensor.isnan().tolist() for tensor in tensors]
+            work.wait()
+            return seen
+
+        def program(rank):
+            gathered, scattered, shared, rooted = (torch.ones(4) for _ in range(4))
+            strided = torch.ones(4, 2)
+            mine = slice(2 * rank, 2 * rank + 2)
+            return (
+                poisoned(
+                    lambda: dist.all_gather_single(gathered, gathered[mine], async_op=True),
+                    gathered,
+                ),
+                poisoned(
+                    lambda: dist.reduce_scatter_single(scattered[mine], scattered, async_op=True),
+                    scattered,
+                ),
+                poisoned(lambda: dist.broadcast(shared, src=0, async_op=True), shared),
+                poisoned(lambda: dist.reduce(rooted, dst=0, async_op=True), rooted),
+                poisoned(lambda: dist.all_reduce(strided[:, 1], async_op=True), strided[:, 0]),
+            )
+
+        no, yes = False, True
+        first, second = world_of(2, timing="lazy").run(program)
+        assert first == (
+            [[no, no, yes, yes]],
+            [[yes, yes, no, no]],
+            [[no] * 4],
+            [[yes] * 4],
+            [[no] * 4],
+        )
+        assert second == (
+            [[yes, yes, no, no]],
+            [[no, no, yes, yes]],
+            [[yes] * 4],
+            [[no] * 4],
+            [[no] * 4],
+        )
+
+
+def overlapped(rank):
+    """Several operations in flight at once, waited for in every way, and left alone meanwhile."""
+    size = dist.get_world_size()
+    grads = torch.arange(4.0 * size) * (rank + 1)
+    params = torch.zeros(2 * size).bfloat16()
+    shard, out = torch.empty(4), torch.empty(1)
+    works = [dist.reduce_scatter_single(shard, grads, async_op=True)]
+    norm = torch.tensor([float(rank + 1)])
+    works.append(dist.all_reduce(norm, async_op=True))
+    for work in works:
+        while not work.is_completed():
+            pass
+    params[2 * rank : 2 * rank + 2] = (shard[:2] / norm).bfloat16()
+    gather = dist.all_gather_single(params, params[2 * rank : 2 * rank + 2], async_op=True)
+    ring = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, shard[:1], (rank + 1) % size),
+            dist.P2POp(dist.irecv, out, (rank - 1) % size),
+        ]
+    )
+    pending = torch.rand(3).t()
+    pair = pending.clone(), torch.ones(2, 3).t()[1]
+    with dist._coalescing_manager(async_ops=True) as coalesced:
+        dist.all_reduce(pair[0], op=dist.ReduceOp.MAX)
+        dist.all_reduce(pair[1])
+    dist.barrier()
+    for work in ring:
+        work.wait()
+    future = gather.get_future().value()[0]
+    coalesced.wait()
+    lists = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(lists, out)
+    return torch.cat([shard, params.float(), out, *pair, pending, future.float(), *lists])
+
+
+class TestRightPrograms:
+    """The bits do not depend on timing, schedule or seed."""
+
+    @pytest.mark.parametrize("order", ["linear", "ring", "tree"])
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_an_overlapped_program_keeps_its_bits(self, world_of, size, order):
+        expected = None
+        for timing in ("eager", *LATE):
+            for schedule in ("round-robin", "random", "pct"):
+                for seed in range(4):
+                    world = world_of(size, order=order, timing=timing, schedule=schedule, seed=seed)
+
+                    def program(rank):
+                        torch.manual_seed(rank)
+                        return overlapped(rank)
+
+                    got = world.run(program)
+                    expected = expected or got
+                    for a, b in zip(got, expected, strict=True):
+                        assert torch.equal(a, b)
+                    assert not any(world.flights)
+
+    @pytest.mark.parametrize("timing", LATE)
+    def test_polling_ranks_do_not_starve_what_a_third_waits_for(self, world_of, timing):
+        def program(rank):
+            x, y = torch.ones(1), torch.ones(1)
+            if rank == 2:
+                dist.recv(y, src=0)  # Only then does it come to the all-reduce.
+            elif rank == 0:
+                sent = dist.isend(torch.tensor([5.0]), 2)
+            work = dist.all_reduce(x, async_op=True)
+            while not work.is_completed():
+                pass
+            if rank == 0:
+                sent.wait()
+            return x.item(), y.item()
+
+        for schedule in ("round-robin", "random", "pct"):
+            for seed in range(5):
+                world = world_of(3, timing=timing, schedule=schedule, seed=seed)
+                assert world.run(program) == [(3.0, 1.0), (3.0, 1.0), (3.0, 5.0)]
+
+    def test_hostile_polls_say_no_a_bounded_number_of_times(self, world_of):
+        def program(rank):
+            x = torch.ones(1)
+            work = dist.all_reduce(x, async_op=True)
+            dist.barrier()
+            refusals = 0
+            while not work.is_completed():
+                refusals += 1
+            return refusals, x.item()
+
+        seen = [
+            result
+            for seed in SEEDS
+            for result in world_of(2, timing="hostile", seed=seed).run(program)
+        ]
+        assert {x for _, x in seen} == {2.0}
+        assert len({refusals for refusals, _ in seen}) > 1
+        assert max(refusals for refusals, _ in seen) < 10
+
+    @pytest.mark.parametrize("timing", LATE)
+    def test_memory_of_inference_mode(self, world_of, timing):
+        def program(rank):
+            with torch.inference_mode(rank == 0):
+                x = torch.ones(2)
+                dist.all_reduce(x)
+                return x.tolist()
+
+        assert world_of(2, timing=timing).run(program) == [[2.0, 2.0]] * 2
+
+    @pytest.mark.parametrize("timing", LATE)
+    def test_an_error_in_an_operation_is_a_rank_failure(self, world_of, timing):
+        def program(rank):
+            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND)
+
+        from zero_sim.sim import RankFailed
+
+        with pytest.raises(RankFailed, match="bitwise_and"):
+            world_of(2, timing=timing).run(program)
+        assert world_of(2).run(lambda rank: rank) == [0, 1]
+
+
+class TestFlights:
+    """What is lent is known while it is, and afterwards where nobody waited."""
+
+    def test_what_is_in_flight_and_when_it_lands(self, world_of):
+        world = world_of(2, timing="lazy")
+
+        def roles(rank):
+            return [(flight.role, flight.tensor.numel()) for flight in world.flights[rank]]
+
+        def program(rank):
+            flat = torch.zeros(6)
+            work = dist.all_gather_single(flat, flat[3 * rank : 3 * rank + 3], async_op=True)
+            during = roles(rank)
+            work.wait()
+            return during, roles(rank)
+
+        assert world.run(program) == [([("input", 3), ("output", 3)], [])] * 2
+
+    @pytest.mark.parametrize("timing", ["eager", *LATE])
+    def test_what_never_landed_is_told_after_the_run(self, world_of, timing):
+        def program(rank):
+            dist.all_reduce(torch.ones(1), async_op=True)
+            if rank == 0:
+                dist.isend(torch.ones(2), 1)
+            elif rank == 1:
+                dist.irecv(torch.ones(2), 0)
+
+        world = world_of(3, timing=timing)
+        world.tracks_flights = True
+        try:
+            world.run(program)
+        finally:
+            world.tracks_flights = False
+        left = [[flight.what for flight in flights] for flights in world.flights]
+        reduction = "all_reduce #0 of group world"
+        assert left == [
+            [reduction, "send with peer 1 of group world"],
+            [reduction, "recv with peer 0 of group world"],
+            [reduction],
+        ]
+        flight: Flight = next(iter(world.flights[0]))
+        assert flight.site.startswith(__file__)
+        world.run(lambda rank: None)
+        assert not any(world.flights)
+
+    def test_an_operation_that_lacks_a_member_does_not_hang_the_end(self, world_of):
+        def program(rank):
+            if rank:
+                dist.all_reduce(torch.ones(1), async_op=True)
+            return rank
+
+        for timing in LATE:
+            world = world_of(3, timing=timing)
+            assert world.run(program) == [0, 1, 2]
+            assert [len(flights) for flights in world.flights] == [0, 1, 1]
+
+
+class TestMoments:
+    """The log tells when each side of an operation was at which point."""
+
+    def program(self, rank):
+        x = torch.ones(1)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+
+    def test_eager_notes_only_issue_wait_and_land(self, world_of):
+        world = world_of(2)
+        world.run(self.program)
+        for rank in range(2):
+            of_rank = [moment for moment in world.log.moments if moment.rank == rank]
+            assert [moment.what for moment in of_rank] == ["issue", "wait", "land"]
+            assert {world.log.collectives[moment.record].rank for moment in of_rank} == {rank}
+
+    def test_lazy_reads_after_the_wait_began(self, world_of):
+        world = world_of(2, timing="lazy")
+        world.run(self.program)
+        for rank in range(2):
+            of_rank = [moment.what for moment in world.log.moments if moment.rank == rank]
+            assert of_rank == ["issue", "wait", "read", "perform", "write", "land"]
+        ticks = [moment.tick for moment in world.log.moments]
+        assert ticks == sorted(ticks)
+
+    def test_hostile_moments_differ_by_seed_and_enter_the_digest(self, world_of):
+        def moments(seed):
+            world = world_of(2, timing="hostile", seed=seed)
+            world.run(self.program)
+            return tuple(moment.what for moment in world.log.moments), world.log.digest()
+
+        seen = [moments(seed) for seed in SEEDS]
+        assert len({kinds for kinds, _ in seen}) > 3
+        assert len({digest for _, digest in seen}) >= len({kinds for kinds, _ in seen})
+
+
+def test_an_unknown_timing_is_refused():
+    with pytest.raises(UsageError, match="expected timing to be one of"):
+        World(2, timing="late")
