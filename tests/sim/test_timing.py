@@ -429,6 +429,21 @@ class TestFlights:
         world.run(lambda rank: None)
         assert not any(world.flights)
 
+    @pytest.mark.parametrize("timing", LATE)
+    def test_what_nobody_waits_for_is_performed_at_the_end(self, world_of, timing):
+        def program(rank, *, refill):
+            x = torch.ones(2)
+            dist.all_gather_single(torch.empty(4), x, async_op=True)
+            if refill:
+                x.zero_()
+
+        world = world_of(2, timing=timing)
+        world.run(lambda rank: program(rank, refill=False))
+        performed = [moment.rank for moment in world.log.moments if moment.what == "perform"]
+        assert sorted(performed) == [0, 1]
+        failure = race(world_of(2, timing="lazy"), lambda rank: program(rank, refill=rank == 1))
+        assert failure.rank == 1
+
     def test_an_operation_that_lacks_a_member_does_not_hang_the_end(self, world_of):
         def program(rank):
             if rank:

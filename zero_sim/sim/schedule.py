@@ -104,7 +104,8 @@ class Pct:
         draws = random.Random(seed)
         self._priority = list(range(depth, depth + world_size))
         draws.shuffle(self._priority)
-        self._changes = {draws.randrange(picks): depth - 1 - i for i in range(depth - 1)}
+        changes = draws.sample(range(picks), min(depth - 1, picks))
+        self._changes = {position: depth - 1 - i for i, position in enumerate(changes)}
         self._picked = 0
         self._lowest = 0
         self._ready: list[int] = []

@@ -1,0 +1,109 @@
+"""A case under late timings: our system passes, and faults of overlap do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from zero_sim.scenario.spec import RunSpec, SystemSpec, WorldSpec
+from zero_sim.zero.buffer import Bucket
+
+SYSTEMS = {
+    "plain": SystemSpec(bucket_elems=60),
+    "overlap": SystemSpec(bucket_elems=60, overlap_grads=True, overlap_params=True),
+    "redundancy": SystemSpec(
+        bucket_elems=60, overlap_grads=True, overlap_params=True, redundancy=2
+    ),
+    "grads-only": SystemSpec(bucket_elems=60, overlap_grads=True, stage=0),
+}
+LATE = [("lazy", 0), ("hostile", 0), ("hostile", 1)]
+
+
+@pytest.mark.parametrize("schedule", ["random", "pct"])
+@pytest.mark.parametrize(("timing", "seed"), LATE)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_our_system_keeps_its_bits(judged, pool, name, timing, seed, schedule):
+    world = WorldSpec(size=4, timing=timing, schedule=schedule)
+    result = judged(
+        system=SYSTEMS[name], world=world, run=RunSpec(steps=2, micro_batches=2, seed=seed)
+    )
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+def forget_the_wait_for_gradients(monkeypatch):
+    def finish_reduce(self):
+        self.chain_reduce()
+        self._reducing = None
+
+    monkeypatch.setattr(Bucket, "finish_reduce", finish_reduce)
+
+
+def forget_the_wait_for_params(monkeypatch):
+    def finish_gather(self):
+        self._gathering = None
+
+    monkeypatch.setattr(Bucket, "finish_gather", finish_gather)
+
+
+def forget_the_wait_between_the_two_sums(monkeypatch):
+    def chain_reduce(self):
+        if not self._chained:
+            self._chained = True
+            if self._has_replica_sum:
+                self._reducing = self._sum_replicas(async_op=True)
+
+    monkeypatch.setattr(Bucket, "chain_reduce", chain_reduce)
+
+
+def zero_gradients_in_flight(monkeypatch):
+    right = Bucket.start_reduce
+
+    def start_reduce(self):
+        right(self)
+        self.grads[-1:] = 0
+
+    monkeypatch.setattr(Bucket, "start_reduce", start_reduce)
+
+
+FAULTS = [
+    forget_the_wait_for_gradients,
+    forget_the_wait_for_params,
+    forget_the_wait_between_the_two_sums,
+    zero_gradients_in_flight,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_fault_of_overlap_is_caught(judged, monkeypatch, plant):
+    plant(monkeypatch)
+    verdicts = [
+        judged(
+            system=SYSTEMS["redundancy"],
+            world=WorldSpec(size=4, timing="lazy"),
+            run=RunSpec(steps=2, seed=seed),
+        ).verdict
+        for seed in range(2)
+    ]
+    assert verdicts == ["fail", "fail"]
+
+
+@pytest.mark.parametrize(
+    ("timing", "verdict"), [("eager", "pass"), ("lazy", "fail"), ("hostile", "fail")]
+)
+def test_a_wait_on_something_else_passes_eagerly_only(judged, monkeypatch, timing, verdict):
+    def finish_reduce(self):
+        dist.barrier()
+        self._reducing = None
+
+    monkeypatch.setattr(Bucket, "finish_reduce", finish_reduce)
+    result = judged(system=SYSTEMS["overlap"], world=WorldSpec(size=3, timing=timing))
+    assert result.verdict == verdict
+
+
+def test_a_race_in_flight_is_a_finding_with_its_rank(judged, monkeypatch):
+    zero_gradients_in_flight(monkeypatch)
+    overlap = replace(SYSTEMS["overlap"], sync="every")
+    result = judged(system=overlap, world=WorldSpec(size=2, timing="lazy"))
+    assert result.findings[0].check == "world.in-flight-race"
+    assert result.findings[0].rank is not None
+    assert "reduce_scatter" in result.findings[0].message
