@@ -24,7 +24,7 @@ class WorldPool:
         self.close()
 
     def world_for(self, scenario: Scenario) -> World:
-        """A world of the scenario's size, set to its order, schedule and seed.
+        """A world of the scenario's size, set to its order, schedule, seed and strictness.
 
         Args:
             scenario: The case that will run on it; only one case may at a time.
@@ -39,7 +39,10 @@ class WorldPool:
                 self._worlds.pop(next(iter(self._worlds))).close()
         self._worlds[size] = world
         world.configure(
-            order=scenario.world.order, schedule=scenario.world.schedule, seed=scenario.run.seed
+            order=scenario.world.order,
+            schedule=scenario.world.schedule,
+            seed=scenario.run.seed,
+            strict=scenario.world.strict,
         )
         return world
 

@@ -14,10 +14,13 @@ from zero_sim.sim.callsite import call_site
 
 if TYPE_CHECKING:
     from zero_sim.sim.baton import Awaited, Baton
+    from zero_sim.sim.promises import Promise
 
 
 class SimWork(Work):
     """One rank's side of an operation; waiting hands the baton on until the operation is done."""
+
+    _promises: Sequence[Promise] = ()
 
     def __init__(
         self, baton: Baton, rank: int, operations: Sequence[Awaited], tensors: Sequence[Tensor]
@@ -35,6 +38,7 @@ class SimWork(Work):
                 file, line = call_site()
                 self._baton.wait_for(self._rank, operation, f"{file}:{line}")
         self._baton.check_alive()
+        self._keep_promises()
         return True
 
     def synchronize(self) -> None:
@@ -48,7 +52,17 @@ class SimWork(Work):
                 file, line = call_site()
                 if not self._baton.poll(self._rank, operation, f"{file}:{line}"):
                     return False
+        self._keep_promises()
         return True
+
+    def promise(self, promises: Sequence[Promise]) -> None:
+        """Be the work that must be waited for, or seen done, before the rank's program returns."""
+        self._promises = promises
+
+    def _keep_promises(self) -> None:
+        for promise in self._promises:
+            promise.keep()
+        self._promises = ()
 
     def is_success(self) -> bool:
         """Whether the operation is done: one that fails ends the world instead."""
