@@ -174,7 +174,10 @@ class Baton:
             if rank in self._waiting:
                 awaited, site = self._waiting[rank]
                 doing, missing = told[id(awaited)]
-            recent = tuple([record.text for record in self.log.latest(rank)])
+            calls = self.log.latest(rank)
+            if calls and calls[-1].site == site:
+                calls = calls[:-1]  # It is what the rank waits in, and told as that.
+            recent = tuple([record.text for record in calls])
             statuses.append(
                 RankStatus(rank=rank, doing=doing, site=site, missing=missing, recent=recent)
             )

@@ -207,12 +207,21 @@ def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None
         sys.excepthook = hook
 
 
+_NO_SUCH_GROUP = (
+    "Default process group has not been initialized",
+    "is not registered",
+    "is not initialized in the world group map",
+    "Invalid process group specified",
+    "Process group cannot be None",
+)
+"""Parts of what torch says where a group does not exist."""
+
+
 def is_about_a_missing_group(error: BaseException) -> bool:
     """Whether torch raised it because a group does not exist (any more)."""
-    told = ("Default process group has not been initialized", "is not registered")
-    told += ("Invalid process group specified", "Process group cannot be None")
+    text = str(error)
     return isinstance(error, (ValueError, AssertionError)) and any(
-        words in str(error) for words in told
+        words in text for words in _NO_SUCH_GROUP
     )
 
 

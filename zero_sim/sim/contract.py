@@ -22,6 +22,8 @@ from zero_sim.sim.shapes import is_contiguous, is_dense, misread, shape_of
 _ROOTED = ("broadcast", "reduce", "scatter", "gather")
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 _FLAT = ("all_gather", "reduce_scatter")
+_SYMMETRIC = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
+"""Kinds with tensors that hold the same elements on all ranks, at the same place of a buffer."""
 FREE_SIZES = ("all_to_all", "all_to_all_list", "all_gather_list")
 """Kinds whose sizes may differ from rank to rank; they are checked when all have come."""
 _CUT = (*_FLAT, "all_to_all")
@@ -67,7 +69,7 @@ def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: boo
     if call.kind in _REDUCING and call.reduce_op not in FOLDS:
         supported = ", ".join(op.name for op in FOLDS)
         _refuse(call, rank, "reduce-op", f"expected one of the reduce operations {supported}")
-    tensors = [*call.inputs, *call.outputs]
+    tensors = [*call.inputs, *call.outputs] if call.outputs else call.inputs
     if len(tensors) > 1:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
@@ -76,15 +78,18 @@ def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: boo
         _check_sizes(call, group_rank=group_rank, rank=rank, world_size=world_size)
     if strict:
         _check_memory(call, tensors, group_rank=group_rank, rank=rank, world_size=world_size)
-    if call.kind == "all_gather":
-        call.offsets = tuple([tensor.storage_offset() for tensor in call.outputs])
-    elif call.kind in ("all_reduce", "broadcast", "reduce", "reduce_scatter"):
-        call.offsets = tuple([tensor.storage_offset() for tensor in call.inputs])
-    compared = (
-        [(t.dtype,) for t in call.inputs]
-        if call.kind in FREE_SIZES
-        else [shape_of(tensor) for tensor in _compared(call)]
-    )
+    _sign(call)
+
+
+def _sign(call: Call) -> None:
+    """Set what is compared with the other ranks' calls."""
+    if call.kind in _SYMMETRIC:
+        symmetric = call.outputs if call.kind == "all_gather" else call.inputs
+        call.offsets = tuple([tensor.storage_offset() for tensor in symmetric])
+    if call.kind in FREE_SIZES:
+        compared = [(tensor.dtype,) for tensor in call.inputs]
+    else:
+        compared = [shape_of(tensor) for tensor in _compared(call)]
     call.signature = (call.kind, call.root, call.reduce_op, *compared)
 
 

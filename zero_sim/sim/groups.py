@@ -1,4 +1,4 @@
-"""The making and destroying of groups, rank by rank: in one order everywhere, and used only between.
+"""The making and destroying of groups, rank by rank: in one order, and no use after.
 
 A rank that destroys the world and joins it again starts a new generation: torch then counts the
 names of groups from the start, so the same name may mean other ranks.

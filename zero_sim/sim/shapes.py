@@ -48,6 +48,8 @@ def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
         a: One rank's tensor.
         b: Another rank's, of as many elements.
     """
+    if a.numel() == 0:
+        return None
     if a.shape != b.shape:
         squeezed = [[extent for extent in tensor.shape if extent != 1] for tensor in (a, b)]
         if min(map(len, squeezed)) >= 2 and squeezed[0] != squeezed[1]:

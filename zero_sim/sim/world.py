@@ -302,7 +302,9 @@ class World:
         """Check what only shows when all ranks have returned."""
         if self._baton.failure is not None or not self.strict:
             return
-        failure = self._promises.broken() or inversion_error(self.log.collectives)
+        failure = self._promises.broken()
+        if failure is None and len(self._groups) > 1:
+            failure = inversion_error(self.log.collectives)
         if failure is not None:
             self._fail(failure)
 
