@@ -163,9 +163,7 @@ class TestEntries:
         def program(rank):
             dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(3)])
 
-        assert "entry 1 of rank 1's list" in str(
-            violation_of(world_of(2), program, "entry-size")
-        )
+        assert "entry 1 of rank 1's list" in str(violation_of(world_of(2), program, "entry-size"))
 
     def test_scattered_by_the_root(self, world_of, violation_of):
         def program(rank):

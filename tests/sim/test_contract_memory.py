@@ -20,7 +20,8 @@ class TestShapes:
     """Equal counts are not enough where each side has rows of its own length."""
 
     @pytest.mark.parametrize(
-        "shapes", [((2, 3), (3, 2)), ((2, 1, 3), (3, 2)), ((4, 3, 2), (2, 3, 4)), ((4, 6), (2, 3, 4))]
+        "shapes",
+        [((2, 3), (3, 2)), ((2, 1, 3), (3, 2)), ((4, 3, 2), (2, 3, 4)), ((4, 6), (2, 3, 4))],
     )
     def test_other_rows_are_refused(self, world_of, violation_of, shapes):
         program = summing(lambda rank: torch.ones(shapes[rank]))
@@ -87,6 +88,40 @@ def gather_flat(output, value):
     dist.all_gather_single(output, value)
 
 
+OVERLAPPING = {
+    "gather at another rank's place": lambda rank: gather_flat(
+        *(lambda flat: (flat, flat[2 - 2 * rank :][:2]))(torch.ones(4))
+    ),
+    "gather between two places": lambda rank: gather_flat(
+        *(lambda flat: (flat, flat[1:3]))(torch.ones(4))
+    ),
+    "scatter at another rank's place": lambda rank: dist.reduce_scatter_single(
+        *(lambda flat: (flat[2 - 2 * rank :][:2], flat))(torch.ones(4))
+    ),
+    "entries on each other": lambda rank: dist.all_gather(
+        list(torch.ones(3).as_strided((2, 2), (1, 1))), torch.ones(2)
+    ),
+    "input in another rank's entry": lambda rank: dist.all_gather(
+        *(lambda entries: (entries, entries[1 - rank]))(list(torch.ones(4).split(2)))
+    ),
+    "exchange in place": lambda rank: dist.all_to_all_single(
+        *(lambda flat: (flat, flat))(torch.ones(4))
+    ),
+    "exchange of lists in place": lambda rank: dist.all_to_all(
+        *(lambda entries: (entries, entries))(list(torch.ones(4).split(2)))
+    ),
+    "scatter into an entry of another rank": lambda rank: dist.scatter(
+        *(lambda entries: (entries[1], entries if rank == 0 else None))(
+            list(torch.ones(4).split(2))
+        )
+    ),
+    "gather into entries on each other": lambda rank: dist.gather(
+        torch.ones(2), [torch.ones(2)] * 2 if rank == 0 else None
+    ),
+}
+"""Programs of two ranks that share memory within one call."""
+
+
 class TestAliasing:
     """Memory is shared in place at rank x count, and not at all otherwise."""
 
@@ -110,41 +145,9 @@ class TestAliasing:
 
         world_of(2).run(program)
 
-    PROGRAMS = {
-        "gather at another rank's place": lambda rank: gather_flat(
-            *(lambda flat: (flat, flat[2 - 2 * rank :][:2]))(torch.ones(4))
-        ),
-        "gather between two places": lambda rank: gather_flat(
-            *(lambda flat: (flat, flat[1:3]))(torch.ones(4))
-        ),
-        "scatter at another rank's place": lambda rank: dist.reduce_scatter_single(
-            *(lambda flat: (flat[2 - 2 * rank :][:2], flat))(torch.ones(4))
-        ),
-        "entries on each other": lambda rank: dist.all_gather(
-            list(torch.ones(3).as_strided((2, 2), (1, 1))), torch.ones(2)
-        ),
-        "input in another rank's entry": lambda rank: dist.all_gather(
-            *(lambda entries: (entries, entries[1 - rank]))(list(torch.ones(4).split(2)))
-        ),
-        "exchange in place": lambda rank: dist.all_to_all_single(
-            *(lambda flat: (flat, flat))(torch.ones(4))
-        ),
-        "exchange of lists in place": lambda rank: dist.all_to_all(
-            *(lambda entries: (entries, entries))(list(torch.ones(4).split(2)))
-        ),
-        "scatter into an entry of another rank": lambda rank: dist.scatter(
-            *(lambda entries: (entries[1], entries if rank == 0 else None))(
-                list(torch.ones(4).split(2))
-            )
-        ),
-        "gather into entries on each other": lambda rank: dist.gather(
-            torch.ones(2), [torch.ones(2)] * 2 if rank == 0 else None
-        ),
-    }
-
-    @pytest.mark.parametrize("name", PROGRAMS)
+    @pytest.mark.parametrize("name", OVERLAPPING)
     def test_any_other_overlap_is_refused(self, world_of, violation_of, name):
-        text = str(violation_of(world_of(2), self.PROGRAMS[name], "aliasing"))
+        text = str(violation_of(world_of(2), OVERLAPPING[name], "aliasing"))
         assert "bytes with" in text
         assert "test_contract_memory.py:" in text
 

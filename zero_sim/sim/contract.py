@@ -85,7 +85,7 @@ def _sign(call: Call) -> None:
     """Set what is compared with the other ranks' calls."""
     if call.kind in _SYMMETRIC:
         symmetric = call.outputs if call.kind == "all_gather" else call.inputs
-        call.offsets = tuple([tensor.storage_offset() for tensor in symmetric])
+        call.offsets = tuple([int(tensor.storage_offset()) for tensor in symmetric])
     if call.kind in FREE_SIZES:
         compared = [(tensor.dtype,) for tensor in call.inputs]
     else:

@@ -89,7 +89,7 @@ def _place(tensor: Tensor) -> _Place:
     size = storage.nbytes()
     # A tensor that is its whole storage has no place in it that could be exchanged.
     is_view = size > tensor.numel() * tensor.element_size()
-    return storage.data_ptr(), size if is_view else 0, tensor.storage_offset()
+    return storage.data_ptr(), size if is_view else 0, int(tensor.storage_offset())
 
 
 def _exchanged(before: Sequence[_Place], now: Sequence[_Place]) -> tuple[int, int] | None:
