@@ -10,6 +10,7 @@ from torch import Tensor
 from zero_sim.sim import contract
 from zero_sim.sim.collectives import PERFORM, Call
 from zero_sim.sim.order import Order
+from zero_sim.sim.own_call import FREE_SIZES, check_call
 from zero_sim.sim.swaps import SwapWatch
 
 
@@ -51,7 +52,7 @@ class Collective:
             Whether the collective is done now.
         """
         group, ranks = self.group, self.group.ranks
-        contract.check_call(call, group_rank=group_rank, ranks=ranks, strict=group.strict)
+        check_call(call, group_rank=group_rank, ranks=ranks, strict=group.strict)
         for other, first in enumerate(self.calls):
             if first is not None:
                 if first.signature != call.signature:
@@ -69,7 +70,7 @@ class Collective:
         if self.missing_count:
             return False
         calls = [call for call in self.calls if call is not None]
-        if call.kind in contract.FREE_SIZES:
+        if call.kind in FREE_SIZES:
             contract.check_all(calls, ranks=ranks, what=self.name, strict=group.strict)
         if self.shifted and group.strict:
             group.swaps.check(calls, ranks=ranks, sequence=self.sequence, what=self.name)
