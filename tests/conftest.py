@@ -36,14 +36,17 @@ def world_of(_open_worlds: dict[int, World]) -> Callable[..., World]:
         *,
         order: str = "linear",
         schedule: str | Recipe = "round-robin",
-        timing: str = __import__("os").environ.get("TT", "eager"),
+        timing: str = "eager",
         seed: int = 0,
         depth: int = 3,
+        strict: bool = True,
     ) -> World:
         world = _open_worlds.get(size)
         if world is None or world.closed:
             world = _open_worlds[size] = World(size)
-        world.configure(order=order, schedule=schedule, timing=timing, seed=seed, depth=depth)
+        world.configure(
+            order=order, schedule=schedule, timing=timing, seed=seed, depth=depth, strict=strict
+        )
         return world
 
     return get

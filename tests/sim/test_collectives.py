@@ -275,7 +275,7 @@ def test_all_reduce_of_any_layout_in_memory(world_of, numel):
         dist.all_reduce(y)
         return x, y
 
-    for x, y in world_of(3).run(program):
+    for x, y in world_of(3, strict=False).run(program):
         assert torch.equal(x, torch.full((numel,), 3.0))
         assert torch.equal(y, torch.full((numel, 2), 3.0))
 

@@ -71,7 +71,9 @@ class TestGrads:
             ddp.end_micro_batch(False)
             ddp.begin_last_micro_batch()
             backward(ddp)
-            return before, issued(world.log, rank)
+            after = issued(world.log, rank)
+            ddp.finish_grad_sync()
+            return before, after
 
         assert world.run(program) == [(0, 3)] * 2
 
@@ -300,6 +302,7 @@ class TestMeter:
                 ddp.finish_grad_sync()
                 write_and_gather(ddp, 2.0)
                 ddp.zero_grad_buffer()
+            ddp.finish_param_gather()
             return ddp.overlap.grads_mean, ddp.overlap.params_mean
 
         return world_of(2).run(program)

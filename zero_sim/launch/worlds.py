@@ -24,7 +24,7 @@ class WorldPool:
         self.close()
 
     def world_for(self, scenario: Scenario) -> World:
-        """A world of the scenario's size, set to its order, schedule, timing and seed.
+        """A world of the scenario's size, set to all that the scenario says of it.
 
         Args:
             scenario: The case that will run on it; only one case may at a time.
@@ -43,6 +43,7 @@ class WorldPool:
             schedule=scenario.world.schedule,
             timing=scenario.world.timing,
             seed=scenario.run.seed,
+            strict=scenario.world.strict,
         )
         return world
 

@@ -118,6 +118,10 @@ class WorldSpec:
     or anywhere between, drawn from the seed."""
     races: bool = False
     """Whether every tensor operation is checked against the memory in flight."""
+    strict: bool = True
+    """Whether what gloo accepts and NCCL does not is an error, too: tensors not contiguous,
+    overlapping or of another shape than another rank's, buffers that two ranks exchanged, calls
+    never waited for, groups used in different order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from zero_sim.sim.failures import (
     ScheduleDiverged,
     WorldFailure,
 )
+from zero_sim.sim.inversions import describe_circle, describe_inversion, find_inversion
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.randomness import Randomness
 from zero_sim.sim.schedule import Schedule
@@ -197,17 +198,26 @@ class Baton:
         return self.timing is not None and self.timing.force(running=bool(self._running))
 
     def _deadlock(self) -> Deadlock:
+        # Many ranks wait for one thing; it is asked once.
+        waits = {id(awaited): awaited for awaited, _ in self._waiting.values()}
+        told = {key: (awaited.doing, awaited.missing) for key, awaited in waits.items()}
         statuses = []
         for rank in range(len(self.gates)):
+            doing, missing, site = "returned", (), ""
             if rank in self._waiting:
                 awaited, site = self._waiting[rank]
-                status = RankStatus(
-                    rank=rank, doing=awaited.doing, site=site, missing=awaited.missing
-                )
-            else:
-                status = RankStatus(rank=rank, doing="returned", site="", missing=())
-            statuses.append(status)
-        return Deadlock(tuple(statuses))
+                doing, missing = told[id(awaited)]
+            calls = self.log.latest(rank)
+            if calls and calls[-1].site == site:
+                calls = calls[:-1]  # It is what the rank waits in, and told as that.
+            recent = tuple([record.text for record in calls])
+            statuses.append(
+                RankStatus(rank=rank, doing=doing, site=site, missing=missing, recent=recent)
+            )
+        cycle = describe_circle(self._waiting)
+        if not cycle:
+            cycle = describe_inversion(find_inversion(self.log.collectives))
+        return Deadlock(tuple(statuses), cycle=cycle)
 
 
 def _as_failure(rank: int, error: BaseException) -> WorldFailure:

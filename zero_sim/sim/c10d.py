@@ -31,6 +31,7 @@ class RankState(threading.local):
     c10d_world: RankC10dWorld | None = None
     join: Callable[[], None] | None = None
     make_group: Callable[[str, list[int], int], SimProcessGroup] | None = None
+    announce: Callable[[str, list[int]], None] | None = None
 
 
 rank_state = RankState()
@@ -118,6 +119,10 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
         if rank_state.c10d_world is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
+        ranks = list(bound.arguments["global_ranks_in_group"])
+        if ranks and rank_state.announce is not None:
+            # Here, not in the group's creator, which torch does not call on a rank outside of it.
+            rank_state.announce(bound.arguments["group_name"], ranks)
         bound.arguments["backend"] = dist.Backend("sim")
         for name in ("backend_options", "device_id"):
             bound.arguments.pop(name, None)
@@ -168,13 +173,17 @@ def uninstall() -> None:
 
 
 def enter_rank_thread(
-    *, join: Callable[[], None], make_group: Callable[[str, list[int], int], SimProcessGroup]
+    *,
+    join: Callable[[], None],
+    make_group: Callable[[str, list[int], int], SimProcessGroup],
+    announce: Callable[[str, list[int]], None],
 ) -> None:
     """Make the calling thread a rank: its own c10d state, and autograd's work done in place."""
     torch.autograd.set_multithreading_enabled(False)
     rank_state.c10d_world = RankC10dWorld()
     rank_state.join = join
     rank_state.make_group = make_group
+    rank_state.announce = announce
 
 
 def use_one_compute_thread() -> None:
@@ -198,12 +207,35 @@ def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None
         sys.excepthook = hook
 
 
-def reset_rank() -> None:
-    """Forget every group of the calling rank but the warm default one, after a program ended."""
+_NO_SUCH_GROUP = (
+    "Default process group has not been initialized",
+    "is not registered",
+    "is not initialized in the world group map",
+    "Invalid process group specified",
+    "Process group cannot be None",
+)
+"""Parts of what torch says where a group does not exist."""
+
+
+def is_about_a_missing_group(error: BaseException) -> bool:
+    """Whether torch raised it because a group does not exist (any more)."""
+    text = str(error)
+    return isinstance(error, (ValueError, AssertionError)) and any(
+        words in text for words in _NO_SUCH_GROUP
+    )
+
+
+def reset_rank(*, keep: bool) -> None:
+    """Forget the groups of the calling rank, after a program ended.
+
+    Args:
+        keep: Whether the default group may stay, warm for the next program.
+    """
     world = rank_state.c10d_world
     assert world is not None
     torch.set_grad_enabled(True)
-    if world.default_pg is not None and len(world.pg_map) == 1 and not world.pg_coalesce_state:
+    warm = keep and world.default_pg is not None and len(world.pg_map) == 1
+    if warm and not world.pg_coalesce_state:
         world.group_count = 1  # The default group took name 0; a new program's groups start at 1.
         return
     c_bindings._unregister_all_process_groups()

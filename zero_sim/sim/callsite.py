@@ -30,3 +30,14 @@ def call_site() -> tuple[str, int]:
             return code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+def raising_site(error: BaseException) -> tuple[str, int]:
+    """File and line of the program's own call that raised `error`; as `call_site` otherwise."""
+    site, traceback = ("", 0), error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not _is_inside(code):
+            site = code.co_filename, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return site

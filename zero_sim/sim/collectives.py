@@ -33,6 +33,10 @@ class Call:
     output_splits: Sequence[int] = ()
     file: str = ""
     line: int = 0
+    signature: tuple[object, ...] = ()
+    """All that must be equal on all ranks; what the contract compares first."""
+    offsets: tuple[int, ...] = ()
+    """Storage offsets of the tensors that hold the same elements on all ranks."""
 
 
 _SMALL_BYTES = 1 << 16

@@ -34,21 +34,32 @@ class RankStatus:
     """Where it was called, `file:line`; empty for a rank that returned."""
     missing: tuple[int, ...]
     """Ranks that have not come to what it waits for."""
+    recent: tuple[str, ...] = ()
+    """Its last calls in words, the oldest first."""
 
 
 class Deadlock(WorldFailure):
-    """No rank can run and not all have returned; carries who waits for what."""
+    """No rank can run and not all have returned; carries who waits for what.
 
-    def __init__(self, statuses: tuple[RankStatus, ...]) -> None:
+    Args:
+        statuses: What each rank was doing, in rank order.
+        cycle: Ranks that wait for each other in a circle, or that issued collectives of several
+            groups in different orders, in words; empty where there are none.
+    """
+
+    def __init__(self, statuses: tuple[RankStatus, ...], *, cycle: tuple[str, ...] = ()) -> None:
         self.statuses = statuses
+        self.cycle = cycle
         waiting = [status for status in statuses if status.missing or status.site]
-        absent = sorted({rank for status in waiting for rank in status.missing})
+        # Ranks that wait for one thing share one tuple; at 1,024 ranks that matters.
+        distinct = {id(status.missing): status.missing for status in waiting}.values()
+        absent = sorted({rank for missing in distinct for rank in missing})
         names = ", ".join(map(str, absent)) or "none"
         head = (
             f"deadlock: {len(waiting)} of {len(statuses)} ranks wait and none can run; "
             f"ranks that never came: {names}"
         )
-        super().__init__("\n".join([head, *_table(statuses)]))
+        super().__init__("\n".join([head, *cycle, *_table(statuses)]))
 
 
 def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
@@ -65,21 +76,35 @@ def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
         shown = ", ".join(map(str, first.missing[:16])) + (", ..." if first.missing[16:] else "")
         absent = f"; not there: {shown}" if first.missing else ""
         lines.append(f"  {who}: {first.doing}{place}{absent}")
+        lines.extend(f"      after {call}" for call in first.recent)
         start = stop
     return lines
 
 
 def _same(a: RankStatus, b: RankStatus) -> bool:
-    return (a.doing, a.site, a.missing) == (b.doing, b.site, b.missing)
+    same_missing = a.missing is b.missing or a.missing == b.missing
+    return same_missing and (a.doing, a.site, a.recent) == (b.doing, b.site, b.recent)
 
 
 class ContractViolation(WorldFailure):
-    """Two ranks met in one collective with calls that do not fit; carries both call sites."""
+    """Calls that NCCL would refuse, hang on or misread; carries the call sites in its message.
 
-    def __init__(self, message: str, *, rank: int, other_rank: int) -> None:
+    Args:
+        message: What was expected, what came, and where.
+        aspect: What is wrong, as a short name that stays: `dtype`, `root`, `swapped-buffers`, ...
+        rank: World rank whose call showed it.
+        other_rank: World rank whose call it does not fit; `rank` again where it is wrong by itself.
+    """
+
+    def __init__(self, message: str, *, aspect: str, rank: int, other_rank: int) -> None:
+        self.aspect = aspect
         self.rank = rank
         self.other_rank = other_rank
+        self.history: tuple[str, ...] = ()
         super().__init__(message)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *self.history])
 
 
 class RankStalled(WorldFailure):

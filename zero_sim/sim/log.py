@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from collections.abc import Sequence
 from os.path import basename
 from typing import Literal, NamedTuple
 
 MomentKind = Literal["issue", "read", "perform", "write", "wait", "land"]
+
+LATEST_CALLS = 3
+"""How many of a rank's last calls an error shows."""
 
 
 class CollectiveRecord(NamedTuple):
@@ -41,6 +46,15 @@ class CollectiveRecord(NamedTuple):
         """Where it was called, `file:line`."""
         return f"{self.file}:{self.line}"
 
+    @property
+    def text(self) -> str:
+        """The call in words, with its site."""
+        number = f"tag {self.sequence}" if self.kind in ("send", "recv") else f"#{self.sequence}"
+        parts = [self.dtype, f"{self.elems} elements"] if self.elem_bytes else []
+        if self.detail:
+            parts.append(self.detail)
+        return f"{self.kind} {number} of group {self.group} ({', '.join(parts)}) at {self.site}"
+
 
 class Moment(NamedTuple):
     """Something that happened to one rank's side of an operation.
@@ -69,6 +83,28 @@ class EventLog:
         self.moments: list[Moment] = []
         self.turns: list[int] = []
         """The ranks that got the baton, in order."""
+        self._latest: dict[int, deque[CollectiveRecord]] = {}
+
+    def add(self, record: CollectiveRecord) -> None:
+        """Note a call."""
+        self.collectives.append(record)
+        latest = self._latest.get(record.rank)
+        if latest is None:
+            latest = self._latest[record.rank] = deque(maxlen=LATEST_CALLS)
+        latest.append(record)
+
+    def latest(self, rank: int) -> Sequence[CollectiveRecord]:
+        """The last calls of one rank, at most `LATEST_CALLS`, in its program's order."""
+        return tuple(self._latest.get(rank, ()))
+
+    def history(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Lines that tell the last calls of the ranks, for an error."""
+        lines: list[str] = []
+        for rank in ranks:
+            calls = self.latest(rank)
+            lines.append(f"last calls of rank {rank}:" if calls else f"no call of rank {rank} yet")
+            lines.extend(f"  {record.text}" for record in calls)
+        return tuple(lines)
 
     def note(self, rank: int, what: MomentKind, record: int) -> None:
         """Add a moment, now."""

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from zero_sim.sim import contract
 from zero_sim.sim.collectives import PERFORM, Call
-from zero_sim.sim.failures import ContractViolation
 from zero_sim.sim.order import Order
+from zero_sim.sim.own_call import FREE_SIZES, check_call
+from zero_sim.sim.swaps import SwapWatch
 
 
 class Collective:
     """One collective of one group: open until every member has called it, then performed."""
 
-    __slots__ = ("calls", "done", "group", "missing_count", "sequence", "waiters")
+    __slots__ = ("calls", "done", "group", "missing_count", "sequence", "shifted", "waiters")
 
     def __init__(self, group: Group, sequence: int) -> None:
         self.group = group
@@ -24,7 +25,13 @@ class Collective:
         self.calls: list[Call | None] = [None] * len(group.ranks)
         self.missing_count = len(group.ranks)
         self.done = False
+        self.shifted = False
         self.waiters: list[int] = []
+
+    @property
+    def name(self) -> str:
+        """Its number and group, for messages."""
+        return f"collective #{self.sequence} of group {self.group.label}"
 
     @property
     def doing(self) -> str:
@@ -44,24 +51,29 @@ class Collective:
         Returns:
             Whether all members are there now.
         """
-        ranks = self.group.ranks
-        contract.check_call(call, rank=ranks[group_rank], world_size=len(ranks))
+        group, ranks = self.group, self.group.ranks
+        check_call(call, group_rank=group_rank, ranks=ranks, strict=group.strict)
         for other, first in enumerate(self.calls):
             if first is not None:
-                contract.check_pair(
-                    first,
-                    call,
-                    ranks=(ranks[other], ranks[group_rank]),
-                    what=f"collective #{self.sequence} of group {self.group.label}",
-                )
+                if first.signature != call.signature:
+                    contract.check_pair(
+                        first,
+                        call,
+                        ranks=(ranks[other], ranks[group_rank]),
+                        what=self.name,
+                        strict=group.strict,
+                    )
+                self.shifted |= first.offsets != call.offsets
                 break
         self.calls[group_rank] = call
         self.missing_count -= 1
         if self.missing_count:
             return False
         calls = [call for call in self.calls if call is not None]
-        if call.kind.startswith("all_to_all"):
-            contract.check_all_to_all(calls, ranks=ranks)
+        if call.kind in FREE_SIZES:
+            contract.check_all(calls, ranks=ranks, what=self.name, strict=group.strict)
+        if self.shifted and group.strict:
+            group.swaps.check(calls, ranks=ranks, sequence=self.sequence, what=self.name)
         return True
 
     def perform(self, order: Order) -> None:
@@ -123,14 +135,16 @@ class Message:
 class Group:
     """What the members of one process group share."""
 
-    def __init__(self, name: str, ranks: Sequence[int], *, label: str) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], *, label: str, strict: bool = True) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.label = label
-        self.reset()
+        self.reset(strict=strict)
 
-    def reset(self) -> None:
+    def reset(self, *, strict: bool) -> None:
         """Forget what an earlier program left open and start counting anew."""
+        self.strict = strict
+        self.swaps = SwapWatch()
         self._issued: list[int] = [0] * len(self.ranks)
         self._open: dict[int, Collective] = {}
         self._sends: dict[tuple[int, int], deque[Message]] = {}
@@ -196,15 +210,14 @@ class Group:
 
 
 def _match(send: Message, receive: Message) -> None:
-    if send.tensor.dtype != receive.tensor.dtype or send.tensor.numel() != receive.tensor.numel():
-        ranks = send.group.ranks
-        raise ContractViolation(
-            "send and receive do not fit:\n"
-            f"  rank {ranks[send.rank]}: {contract.describe(send.call)}\n"
-            f"  rank {ranks[receive.rank]}: {contract.describe(receive.call)}",
-            rank=ranks[send.rank],
-            other_rank=ranks[receive.rank],
-        )
+    ranks = send.group.ranks
+    contract.check_message(
+        send.call,
+        receive.call,
+        ranks=(ranks[send.rank], ranks[receive.rank]),
+        label=send.group.label,
+        strict=send.group.strict,
+    )
     receive.source = send.rank
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from zero_sim.sim.collectives import Call
+from zero_sim.sim.failures import WorldFailure
 from zero_sim.sim.meeting import Group
 from zero_sim.sim.work import SimWork
 
@@ -43,6 +44,14 @@ class Cluster(Protocol):
         """One work that is done when all are."""
         ...
 
+    def note_destroyed(self, group: Group, group_rank: int) -> None:
+        """Note that a member destroyed its side of a group."""
+        ...
+
+    def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
+        """The error for a member that destroyed its side of a group and uses it."""
+        ...
+
 
 def _op(opts: Any) -> ReduceOp.RedOpType:
     op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
@@ -57,6 +66,14 @@ def _asynchronous(opts: Any) -> bool:
     return bool(getattr(opts, "asyncOp", False))
 
 
+def _detached(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors as plain memory: a device's collectives neither see nor disturb autograd."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            return [each.detach() for each in tensors]
+    return tensors
+
+
 class SimProcessGroup(ProcessGroup):
     """One member's view of a group of simulated ranks."""
 
@@ -67,6 +84,7 @@ class SimProcessGroup(ProcessGroup):
         self._group = group
         self._group_rank = group_rank
         self._coalescing: list[SimWork] | None = None
+        self._destroyed = False
 
     def size(self) -> int:
         """Number of members."""
@@ -91,7 +109,9 @@ class SimProcessGroup(ProcessGroup):
         return self._group.name
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Note where; whoever uses it from now on is told."""
+        self._destroyed = True
+        self._cluster.note_destroyed(self._group, self._group_rank)
 
     def abort(self) -> None:
         """Nothing to abort."""
@@ -104,11 +124,17 @@ class SimProcessGroup(ProcessGroup):
         return self._cluster.join_works(self._group.ranks[self._group_rank], works)
 
     def _issue(self, kind: str, opts: Any, inputs: Sequence[Tensor], **parts: Any) -> Work:
-        call = Call(kind=kind, inputs=inputs, **parts)
+        self._check_open(kind)
+        call = Call(kind=kind, inputs=_detached(inputs), **parts)
+        call.outputs = _detached(call.outputs)
         work = self._cluster.issue(
             self._group, self._group_rank, call, asynchronous=_asynchronous(opts)
         )
         return self._collect(work)
+
+    def _check_open(self, kind: str) -> None:
+        if self._destroyed:
+            raise self._cluster.used_after_destroy(self._group, self._group_rank, kind)
 
     def _collect(self, work: SimWork) -> Work:
         if self._coalescing is not None:
@@ -223,18 +249,22 @@ class SimProcessGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
         """Send to a member; done when the receive is there, as with NCCL."""
+        self._check_open("send")
+        (tensor,) = _detached(tensors)
         return self._collect(
-            self._cluster.send(self._group, self._group_rank, dst, tag=tag, tensor=tensors[0])
+            self._cluster.send(self._group, self._group_rank, dst, tag=tag, tensor=tensor)
         )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
         """Receive from a member."""
+        self._check_open("recv")
+        (tensor,) = _detached(tensors)
         return self._collect(
-            self._cluster.receive(self._group, self._group_rank, src, tag=tag, tensor=tensors[0])
+            self._cluster.receive(self._group, self._group_rank, src, tag=tag, tensor=tensor)
         )
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         """Receive from whoever sent first."""
-        return self._cluster.receive(
-            self._group, self._group_rank, None, tag=tag, tensor=tensors[0]
-        )
+        self._check_open("recv")
+        (tensor,) = _detached(tensors)
+        return self._cluster.receive(self._group, self._group_rank, None, tag=tag, tensor=tensor)

@@ -16,6 +16,7 @@ from zero_sim.sim.callsite import call_site
 if TYPE_CHECKING:
     from zero_sim.sim.baton import Baton
     from zero_sim.sim.flight import Flight, Flights
+    from zero_sim.sim.promises import Promise
     from zero_sim.sim.timing import Pending, Side
 
 
@@ -41,6 +42,8 @@ class SimWork(Work):
         tensors: What they write.
         flights: What the rank has lent.
     """
+
+    _promises: Sequence[Promise] = ()
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class SimWork(Work):
             for flight in leg.flights:
                 self._flights.land(flight)
             baton.log.note(self._rank, "land", leg.record)
+        self._keep_promises()
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -115,6 +119,15 @@ class SimWork(Work):
                 return False
         self._land()
         return True
+
+    def promise(self, promises: Sequence[Promise]) -> None:
+        """Be the work that must be waited for, or seen done, before the rank's program returns."""
+        self._promises = promises
+
+    def _keep_promises(self) -> None:
+        for promise in self._promises:
+            promise.keep()
+        self._promises = ()
 
     def is_success(self) -> bool:
         """Whether the operation is done: one that fails ends the world instead."""

@@ -14,15 +14,18 @@ from torch import Tensor
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import c10d
 from zero_sim.sim.baton import Baton
-from zero_sim.sim.callsite import call_site
+from zero_sim.sim.callsite import call_site, raising_site
 from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
 from zero_sim.sim.flight import Flights
+from zero_sim.sim.groups import GroupBook
+from zero_sim.sim.inversions import inversion_error
 from zero_sim.sim.loan import flights_of
 from zero_sim.sim.log import CollectiveRecord, EventLog
 from zero_sim.sim.meeting import Group, Message, deliver
 from zero_sim.sim.order import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
+from zero_sim.sim.promises import Promises
 from zero_sim.sim.randomness import Randomness
 from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
 from zero_sim.sim.store import KeyWait, SimStore
@@ -52,6 +55,10 @@ class World:
         depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
+        strict: Whether what gloo would accept and NCCL not is an error, too: tensors that are not
+            contiguous, that overlap, or that have another shape or memory format than another
+            rank's; buffers that two ranks exchanged; asynchronous calls never waited for; and
+            collectives of several groups in different order.
 
     Raises:
         UsageError: An argument is out of range.
@@ -77,6 +84,7 @@ class World:
         seed: int = 0,
         depth: int = 3,
         stall_seconds: float = 60.0,
+        strict: bool = True,
     ) -> None:
         if not 1 <= world_size <= WORLD_SIZE_MAX:
             raise UsageError(
@@ -84,12 +92,16 @@ class World:
             )
         self.world_size = world_size
         self.stall_seconds = stall_seconds
-        self.configure(order=order, schedule=schedule, timing=timing, seed=seed, depth=depth)
+        self.configure(
+            order=order, schedule=schedule, timing=timing, seed=seed, depth=depth, strict=strict
+        )
         self.log = EventLog()
         self.flights = [Flights() for _ in range(world_size)]
         """What each rank has lent and not waited for, by rank; after a run, what never landed."""
         self.tracks_flights = False
         """Whether `flights` is kept under the eager timing too, which costs a little."""
+        self._book = GroupBook()
+        self._promises = Promises()
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
         self._gates = [threading.Lock() for _ in range(world_size)]
@@ -118,6 +130,7 @@ class World:
         timing: str | None = None,
         seed: int | None = None,
         depth: int | None = None,
+        strict: bool | None = None,
     ) -> None:
         """Change what the next run does; what is left out stays.
 
@@ -141,6 +154,8 @@ class World:
             if depth < 1:
                 raise UsageError(f"expected depth to be at least 1, got {depth}")
             self.depth = depth
+        if strict is not None:
+            self.strict = strict
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +175,8 @@ class World:
         Raises:
             RankFailed: A rank raised; names it and carries its traceback.
             Deadlock: No rank could run; says who waits for what, and who never came.
-            ContractViolation: Two ranks' calls did not fit each other.
+            ContractViolation: Two ranks' calls did not fit each other, or one rank's could not be
+                right by itself; its `aspect` says in what.
             RankStalled: A rank ran on without ever calling torch.distributed.
             InFlightRace: A rank touched memory that it had lent to an operation in flight; not
                 under the eager timing.
@@ -179,7 +195,8 @@ class World:
             name: group for name, group in self._groups.items() if name == _DEFAULT_GROUP
         }
         for group in self._groups.values():
-            group.reset()
+            group.reset(strict=self.strict)
+        self._book, self._promises = GroupBook(), Promises()
         for rank in range(self.world_size):
             self._randomness.seed(rank, self.seed + rank)
             self.flights[rank].clear()
@@ -188,6 +205,7 @@ class World:
         self._await_end()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
+        self._check_ended()
         if self._baton.failure is not None:
             raise self._baton.failure
         return results
@@ -237,6 +255,7 @@ class World:
         c10d.enter_rank_thread(
             join=lambda: self._join(rank),
             make_group=lambda name, ranks, group_rank: self._make_group(name, ranks, group_rank),
+            announce=lambda name, ranks: self._announce_group(rank, name, ranks),
         )
         while True:
             self._gates[rank].acquire()
@@ -254,9 +273,9 @@ class World:
                 assert self._program is not None
                 self._results[rank] = self._program(rank)
             finally:
-                c10d.reset_rank()
+                c10d.reset_rank(keep=self._book.generation(rank) == 0)
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
-            error = raised
+            error = self._translated(rank, raised)
         finally:
             baton.end_rank(rank, error)
 
@@ -269,19 +288,60 @@ class World:
         default = name == _DEFAULT_GROUP and not ranks
         members = tuple(range(self.world_size)) if default else tuple(ranks)
         label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
-        group = self._groups.setdefault(name, Group(name, members, label=label))
-        if group.ranks != members:
-            rank, other = members[group_rank], group.ranks[0]
-            raise self._baton.fail(
-                ContractViolation(
-                    f"groups created in different order: rank {rank} makes group {name} of ranks "
-                    f"{list(members)}, where rank {other} made it of {list(group.ranks)}. "
-                    "Call new_group on every rank, in one order.",
-                    rank=rank,
-                    other_rank=other,
-                )
-            )
+        generation, key = self._book.generation(members[group_rank]), name
+        if generation:
+            key, label = f"{name}@{generation}", f"{label}, made anew {generation}"
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group(name, members, label=label, strict=self.strict)
         return SimProcessGroup(self, group, group_rank)
+
+    def _announce_group(self, rank: int, name: str, ranks: Sequence[int]) -> None:
+        try:
+            self._book.note_made(rank, name, ranks, _here())
+        except WorldFailure as failure:
+            raise self._fail(failure) from None
+
+    def note_destroyed(self, group: Group, group_rank: int) -> None:
+        """Note that a member destroyed its side of a group; `Cluster.note_destroyed`."""
+        world = group.name == _DEFAULT_GROUP
+        self._book.note_destroyed(group.ranks[group_rank], group.label, _here(), world=world)
+
+    def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
+        """The error for using a destroyed group; `Cluster.used_after_destroy`."""
+        rank = group.ranks[group_rank]
+        failure = self._book.use_after_destroy(rank, kind, _here(), label=group.label)
+        assert failure is not None
+        return self._fail(failure)
+
+    def _translated(self, rank: int, error: BaseException) -> BaseException:
+        """What a rank raised; torch's word for a group that is gone becomes one that says where."""
+        if not c10d.is_about_a_missing_group(error):
+            return error
+        file, line = raising_site(error)
+        failure = self._book.use_after_destroy(rank, "used", f"{file}:{line}")
+        if failure is None:
+            return error
+        failure.__cause__ = error
+        return self._fail(failure)
+
+    def _fail(self, failure: WorldFailure) -> WorldFailure:
+        """End the world; a violation of the contract is told the last calls of its ranks."""
+        if isinstance(failure, ContractViolation):
+            failure.history = self.log.history(
+                tuple(dict.fromkeys((failure.other_rank, failure.rank)))
+            )
+        return self._baton.fail(failure)
+
+    def _check_ended(self) -> None:
+        """Check what only shows when all ranks have returned."""
+        if self._baton.failure is not None or not self.strict:
+            return
+        failure = self._promises.broken()
+        if failure is None and len(self._groups) > 1:
+            failure = inversion_error(self.log.collectives)
+        if failure is not None:
+            self._fail(failure)
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> SimWork:
         """Issue one rank's side of a collective; `Cluster.issue`."""
@@ -292,9 +352,9 @@ class World:
         try:
             collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
-            raise baton.fail(failure) from None
+            raise self._fail(failure) from None
         full = not collective.missing_count
-        self._record(rank, group, call, sequence, asynchronous, _detail(call))
+        record = self._record(rank, group, call, sequence, asynchronous, _detail(call))
         if baton.timing is None and full:
             collective.perform(self.order)
             baton.finish(collective)
@@ -310,7 +370,10 @@ class World:
                 key=f"{group.name}|{sequence}",
                 full=full,
             )
-        return SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
+        work = SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
+        if asynchronous:
+            work.promise([self._promises.make(record)])
+        return work
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
@@ -330,7 +393,9 @@ class World:
         """One work for several; `Cluster.join_works`."""
         legs = [leg for work in works for leg in work._legs]
         tensors = [tensor for work in works for tensor in work._tensors]
-        return SimWork(self._baton, rank, legs, tensors, self.flights[rank])
+        joined = SimWork(self._baton, rank, legs, tensors, self.flights[rank])
+        joined.promise([promise for work in works for promise in work._promises])
+        return joined
 
     def _exchange(
         self,
@@ -348,9 +413,9 @@ class World:
         try:
             message, met = post(group_rank, peer, tag=tag, call=call)
         except WorldFailure as failure:
-            raise baton.fail(failure) from None
+            raise self._fail(failure) from None
         whom = "any" if peer is None else str(group.ranks[peer])
-        self._record(rank, group, call, tag, True, f"peer {whom}")
+        record = self._record(rank, group, call, tag, True, f"peer {whom}")
         if baton.timing is None and met is not None:
             deliver(message, met)
             baton.finish(met)
@@ -367,7 +432,9 @@ class World:
                 joins=met,
                 full=met is not None,
             )
-        return SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
+        work = SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
+        work.promise([self._promises.make(record)])
+        return work
 
     def _lend(
         self,
@@ -408,25 +475,25 @@ class World:
 
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
-    ) -> None:
+    ) -> CollectiveRecord:
         tensors = call.inputs or call.outputs
-        self.log.collectives.append(
-            CollectiveRecord(
-                rank,
-                call.kind,
-                group.label,
-                group.ranks,
-                sequence,
-                str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
-                sum(tensor.numel() for tensor in tensors),
-                tensors[0].element_size() if tensors else 0,
-                detail,
-                asynchronous,
-                call.file,
-                call.line,
-            )
+        record = CollectiveRecord(
+            rank,
+            call.kind,
+            group.label,
+            group.ranks,
+            sequence,
+            str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+            sum(tensor.numel() for tensor in tensors),
+            tensors[0].element_size() if tensors else 0,
+            detail,
+            asynchronous,
+            call.file,
+            call.line,
         )
+        self.log.add(record)
         self.log.note(rank, "issue", len(self.log.collectives) - 1)
+        return record
 
     def _wait_in_store(self, waited: KeyWait, site: str) -> None:
         self._baton.advance()
@@ -468,6 +535,11 @@ def _stalled(rank: int, threads: Sequence[threading.Thread], seconds: float) -> 
     frame = sys._current_frames().get(threads[rank].ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "(no stack)"
     return RankStalled(rank, seconds, stack)
+
+
+def _here() -> str:
+    file, line = call_site()
+    return f"{file}:{line}"
 
 
 def _detail(call: Call) -> str:

@@ -1,0 +1,87 @@
+"""The making and destroying of groups, rank by rank: in one order, and no use after.
+
+A rank that destroys the world and joins it again starts a new generation: torch then counts the
+names of groups from the start, so the same name may mean other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zero_sim.sim.failures import ContractViolation
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """One rank's call of `new_group`."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    site: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: new_group of ranks {list(self.ranks)} at {self.site}"
+
+
+class GroupBook:
+    """What each rank made and destroyed during one run."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], _Making] = {}
+        self._generations: dict[int, int] = {}
+        self._destroyed: dict[int, dict[str, str]] = {}
+
+    def generation(self, rank: int) -> int:
+        """How often the rank has destroyed the world."""
+        return self._generations.get(rank, 0)
+
+    def note_made(self, rank: int, name: str, ranks: Sequence[int], site: str) -> None:
+        """Note that a rank makes a group, whether it is a member or not.
+
+        Raises:
+            ContractViolation: Another rank made the group of this name of other ranks.
+        """
+        making = _Making(rank, tuple(ranks), site)
+        first = self._made.setdefault((name, self.generation(rank)), making)
+        if first.ranks != making.ranks:
+            raise ContractViolation(
+                f"groups created in different order: group {name} is not of the same ranks\n"
+                f"  {first}\n"
+                f"  {making}\n"
+                "Call new_group with the same ranks on every rank, in one order, members or not.",
+                aspect="group-order",
+                rank=rank,
+                other_rank=first.rank,
+            )
+
+    def note_destroyed(self, rank: int, label: str, site: str, *, world: bool) -> None:
+        """Note where a rank destroyed a group."""
+        self._destroyed.setdefault(rank, {})[label] = site
+        if world:
+            self._generations[rank] = self.generation(rank) + 1
+
+    def use_after_destroy(
+        self, rank: int, what: str, site: str, *, label: str | None = None
+    ) -> ContractViolation | None:
+        """The error for a rank that uses what it destroyed; None if it never destroyed a group.
+
+        Args:
+            rank: World rank.
+            what: What it did, such as `all_reduce`.
+            site: Where.
+            label: The group; where None, the last one that it destroyed.
+        """
+        destroyed = self._destroyed.get(rank)
+        if not destroyed:
+            return None
+        label = next(reversed(destroyed)) if label is None else label
+        return ContractViolation(
+            f"use after destroy_process_group: rank {rank} uses group {label}, which it destroyed\n"
+            f"  destroyed at {destroyed[label]}\n"
+            f"  {what} at {site}\n"
+            "Destroy a group after its last use, or make it again.",
+            aspect="use-after-destroy",
+            rank=rank,
+            other_rank=rank,
+        )
