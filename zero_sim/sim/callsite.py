@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from os.path import dirname
 from types import CodeType
@@ -10,12 +11,14 @@ import torch
 
 _HERE = dirname(__file__)
 _TORCH = dirname(torch.__file__)
+_CONTEXTLIB = contextlib.__file__
+"""Leaving torch's `_coalescing_manager` calls from there."""
 _inside: dict[CodeType, bool] = {}
 
 
 def _is_inside(code: CodeType) -> bool:
     name = code.co_filename
-    return name.startswith((_HERE, _TORCH)) or name.startswith("<")
+    return name.startswith((_HERE, _TORCH, "<")) or name == _CONTEXTLIB
 
 
 def call_site() -> tuple[str, int]:
