@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_sim.sim import World
+from zero_sim.sim.strategies import world_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SIZES = (1, 2, 3, 4, 5, 7)
+EAGER = {"schedule": "round-robin", "timing": "eager", "seed": 0}
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +117,12 @@ def test_all_reduce(worlds, case, extra):
     assert world.run(program) == [expected] * size
 
 
-@given(case=cases(), data=st.data())
-def test_moving_data_changes_no_bit(worlds, case, data):
+@given(case=cases(), data=st.data(), late=world_settings(ready_max=max(SIZES)))
+def test_moving_data_changes_no_bit(worlds, case, data, late):
     size, per_rank, dtype, _, rows = case
     root = data.draw(st.integers(0, size - 1))
     world = worlds[size]
+    world.configure(**late)
 
     def program(rank):
         gathered = torch.empty(size * size * per_rank, dtype=dtype)
@@ -135,10 +138,11 @@ def test_moving_data_changes_no_bit(worlds, case, data):
         mine = [row[rank * per_rank : (rank + 1) * per_rank] for row in rows]
         assert torch.equal(swapped, torch.cat(mine))
         assert torch.equal(shared, rows[root])
+    world.configure(**EAGER)
 
 
-@given(case=cases(), schedule_seed=st.integers(0, 1000))
-def test_the_schedule_changes_no_bit(worlds, case, schedule_seed):
+@given(case=cases(), late=world_settings(picks_max=30, ready_max=max(SIZES)))
+def test_schedule_and_timing_change_no_bit(worlds, case, late):
     size, per_rank, dtype, order, rows = case
     world = worlds[size]
 
@@ -152,10 +156,10 @@ def test_the_schedule_changes_no_bit(worlds, case, schedule_seed):
             work.wait()
         return first.tolist(), second.tolist()
 
-    world.configure(order=order, schedule="round-robin")
+    world.configure(order=order, **EAGER)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = world.run(program)
-        world.configure(schedule="random", seed=schedule_seed)
+        world.configure(**late)
         assert world.run(program) == expected
-    world.configure(schedule="round-robin", seed=0)
+    world.configure(**EAGER)
