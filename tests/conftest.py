@@ -31,12 +31,17 @@ def world_of(_open_worlds: dict[int, World]) -> Callable[..., World]:
     """A shared world of the wanted size, set to the defaults or to what is given."""
 
     def get(
-        size: int, *, order: str = "linear", schedule: str = "round-robin", seed: int = 0
+        size: int,
+        *,
+        order: str = "linear",
+        schedule: str = "round-robin",
+        seed: int = 0,
+        races: bool = False,
     ) -> World:
         world = _open_worlds.get(size)
         if world is None or world.closed:
             world = _open_worlds[size] = World(size)
-        world.configure(order=order, schedule=schedule, seed=seed)
+        world.configure(order=order, schedule=schedule, seed=seed, races=races)
         return world
 
     return get

@@ -39,7 +39,10 @@ class WorldPool:
                 self._worlds.pop(next(iter(self._worlds))).close()
         self._worlds[size] = world
         world.configure(
-            order=scenario.world.order, schedule=scenario.world.schedule, seed=scenario.run.seed
+            order=scenario.world.order,
+            schedule=scenario.world.schedule,
+            seed=scenario.run.seed,
+            races=scenario.world.races,
         )
         return world
 

@@ -1,7 +1,9 @@
 """The simulated cluster: N ranks of unmodified torch.distributed code in one process."""
 
 from zero_sim.sim.failures import (
+    Access,
     ContractViolation,
+    DataRace,
     Deadlock,
     RankFailed,
     RankStalled,
@@ -9,11 +11,14 @@ from zero_sim.sim.failures import (
     WorldFailure,
 )
 from zero_sim.sim.log import CollectiveRecord, EventLog
+from zero_sim.sim.races import unwatched
 from zero_sim.sim.world import World
 
 __all__ = [
+    "Access",
     "CollectiveRecord",
     "ContractViolation",
+    "DataRace",
     "Deadlock",
     "EventLog",
     "RankFailed",
@@ -21,4 +26,5 @@ __all__ = [
     "RankStatus",
     "World",
     "WorldFailure",
+    "unwatched",
 ]

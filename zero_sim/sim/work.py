@@ -11,22 +11,41 @@ from torch import Tensor
 from torch.distributed import Work
 
 from zero_sim.sim.callsite import call_site
+from zero_sim.sim.flight import Flight, Flights
 
 if TYPE_CHECKING:
     from zero_sim.sim.baton import Awaited, Baton
 
 
 class SimWork(Work):
-    """One rank's side of an operation; waiting hands the baton on until the operation is done."""
+    """One rank's side of an operation; waiting hands the baton on until the operation is done.
+
+    Args:
+        baton: The baton of the run.
+        rank: World rank.
+        operations: What it waits for.
+        tensors: What the operations write.
+        flights: What the rank has in flight.
+        lent: What of it lands once this was waited for.
+    """
 
     def __init__(
-        self, baton: Baton, rank: int, operations: Sequence[Awaited], tensors: Sequence[Tensor]
+        self,
+        baton: Baton,
+        rank: int,
+        operations: Sequence[Awaited],
+        tensors: Sequence[Tensor],
+        *,
+        flights: Flights,
+        lent: Sequence[Flight] = (),
     ) -> None:
         super().__init__()
         self._baton = baton
         self._rank = rank
         self._operations = operations
         self._tensors = list(tensors)
+        self._flights = flights
+        self._lent = lent
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block this rank until the operation is done; a hang is named without any timeout."""
@@ -35,7 +54,13 @@ class SimWork(Work):
                 file, line = call_site()
                 self._baton.wait_for(self._rank, operation, f"{file}:{line}")
         self._baton.check_alive()
+        self._land()
         return True
+
+    def _land(self) -> None:
+        for flight in self._lent:
+            self._flights.land(flight)
+        self._lent = ()
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -48,6 +73,7 @@ class SimWork(Work):
                 file, line = call_site()
                 if not self._baton.poll(self._rank, operation, f"{file}:{line}"):
                     return False
+        self._land()
         return True
 
     def is_success(self) -> bool:

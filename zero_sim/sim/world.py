@@ -7,20 +7,24 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from torch import Tensor
 
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import c10d
-from zero_sim.sim.baton import Baton
+from zero_sim.sim.baton import Awaited, Baton
 from zero_sim.sim.callsite import call_site
 from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
+from zero_sim.sim.flight import Flight, Flights
+from zero_sim.sim.lending import flights_of
 from zero_sim.sim.log import CollectiveRecord, EventLog
 from zero_sim.sim.meeting import Group, Message
 from zero_sim.sim.order import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
+from zero_sim.sim.races import RaceDetector, unwatched
 from zero_sim.sim.randomness import Randomness
 from zero_sim.sim.schedule import SCHEDULES, build_schedule
 from zero_sim.sim.store import KeyWait, SimStore
@@ -41,6 +45,8 @@ class World:
         schedule: Which ready rank runs next: `round-robin` or `random`.
         seed: Seed of the random schedule and of the ranks' random numbers; rank `r` starts every
             program as after `manual_seed(seed + r)`.
+        races: Whether every tensor operation of a rank is checked against the memory that the rank
+            has lent to collectives and not waited for.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
 
@@ -65,6 +71,7 @@ class World:
         order: str = "linear",
         schedule: str = "round-robin",
         seed: int = 0,
+        races: bool = False,
         stall_seconds: float = 60.0,
     ) -> None:
         if not 1 <= world_size <= WORLD_SIZE_MAX:
@@ -73,7 +80,8 @@ class World:
             )
         self.world_size = world_size
         self.stall_seconds = stall_seconds
-        self.configure(order=order, schedule=schedule, seed=seed)
+        self.configure(order=order, schedule=schedule, seed=seed, races=races)
+        self.flights = [Flights() for _ in range(world_size)]
         self.log = EventLog()
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
@@ -96,7 +104,12 @@ class World:
             ) from error
 
     def configure(
-        self, *, order: str | None = None, schedule: str | None = None, seed: int | None = None
+        self,
+        *,
+        order: str | None = None,
+        schedule: str | None = None,
+        seed: int | None = None,
+        races: bool | None = None,
     ) -> None:
         """Change what the next run does; what is left out stays.
 
@@ -115,6 +128,8 @@ class World:
             self.schedule = schedule
         if seed is not None:
             self.seed = seed
+        if races is not None:
+            self.races = races
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +150,7 @@ class World:
             RankFailed: A rank raised; names it and carries its traceback.
             Deadlock: No rank could run; says who waits for what, and who never came.
             ContractViolation: Two ranks' calls did not fit each other.
+            DataRace: With `races`, a rank touched memory in flight; names the line and the elements.
             RankStalled: A rank ran on without ever calling torch.distributed.
             UsageError: The world is closed, or a rank called this.
         """
@@ -215,13 +231,20 @@ class World:
                 c10d.use_one_compute_thread()
                 self._join(rank)
                 assert self._program is not None
-                self._results[rank] = self._program(rank)
+                with self._watch(rank):
+                    self._results[rank] = self._program(rank)
             finally:
+                self.flights[rank].clear()
                 c10d.reset_rank()
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = raised
         finally:
             baton.end_rank(rank, error)
+
+    def _watch(self, rank: int) -> AbstractContextManager[object]:
+        if not self.races:
+            return nullcontext()
+        return RaceDetector(rank, flights=self.flights[rank], fail=self._baton.fail)
 
     def _join(self, rank: int) -> None:
         world = c10d.rank_state.c10d_world
@@ -252,13 +275,15 @@ class World:
         self._baton.check_alive()
         call.file, call.line = call_site()
         try:
-            collective, sequence = group.issue(group_rank, call, self.order)
+            with unwatched():
+                collective, sequence = group.issue(group_rank, call, self.order)
         except WorldFailure as failure:
             raise self._baton.fail(failure) from None
         self._record(rank, group, call, sequence, asynchronous, _detail(call))
         if collective.done:
             self._baton.finish(collective)
-        return SimWork(self._baton, rank, [collective], call.outputs or call.inputs)
+        what = f"{call.kind} #{sequence} of group {group.label}"
+        return self._work(group, group_rank, call, collective, what)
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
@@ -278,7 +303,25 @@ class World:
         """One work for several; `Cluster.join_works`."""
         operations = [operation for work in works for operation in work._operations]
         tensors = [tensor for work in works for tensor in work._tensors]
-        return SimWork(self._baton, rank, operations, tensors)
+        lent = [flight for work in works for flight in work._lent]
+        flights = self.flights[rank]
+        return SimWork(self._baton, rank, operations, tensors, flights=flights, lent=lent)
+
+    def _work(
+        self, group: Group, group_rank: int, call: Call, operation: Awaited, what: str
+    ) -> SimWork:
+        """The handle of an operation that was just issued; what it borrows takes off."""
+        rank = group.ranks[group_rank]
+        flights, lent = self.flights[rank], list[Flight]()
+        if self.races:
+            with unwatched():
+                lent = flights_of(
+                    call, group_rank=group_rank, group_size=len(group.ranks), what=what
+                )
+            for flight in lent:
+                flights.take_off(flight)
+        tensors = call.outputs or call.inputs
+        return SimWork(self._baton, rank, [operation], tensors, flights=flights, lent=lent)
 
     def _exchange(
         self,
@@ -293,14 +336,17 @@ class World:
         self._baton.check_alive()
         call.file, call.line = call_site()
         try:
-            message, completed = post(group_rank, peer, tag=tag, call=call)
+            with unwatched():
+                message, completed = post(group_rank, peer, tag=tag, call=call)
         except WorldFailure as failure:
             raise self._baton.fail(failure) from None
         whom = "any" if peer is None else str(group.ranks[peer])
         self._record(rank, group, call, tag, True, f"peer {whom}")
         if completed is not None:
             self._baton.finish(completed)
-        return SimWork(self._baton, rank, [message], call.outputs or call.inputs)
+        side = "to" if call.kind == "send" else "from"
+        what = f"{call.kind} {side} rank {whom} in group {group.label}"
+        return self._work(group, group_rank, call, message, what)
 
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str

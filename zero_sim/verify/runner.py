@@ -15,7 +15,14 @@ from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.launch import WorldPool
 from zero_sim.reference import Reference
 from zero_sim.scenario.spec import Scenario
-from zero_sim.sim import ContractViolation, Deadlock, RankFailed, RankStalled, WorldFailure
+from zero_sim.sim import (
+    ContractViolation,
+    DataRace,
+    Deadlock,
+    RankFailed,
+    RankStalled,
+    WorldFailure,
+)
 from zero_sim.targets import Target, find_target
 from zero_sim.verify.cells import Cell, cells_of, check_crossing
 from zero_sim.verify.judge import Judge
@@ -159,6 +166,8 @@ def _world_finding(failed: WorldFailure) -> Finding:
             check = "world.deadlock"
         case ContractViolation():
             check, rank = "world.contract", failed.rank
+        case DataRace():
+            check, rank = "world.race", failed.rank
         case RankStalled():
             check, rank = "world.stalled", failed.rank
     return Finding(check=check, message=head, rank=rank, detail=rest)

@@ -1,0 +1,40 @@
+"""What the simulator asks of torch's dispatcher; torch's private names for it live here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def push_mode(mode: TorchDispatchMode) -> None:
+    """Let a mode see every tensor operation of this thread, before those that were there."""
+    torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def pop_mode() -> None:
+    """Take the mode off that was pushed last."""
+    torch._C._pop_torch_dispatch_stack(None)
+
+
+def top_mode() -> object:
+    """The mode that sees an operation first, or None."""
+    count = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(count - 1) if count else None
+
+
+def autograd_node() -> str:
+    """Name of the autograd node that this thread runs or whose hook it runs; empty for none."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name().removeprefix("torch::autograd::")
+
+
+def schema_of(operation: Any) -> Any:
+    """The schema of an operation as a mode gets it; None for a higher-order operator."""
+    return operation._schema if isinstance(operation, torch._ops.OpOverload) else None
+
+
+def name_of(operation: Any) -> str:
+    """An operation's name, such as `aten::add_`."""
+    return operation._schema.name
