@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+
 
 def push_mode(mode: TorchDispatchMode) -> None:
     """Let a mode see every tensor operation of this thread, before those that were there."""
@@ -38,3 +40,8 @@ def schema_of(operation: Any) -> Any:
 def name_of(operation: Any) -> str:
     """An operation's name, such as `aten::add_`."""
     return operation._schema.name
+
+
+def has_own_dispatch(tensor_class: type) -> bool:
+    """Whether a class of tensors runs its operations itself; Tensor and Parameter do not."""
+    return getattr(tensor_class, "__torch_dispatch__", None) is not _PLAIN_DISPATCH

@@ -134,7 +134,7 @@ class RaceDetector(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation of the rank; called by torch."""
-        if types:
+        if types and any(map(dispatch.has_own_dispatch, types)):
             # A tensor class of its own, such as DTensor: what it does with plain tensors is seen.
             return NotImplemented
         if self._charted != self._flights.changes:
