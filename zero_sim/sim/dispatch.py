@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -42,6 +43,14 @@ def name_of(operation: Any) -> str:
     return operation._schema.name
 
 
-def has_own_dispatch(tensor_class: type) -> bool:
+def has_own_dispatch(tensor_class: type[torch.Tensor]) -> bool:
     """Whether a class of tensors runs its operations itself; Tensor and Parameter do not."""
-    return getattr(tensor_class, "__torch_dispatch__", None) is not _PLAIN_DISPATCH
+    return tensor_class.__torch_dispatch__ is not _PLAIN_DISPATCH
+
+
+def is_fake(tensor_class: type[torch.Tensor]) -> bool:
+    """Whether it is a class of tensors without memory, with which torch works out shapes.
+
+    While its own mode is at work it leaves operations to whoever called it, and must be obeyed.
+    """
+    return issubclass(tensor_class, FakeTensor)

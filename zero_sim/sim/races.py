@@ -2,8 +2,8 @@
 
 A detector sees every tensor operation of one rank: it is a `TorchDispatchMode`, which torch asks
 before each operation, also those of autograd, of hooks and of torch's C++ code. What gets at memory
-without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, and threads of the program's
-own.
+without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `print`, which torch hides
+from modes, and threads of the program's own.
 
 [Note: an unwatched simulator]
 The simulator moves the data of all ranks in the thread of one, and the judge looks at what it likes.
@@ -134,14 +134,18 @@ class RaceDetector(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation of the rank; called by torch."""
-        if types and any(map(dispatch.has_own_dispatch, types)):
-            # A tensor class of its own, such as DTensor: what it does with plain tensors is seen.
-            return NotImplemented
+        kwargs = kwargs or {}
+        if types:
+            if any(map(dispatch.is_fake, types)):
+                return func(*args, **kwargs)
+            if any(map(dispatch.has_own_dispatch, types)):
+                # What such a class, DTensor for one, does with plain tensors is seen after this.
+                return NotImplemented
         if self._charted != self._flights.changes:
             self._chart()
         if self._lent and not self.paused:
-            return self._run_watched(func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+            return self._run_watched(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _chart(self) -> None:
         """Note the addresses of what is in flight now."""
@@ -156,14 +160,14 @@ class RaceDetector(TorchDispatchMode):
         views: list[Tensor] = []
         for index, name, effect in uses_of(func):
             value = args[index] if index < len(args) else kwargs.get(name)
-            if value is None:
-                continue
+            tensors = value if isinstance(value, (list, tuple)) else (value,)
             writes = effect == "write" or (
                 effect == "statistics" and is_training(func, args, kwargs)
             )
             barred = self._no_write if writes else self._no_read
-            for tensor in (value,) if isinstance(value, Tensor) else value:
-                if tensor is None or not barred.meet(*extent(tensor)):
+            for tensor in tensors:
+                # Optional ones can be missing, and numbers stand in for tensors.
+                if not isinstance(tensor, Tensor) or not barred.meet(*extent(tensor)):
                     continue
                 if effect == "view":
                     views.append(tensor)
