@@ -429,7 +429,7 @@ class TestClean:
             return flat.tolist()
 
         assert world_of(2).run(program) == [[1.5] * 9 + [3.0] * 3] * 2
-        with pytest.raises(DataRace, match="aten::div_ .* writes elements 0 to 3 of the output"):
+        with pytest.raises(DataRace, match=r"aten::div_ .* writes elements 0 to 3 of the output"):
             world_of(2).run(lambda rank: program(rank, late=True))
 
     def test_functional_collectives_wait_when_they_are_used(self, world_of):
@@ -490,7 +490,7 @@ class TestTheWorld:
             x, _ = gather_in_flight(rank)
             try:
                 x.mul_(2)
-            except Exception:
+            except DataRace:
                 dist.barrier()
 
         with pytest.raises(DataRace):

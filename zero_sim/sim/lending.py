@@ -6,7 +6,7 @@ is only read; its own chunk of a scattered input, where it is the output, is wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -26,10 +26,7 @@ def flights_of(call: Call, *, group_rank: int, group_size: int, what: str) -> li
     Returns:
         A flight for each tensor, or for each part that is lent, that has elements.
     """
-    parts = [
-        *_written(call, group_rank, group_size),
-        *(("input", tensor, tensor) for tensor in _read(call, group_rank)),
-    ]
+    parts = [*_written(call, group_rank, group_size), *_read(call, group_rank)]
     return [
         Flight(role=role, tensor=tensor, what=what, file=call.file, line=call.line, whole=whole)
         for role, tensor, whole in parts
@@ -37,14 +34,16 @@ def flights_of(call: Call, *, group_rank: int, group_size: int, what: str) -> li
     ]
 
 
-def _read(call: Call, group_rank: int) -> Sequence[Tensor]:
-    if call.kind == "broadcast" and group_rank != call.root:
-        return ()
-    return call.inputs
+_Part = tuple[Role, Tensor, Tensor]
+"""What is lent as what, and the tensor of the call that it is a part of."""
 
 
-def _written(call: Call, group_rank: int, group_size: int) -> Iterator[tuple[Role, Tensor, Tensor]]:
-    """Each part that is written, with the tensor of the call that it is a part of."""
+def _read(call: Call, group_rank: int) -> Iterator[_Part]:
+    if call.kind != "broadcast" or group_rank == call.root:
+        yield from (("input", tensor, tensor) for tensor in call.inputs)
+
+
+def _written(call: Call, group_rank: int, group_size: int) -> Iterator[_Part]:
     at_root = group_rank == call.root
     in_place = call.kind == "all_reduce" or (call.kind == "reduce" and at_root)
     if in_place or (call.kind == "broadcast" and not at_root):

@@ -1,4 +1,4 @@
-"""Finds the operation that touches memory in flight: what was lent to a collective and not waited for.
+"""Finds the operation that touches memory in flight: lent to a collective and not waited for.
 
 A detector sees every tensor operation of one rank: it is a `TorchDispatchMode`, which torch asks
 before each operation, also those of autograd, of hooks and of torch's C++ code. What gets at memory
@@ -6,9 +6,9 @@ without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `print`,
 from modes, and threads of the program's own.
 
 [Note: an unwatched simulator]
-The simulator moves the data of all ranks in the thread of one, and the judge looks at what it likes.
-Neither is an access by the program. Inside `unwatched` the detector takes itself off the stack of
-modes; where it is not on top, it stays and looks away.
+The simulator moves the data of all ranks in the thread of one, and the judge looks at what it
+likes. Neither is an access by the program. Inside `unwatched` the detector takes itself off the
+stack of modes; where it is not on top, it stays and looks away.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RaceDetector(TorchDispatchMode):
         _running.detector = self
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         _running.detector = None
         dispatch.pop_mode()
 

@@ -150,7 +150,7 @@ class World:
             RankFailed: A rank raised; names it and carries its traceback.
             Deadlock: No rank could run; says who waits for what, and who never came.
             ContractViolation: Two ranks' calls did not fit each other.
-            DataRace: With `races`, a rank touched memory in flight; names the line and the elements.
+            DataRace: With `races`, a rank touched memory in flight; names line and elements.
             RankStalled: A rank ran on without ever calling torch.distributed.
             UsageError: The world is closed, or a rank called this.
         """
