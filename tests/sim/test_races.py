@@ -2,6 +2,7 @@
 
 import inspect
 import linecache
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -155,6 +156,7 @@ class TestReadsOfOutputs:
             x, work = gather_in_flight(rank)
             with torch.inference_mode():
                 x.view(2, 4).reshape(8).view(4, 2).contiguous()
+                torch.ones(8).view_as(x)
                 operation(x.view(2, 4))
             work.wait()
 
@@ -329,6 +331,23 @@ class TestWhatIsLent:
 
         world_of(2).run(program)
 
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_batch_of_messages_lands_together(self, world_of, waits):
+        def program(rank):
+            x, y = torch.ones(2), torch.zeros(2)
+            send = dist.P2POp(dist.isend, x, 1 - rank)
+            receive = dist.P2POp(dist.irecv, y, 1 - rank)
+            for work in dist.batch_isend_irecv([send, receive]):
+                if waits:
+                    work.wait()
+            x += y  # race
+            return x.tolist()
+
+        if waits:
+            assert world_of(2).run(program) == [[2.0, 2.0]] * 2
+        else:
+            assert touched(race_of(world_of(2), program))[-1] == "input"
+
     def test_coalesced_collectives_land_together(self, world_of):
         def program(rank):
             a, b = torch.ones(2), torch.ones(3)
@@ -412,6 +431,29 @@ class TestClean:
             assert touched(race)[1:] == ("writes", 0, 8, "output")
         else:
             world_of(2).run(program)
+
+    def test_reading_an_input_beside_an_output(self, world_of):
+        def program(rank):
+            table = torch.zeros(4, 2)
+            sent = dist.isend(table[:, 0], dst=1 - rank)
+            received = dist.irecv(table[:, 1], src=1 - rank)
+            table[:, 0].sum()
+            sent.wait()
+            received.wait()
+
+        world_of(2).run(program)
+
+    def test_handing_memory_in_flight_to_another_operation(self, world_of):
+        # Operations of one group follow each other on a device, so that this can be right.
+        def program(rank):
+            x, total = torch.ones(2), torch.zeros(2)
+            works = [dist.all_reduce(x, async_op=True), dist.all_reduce(x, async_op=True)]
+            works += [dist.isend(x, dst=1 - rank), dist.irecv(total, src=1 - rank)]
+            for work in works:
+                work.wait()
+            return total.tolist()
+
+        assert world_of(2).run(program) == [[4.0, 4.0]] * 2
 
     def test_a_pipeline_over_slices_of_a_flat_buffer(self, world_of):
         def program(rank, *, late=False):
@@ -584,12 +626,12 @@ class TestTheWorld:
             raise ValueError
 
         def clean(rank):
-            return torch._C._len_torch_dispatch_stack()
+            return torch._C._len_torch_dispatch_stack(), isinstance(unwatched(), nullcontext)
 
         world = world_of(3)
         with pytest.raises(Exception, match="rank 0"):
             world.run(program)
         world.configure(races=False)
-        assert world.run(clean) == [0] * 3
+        assert world.run(clean) == [(0, True)] * 3
         world.configure(races=True)
-        assert world.run(clean) == [1] * 3
+        assert world.run(clean) == [(1, False)] * 3

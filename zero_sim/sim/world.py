@@ -314,10 +314,7 @@ class World:
         rank = group.ranks[group_rank]
         flights, lent = self.flights[rank], list[Flight]()
         if self.races:
-            with unwatched():
-                lent = flights_of(
-                    call, group_rank=group_rank, group_size=len(group.ranks), what=what
-                )
+            lent = flights_of(call, group_rank=group_rank, group_size=len(group.ranks), what=what)
             for flight in lent:
                 flights.take_off(flight)
         tensors = call.outputs or call.inputs
