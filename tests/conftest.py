@@ -39,13 +39,20 @@ def world_of(_open_worlds: dict[int, World]) -> Callable[..., World]:
         timing: str = "eager",
         seed: int = 0,
         depth: int = 3,
+        races: bool = False,
         strict: bool = True,
     ) -> World:
         world = _open_worlds.get(size)
         if world is None or world.closed:
             world = _open_worlds[size] = World(size)
         world.configure(
-            order=order, schedule=schedule, timing=timing, seed=seed, depth=depth, strict=strict
+            order=order,
+            schedule=schedule,
+            timing=timing,
+            seed=seed,
+            depth=depth,
+            races=races,
+            strict=strict,
         )
         return world
 

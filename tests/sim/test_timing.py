@@ -419,17 +419,13 @@ class TestFlights:
             elif rank == 1:
                 dist.irecv(torch.ones(2), 0)
 
-        world = world_of(3, timing=timing)
-        world.tracks_flights = True
-        try:
-            world.run(program)
-        finally:
-            world.tracks_flights = False
+        world = world_of(3, timing=timing, races=True)
+        world.run(program)
         left = [[flight.what for flight in flights] for flights in world.flights]
         reduction = "all_reduce #0 of group world"
         assert left == [
-            [reduction, "send with peer 1 of group world"],
-            [reduction, "recv with peer 0 of group world"],
+            [reduction, "send to rank 1 in group world"],
+            [reduction, "recv from rank 0 in group world"],
             [reduction],
         ]
         flight: Flight = next(iter(world.flights[0]))

@@ -1,11 +1,19 @@
 """torch's own data-parallel code runs unmodified and gives the bits of a plain loop."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 TIMINGS = [("eager", 0), ("lazy", 0), *(("hostile", seed) for seed in range(3))]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "races"])
+def world_of(world_of, request):
+    """Under the race detector they are clean, and no bit changes."""
+    return partial(world_of, races=request.param)
 
 
 def model():

@@ -43,6 +43,7 @@ class WorldPool:
             schedule=scenario.world.schedule,
             timing=scenario.world.timing,
             seed=scenario.run.seed,
+            races=scenario.world.races,
             strict=scenario.world.strict,
         )
         return world

@@ -1,7 +1,9 @@
 """The simulated cluster: N ranks of unmodified torch.distributed code in one process."""
 
 from zero_sim.sim.failures import (
+    Access,
     ContractViolation,
+    DataRace,
     Deadlock,
     InFlightRace,
     RankFailed,
@@ -12,13 +14,16 @@ from zero_sim.sim.failures import (
 )
 from zero_sim.sim.flight import Flight, Flights
 from zero_sim.sim.log import CollectiveRecord, EventLog, Moment
+from zero_sim.sim.races import unwatched
 from zero_sim.sim.schedule import Choices, Replay
 from zero_sim.sim.world import World
 
 __all__ = [
+    "Access",
     "Choices",
     "CollectiveRecord",
     "ContractViolation",
+    "DataRace",
     "Deadlock",
     "EventLog",
     "Flight",
@@ -32,4 +37,5 @@ __all__ = [
     "ScheduleDiverged",
     "World",
     "WorldFailure",
+    "unwatched",
 ]

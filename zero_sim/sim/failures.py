@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.sim.flight import Flight
 
 
 class WorldFailure(ZeroSimError):
@@ -105,6 +106,52 @@ class ContractViolation(WorldFailure):
 
     def __str__(self) -> str:
         return "\n".join([super().__str__(), *self.history])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """One tensor operation of the program that touched memory in flight."""
+
+    operation: str
+    """As torch's dispatcher names it, `aten::add_`."""
+    node: str
+    """The autograd node that ran it, or that a hook belongs to; empty outside of backward."""
+    writes: bool
+    file: str
+    line: int
+    """The innermost frame of the program."""
+    start: int
+    stop: int
+    """Half-open range from the first to the last element of the collective's tensor that it
+    touched, in row-major order."""
+
+    @property
+    def site(self) -> str:
+        """Where it was, `file:line`."""
+        return f"{self.file}:{self.line}"
+
+
+class DataRace(WorldFailure):
+    """A rank used memory that it had lent to an operation and not waited for; carries both."""
+
+    def __init__(self, rank: int, *, access: Access, flight: Flight) -> None:
+        self.rank = rank
+        self.access = access
+        self.flight = flight
+        tensor = flight.tensor if flight.whole is None else flight.whole
+        place = f" in backward of {access.node}" if access.node else ""
+        does, busy = (
+            ("writes", "still read") if flight.role == "input" else ("uses", "still written")
+        )
+        verb = "writes" if access.writes else "reads"
+        super().__init__(
+            f"data race on rank {rank}: {access.operation} at {access.site}{place} {verb} elements "
+            f"{access.start} to {access.stop} of the {flight.role} of {flight.what}, which is in "
+            f"flight\n"
+            f"  issued at {flight.site} and not waited for\n"
+            f"  {flight.role}: shape {tuple(tensor.shape)}, {tensor.dtype}, {busy} until then\n"
+            f"Try wait() on what it returned before this line {does} the tensor, or another tensor."
+        )
 
 
 class RankStalled(WorldFailure):

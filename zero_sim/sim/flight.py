@@ -8,19 +8,23 @@ from typing import Literal
 
 from torch import Tensor
 
+Role = Literal["input", "output"]
+"""An input may still be read by the program, but not written; an output neither."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Flight:
     """One tensor that an operation reads or writes until its rank has waited for it."""
 
-    role: Literal["input", "output"]
-    """An input may still be read by the program, but not written; an output neither."""
+    role: Role
     tensor: Tensor
     what: str
     """The operation, as in `all_gather #3 of group world`."""
     file: str
     line: int
     """Where it was issued."""
+    whole: Tensor | None = None
+    """The tensor that the operation was given, where `tensor` may be only a part of it."""
 
     @property
     def site(self) -> str:
@@ -33,6 +37,8 @@ class Flights:
 
     def __init__(self) -> None:
         self._flights: dict[int, Flight] = {}
+        self.changes = 0
+        """How often what is in flight has changed."""
 
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._flights.values())
@@ -43,11 +49,14 @@ class Flights:
     def take_off(self, flight: Flight) -> None:
         """Note that its memory is lent from now on."""
         self._flights[id(flight)] = flight
+        self.changes += 1
 
     def land(self, flight: Flight) -> None:
         """Note that its rank has waited for it; landing twice is fine."""
-        self._flights.pop(id(flight), None)
+        if self._flights.pop(id(flight), None) is not None:
+            self.changes += 1
 
     def clear(self) -> None:
         """Forget all, between two programs."""
         self._flights.clear()
+        self.changes += 1

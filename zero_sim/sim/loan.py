@@ -19,9 +19,10 @@ from torch import Tensor
 
 from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import InFlightRace
-from zero_sim.sim.flight import Flight, Flights
+from zero_sim.sim.flight import Flight, Flights, Role
+from zero_sim.sim.overlap import shared_elems
 from zero_sim.sim.poison import bits_of, is_poison, poison, poison_of
-from zero_sim.sim.roles import overlap, read_tensors, span_bytes, written_parts, written_tensors
+from zero_sim.sim.roles import read_tensors, span_bytes, written_parts, written_tensors
 
 _WAIT_FIRST = "Wait for the operation before the program touches this memory, or give it a copy."
 
@@ -39,10 +40,13 @@ def flights_of(call: Call, *, what: str, group_rank: int, group_size: int) -> li
     parts = written_parts(call, group_rank=group_rank, group_size=group_size)
     read = read_tensors(call, group_rank=group_rank)
     inputs = [] if _in_place(call, group_rank) else [tensor.detach() for tensor in read]
+    lent: list[tuple[Role, Tensor, Tensor]] = [
+        *(("input", tensor, tensor) for tensor in inputs),
+        *(("output", part.of(written), written[part.tensor]) for part in parts),
+    ]
     return [
-        Flight(role=role, tensor=tensor, what=what, file=call.file, line=call.line)
-        for role, tensors in (("input", inputs), ("output", [part.of(written) for part in parts]))
-        for tensor in tensors
+        Flight(role=role, tensor=tensor, what=what, file=call.file, line=call.line, whole=whole)
+        for role, tensor, whole in lent
         if tensor.numel()
     ]
 
@@ -91,7 +95,7 @@ class Loan:
             id(flight): flight.tensor.untyped_storage().data_ptr() for flight in self.flights
         }
         self._overlapping = [
-            any(overlap(flight.tensor, output.tensor) for output in self._outputs)
+            any(shared_elems(flight.tensor, output.tensor) for output in self._outputs)
             for flight in self._inputs
         ]
         copies = [copy for copy in self.staged.inputs if copy.numel()]
@@ -182,9 +186,7 @@ def _check_free(flights: Sequence[Flight], others: Flights, *, rank: int) -> Non
         for flight in flights:
             if "output" not in (flight.role, other.role):
                 continue
-            # Spans of strided views may interleave without sharing an element.
-            contiguous = flight.tensor.is_contiguous() and other.tensor.is_contiguous()
-            if contiguous and overlap(flight.tensor, other.tensor):
+            if shared_elems(flight.tensor, other.tensor) is not None:
                 raise _race(
                     flight,
                     f"{flight.what} was issued on memory that {other.what} has in flight",

@@ -120,15 +120,3 @@ def span_bytes(tensor: Tensor) -> tuple[int, int]:
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + reach + 1) * tensor.element_size()
-
-
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of two tensors share a byte; strided views may interleave and share none.
-
-    Returns:
-        Whether they do, for contiguous tensors exactly, for others as far as their spans tell.
-    """
-    if not same_storage(a, b):
-        return False
-    (a_first, a_stop), (b_first, b_stop) = span_bytes(a), span_bytes(b)
-    return max(a_first, b_first) < min(a_stop, b_stop)

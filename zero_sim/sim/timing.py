@@ -28,6 +28,7 @@ from zero_sim.sim.failures import RankFailed, WorldFailure
 from zero_sim.sim.flight import Flights
 from zero_sim.sim.loan import Loan
 from zero_sim.sim.order import Order
+from zero_sim.sim.races import unwatched
 
 if TYPE_CHECKING:
     from zero_sim.sim.baton import Baton
@@ -344,7 +345,7 @@ class Timing:
         """Work on memory for `rank`, in whichever rank's thread; what fails ends the world."""
         try:
             # Also memory made in inference mode may be written in it, and none is recorded.
-            with torch.inference_mode():
+            with unwatched(), torch.inference_mode():
                 yield
         except WorldFailure as failure:
             raise self._baton.fail(failure) from None

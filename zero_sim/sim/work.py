@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from zero_sim.sim.callsite import call_site
+from zero_sim.sim.flight import Flight, Flights
 
 if TYPE_CHECKING:
     from zero_sim.sim.baton import Baton

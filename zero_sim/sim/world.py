@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from zero_sim.sim.meeting import Group, Message, deliver
 from zero_sim.sim.order import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
 from zero_sim.sim.promises import Promises
+from zero_sim.sim.races import RaceDetector, unwatched
 from zero_sim.sim.randomness import Randomness
 from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
 from zero_sim.sim.store import KeyWait, SimStore
@@ -53,6 +55,8 @@ class World:
         seed: Seed of the drawn schedules, of the hostile timing and of the ranks' random numbers;
             rank `r` starts every program as after `manual_seed(seed + r)`.
         depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
+        races: Whether every tensor operation of a rank is checked against the memory that the rank
+            has lent to operations and not waited for.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
         strict: Whether what gloo would accept and NCCL not is an error, too: tensors that are not
@@ -83,6 +87,7 @@ class World:
         timing: str = "eager",
         seed: int = 0,
         depth: int = 3,
+        races: bool = False,
         stall_seconds: float = 60.0,
         strict: bool = True,
     ) -> None:
@@ -93,13 +98,17 @@ class World:
         self.world_size = world_size
         self.stall_seconds = stall_seconds
         self.configure(
-            order=order, schedule=schedule, timing=timing, seed=seed, depth=depth, strict=strict
+            order=order,
+            schedule=schedule,
+            timing=timing,
+            seed=seed,
+            depth=depth,
+            races=races,
+            strict=strict,
         )
         self.log = EventLog()
         self.flights = [Flights() for _ in range(world_size)]
         """What each rank has lent and not waited for, by rank; after a run, what never landed."""
-        self.tracks_flights = False
-        """Whether `flights` is kept under the eager timing too, which costs a little."""
         self._book = GroupBook()
         self._promises = Promises()
         self._groups: dict[str, Group] = {}
@@ -130,6 +139,7 @@ class World:
         timing: str | None = None,
         seed: int | None = None,
         depth: int | None = None,
+        races: bool | None = None,
         strict: bool | None = None,
     ) -> None:
         """Change what the next run does; what is left out stays.
@@ -154,6 +164,8 @@ class World:
             if depth < 1:
                 raise UsageError(f"expected depth to be at least 1, got {depth}")
             self.depth = depth
+        if races is not None:
+            self.races = races
         if strict is not None:
             self.strict = strict
 
@@ -177,6 +189,7 @@ class World:
             Deadlock: No rank could run; says who waits for what, and who never came.
             ContractViolation: Two ranks' calls did not fit each other, or one rank's could not be
                 right by itself; its `aspect` says in what.
+            DataRace: With `races`, a rank touched memory in flight; names line and elements.
             RankStalled: A rank ran on without ever calling torch.distributed.
             InFlightRace: A rank touched memory that it had lent to an operation in flight; not
                 under the eager timing.
@@ -271,13 +284,19 @@ class World:
                 c10d.use_one_compute_thread()
                 self._join(rank)
                 assert self._program is not None
-                self._results[rank] = self._program(rank)
+                with self._watch(rank):
+                    self._results[rank] = self._program(rank)
             finally:
                 c10d.reset_rank(keep=self._book.generation(rank) == 0)
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = self._translated(rank, raised)
         finally:
             baton.end_rank(rank, error)
+
+    def _watch(self, rank: int) -> AbstractContextManager[object]:
+        if not self.races:
+            return nullcontext()
+        return RaceDetector(rank, flights=self.flights[rank], fail=self._baton.fail)
 
     def _join(self, rank: int) -> None:
         world = c10d.rank_state.c10d_world
@@ -350,16 +369,18 @@ class World:
         baton.advance()
         call.file, call.line = call_site()
         try:
-            collective, sequence = group.issue(group_rank, call)
+            with unwatched():
+                collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
             raise self._fail(failure) from None
         full = not collective.missing_count
         record = self._record(rank, group, call, sequence, asynchronous, _detail(call))
         if baton.timing is None and full:
-            collective.perform(self.order)
+            with unwatched():
+                collective.perform(self.order)
             baton.finish(collective)
         leg = Leg(collective, len(self.log.collectives) - 1)
-        if baton.timing is not None or self.tracks_flights:
+        if baton.timing is not None or self.races:
             self._lend(
                 leg,
                 call,
@@ -411,23 +432,26 @@ class World:
         baton.advance()
         call.file, call.line = call_site()
         try:
-            message, met = post(group_rank, peer, tag=tag, call=call)
+            with unwatched():
+                message, met = post(group_rank, peer, tag=tag, call=call)
         except WorldFailure as failure:
             raise self._fail(failure) from None
         whom = "any" if peer is None else str(group.ranks[peer])
+        side = "to" if call.kind == "send" else "from"
         record = self._record(rank, group, call, tag, True, f"peer {whom}")
         if baton.timing is None and met is not None:
-            deliver(message, met)
+            with unwatched():
+                deliver(message, met)
             baton.finish(met)
         leg = Leg(message, len(self.log.collectives) - 1)
-        if baton.timing is not None or self.tracks_flights:
+        if baton.timing is not None or self.races:
             self._lend(
                 leg,
                 call,
                 rank=rank,
                 place=0 if call.kind == "send" else 1,
                 group_size=2,
-                what=f"{call.kind} with peer {whom} of group {group.label}",
+                what=f"{call.kind} {side} rank {whom} in group {group.label}",
                 key=f"{group.name}|{group_rank}|{group.count_message(group_rank)}",
                 joins=met,
                 full=met is not None,

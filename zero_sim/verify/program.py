@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import unwatched
 from zero_sim.targets import Engine, Target
 from zero_sim.verify.cells import Cell
 from zero_sim.verify.judge import Judge
@@ -102,7 +103,10 @@ def build_program(
 def _train(
     segment: Segment, seat: Seat, *, target: Target, group: dist.ProcessGroup, outcome: Outcome
 ) -> None:
-    """Build an engine and take the segment's steps; the judge looks on after each."""
+    """Build an engine and take the segment's steps; the judge looks on after each.
+
+    What the judge reads is not charged to the system, whatever is in flight.
+    """
     scenario, workload, judge = seat.cell.scenario, seat.workload, seat.judge
     rank = group.rank()
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
@@ -111,24 +115,30 @@ def _train(
     engine = target.build(workload.build(), scenario=scenario, group=group)
     if segment.load is not None:
         engine.load(segment.load)
-    judge.built(rank, engine)
+    with unwatched():
+        judge.built(rank, engine)
     for step in range(segment.start, segment.stop):
         _freeze(engine, scenario, step)
         engine.zero_grad()
-        judge.before_backward(rank, step, engine)
+        with unwatched():
+            judge.before_backward(rank, step, engine)
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
             losses.append(_micro_batch(engine, workload, scenario, step, rank, micro))
             if deferred and micro == 0 and step > segment.start:
-                judge.observe_params(rank, step - 1, engine)
+                with unwatched():
+                    judge.observe_params(rank, step - 1, engine)
         result = engine.step(lr_factor=lr_factor(scenario, step))
-        judge.observe(rank, step, losses, result, engine)
+        with unwatched():
+            judge.observe(rank, step, losses, result, engine)
         if not deferred:
             engine.settle()
-            judge.observe_params(rank, step, engine)
+            with unwatched():
+                judge.observe_params(rank, step, engine)
     engine.settle()
     if deferred:
-        judge.observe_params(rank, segment.stop - 1, engine)
+        with unwatched():
+            judge.observe_params(rank, segment.stop - 1, engine)
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)

@@ -17,6 +17,7 @@ from zero_sim.reference import Reference
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import (
     ContractViolation,
+    DataRace,
     Deadlock,
     InFlightRace,
     RankFailed,
@@ -166,6 +167,8 @@ def _world_finding(failed: WorldFailure) -> Finding:
             check = "world.deadlock"
         case ContractViolation():
             check, rank = "world.contract", failed.rank
+        case DataRace():
+            check, rank = "world.race", failed.rank
         case RankStalled():
             check, rank = "world.stalled", failed.rank
         case InFlightRace():

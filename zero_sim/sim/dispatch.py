@@ -1,0 +1,56 @@
+"""What the simulator asks of torch's dispatcher; torch's private names for it live here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def push_mode(mode: TorchDispatchMode) -> None:
+    """Let a mode see every tensor operation of this thread, before those that were there."""
+    torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def pop_mode() -> None:
+    """Take the mode off that was pushed last."""
+    torch._C._pop_torch_dispatch_stack(None)
+
+
+def top_mode() -> object:
+    """The mode that sees an operation first, or None."""
+    count = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(count - 1) if count else None
+
+
+def autograd_node() -> str:
+    """Name of the autograd node that this thread runs or whose hook it runs; empty for none."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name().removeprefix("torch::autograd::")
+
+
+def schema_of(operation: Any) -> Any:
+    """The schema of an operation as a mode gets it; None for a higher-order operator."""
+    return operation._schema if isinstance(operation, torch._ops.OpOverload) else None
+
+
+def name_of(operation: Any) -> str:
+    """An operation's name, such as `aten::add_`."""
+    return operation._schema.name
+
+
+def has_own_dispatch(tensor_class: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors runs its operations itself; Tensor and Parameter do not."""
+    return tensor_class.__torch_dispatch__ is not _PLAIN_DISPATCH
+
+
+def is_fake(tensor_class: type[torch.Tensor]) -> bool:
+    """Whether it is a class of tensors without memory, with which torch works out shapes.
+
+    While its own mode is at work it leaves operations to whoever called it, and must be obeyed.
+    """
+    return issubclass(tensor_class, FakeTensor)

@@ -1,0 +1,79 @@
+"""Whether two tensors share memory, element by element, whatever their shapes and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Half-open range of addresses between a tensor's first and last byte.
+
+    Empty where it has no memory of its own: no elements, or a layout without strides.
+    """
+    try:
+        start = tensor.data_ptr()
+        if tensor.is_contiguous():
+            return start, start + tensor.nbytes
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
+    except RuntimeError:
+        return 0, 0
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def shared_elems(lent: Tensor, other: Tensor) -> tuple[int, int] | None:
+    """Where `other` touches `lent`.
+
+    Args:
+        lent: Any strides and dtype.
+        other: Any strides and dtype.
+
+    Returns:
+        The half-open range of `lent`'s elements, counted in row-major order of its shape, from the
+        first to the last that shares a byte with `other`; None where none does. Between them there
+        may be elements that do not.
+    """
+    start, stop = extent(lent)
+    other_start, other_stop = extent(other)
+    first, last = max(start, other_start), min(stop, other_stop)
+    if first >= last:
+        return None
+    elem_bytes = lent.element_size()
+    if lent.is_contiguous() and other.is_contiguous():
+        return (first - start) // elem_bytes, -((start - last) // elem_bytes)
+    starts, run_bytes = _runs(lent.shape, lent.stride(), lent)
+    # The order of the other's elements does not matter; sorted by stride there are fewest runs.
+    dims = sorted(zip(other.stride(), other.shape, strict=True), reverse=True)
+    dims = [(stride, size) for stride, size in dims if stride]
+    theirs, their_bytes = _runs([size for _, size in dims], [stride for stride, _ in dims], other)
+    theirs.sort()
+    # All their runs are equally long: the last that begins before a run of ours ends reaches
+    # farthest, and the first that ends behind its begin begins earliest.
+    reach = np.searchsorted(theirs, starts + run_bytes, side="left") - 1
+    hit = (reach >= 0) & (theirs[reach] + their_bytes > starts)
+    touched = np.flatnonzero(hit)
+    if not touched.size:
+        return None
+    i, j = int(touched[0]), int(touched[-1])
+    begin = theirs[np.searchsorted(theirs, starts[i] - their_bytes, side="right")]
+    into = max(int(begin - starts[i]), 0) // elem_bytes
+    end = min(int(theirs[reach[j]] + their_bytes - starts[j]), run_bytes)
+    run_elems = run_bytes // elem_bytes
+    return i * run_elems + into, j * run_elems - (-end // elem_bytes)
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int], tensor: Tensor) -> tuple[np.ndarray, int]:
+    """Addresses at which stretches without a gap begin, in row-major order, and their bytes."""
+    elem_bytes = tensor.element_size()
+    dims = list(zip(shape, strides, strict=True))
+    run_elems = 1
+    while dims and (dims[-1][0] == 1 or dims[-1][1] == run_elems):
+        run_elems *= dims.pop()[0]
+    starts = np.array([tensor.data_ptr()], dtype=np.int64)
+    for size, stride in dims:
+        steps = np.arange(size, dtype=np.int64) * (stride * elem_bytes)
+        starts = (starts[:, None] + steps).reshape(-1)
+    return starts, run_elems * elem_bytes

@@ -1,0 +1,134 @@
+"""What a tensor operation does to its arguments' memory, as its schema tells."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from zero_sim.sim import dispatch
+
+Effect = Literal["read", "write", "view", "statistics"]
+"""`view`: handed on where the result shares its memory, else read. `statistics`: written while
+training, else read."""
+
+
+class Use(NamedTuple):
+    """One argument that is a tensor or a list of tensors, and what is done to it."""
+
+    index: int
+    """Its place among the arguments; it may come by name instead."""
+    name: str
+    effect: Effect
+
+
+_METADATA_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_has_compatible_shallow_copy_type",
+        "_version",
+        "dense_dim",
+        "dim",
+        "empty_like",
+        "full_like",
+        "is_coalesced",
+        "is_complex",
+        "is_conj",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_leaf",
+        "is_neg",
+        "is_pinned",
+        "is_same_size",
+        "is_signed",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "numel",
+        "ones_like",
+        "output_nr",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "record_stream",
+        "requires_grad_",
+        "result_type",
+        "retain_grad",
+        "retains_grad",
+        "set_data",
+        "size",
+        "sparse_dim",
+        "storage_offset",
+        "stride",
+        "sym_is_contiguous",
+        "sym_numel",
+        "sym_size",
+        "sym_storage_offset",
+        "sym_stride",
+        "zeros_like",
+    )
+)
+"""Operations that look at sizes and dtypes, though their schemas read like those that look at data.
+"""
+
+_TEMPLATES = {
+    "aten::expand_as": "other",
+    "aten::reshape_as": "other",
+    "aten::sum_to_size": "other",
+    "aten::to": "other",
+    "aten::type_as": "other",
+    "aten::view_as": "other",
+}
+"""Arguments of which only sizes and dtypes are looked at."""
+
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+"""A collective lends its arguments; that is not an access by the program."""
+
+_UNDECLARED: dict[str, dict[str, Effect]] = {
+    "aten::native_batch_norm": {"running_mean": "statistics", "running_var": "statistics"},
+    "aten::batch_norm_update_stats": {"running_mean": "write", "running_var": "write"},
+    "fsdp::all_gather_copy_in": {"all_gather_output": "write"},
+}
+"""What is written although the schema does not say so."""
+
+
+@functools.cache
+def uses_of(operation: Any) -> tuple[Use, ...]:
+    """What an operation does to its tensor arguments; empty where it touches no data.
+
+    Args:
+        operation: As `__torch_dispatch__` gets it. Of higher-order operators nothing is known.
+    """
+    schema = dispatch.schema_of(operation)
+    if schema is None:
+        return ()
+    name = schema.name
+    # In-place views, such as transpose_, write sizes and strides.
+    if name in _METADATA_ONLY or torch.Tag.inplace_view in operation.tags:
+        return ()
+    if name.partition("::")[0] in _COLLECTIVE_NAMESPACES:
+        return ()
+    undeclared = _UNDECLARED.get(name, {})
+    return tuple(
+        Use(index, argument.name, undeclared.get(argument.name) or _effect(argument))
+        for index, argument in enumerate(schema.arguments)
+        if "Tensor" in str(argument.type) and _TEMPLATES.get(name) != argument.name
+    )
+
+
+def _effect(argument: Any) -> Effect:
+    if argument.alias_info is None:
+        return "read"
+    return "write" if argument.alias_info.is_write else "view"
+
+
+def is_training(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """The value of the argument that decides over `statistics`."""
+    for index, argument in enumerate(dispatch.schema_of(operation).arguments):
+        if argument.name == "training":
+            return bool(args[index] if index < len(args) else kwargs.get("training"))
+    return False
