@@ -22,6 +22,7 @@ from zero_sim.targets import own
 from zero_sim.zero import optimizer as optimizer_module
 from zero_sim.zero.buffer import Bucket
 from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.scaler import LossScaler
 
@@ -42,23 +43,16 @@ def test_replicas_that_are_not_summed(judged, monkeypatch):
 
     monkeypatch.setattr(own, "build_redundancy_groups", alone)
     monkeypatch.setattr(
-        DistributedDataParallel, "_check_groups", lambda self, shard, replica: (shard, replica)
+        DistributedDataParallel,
+        "_check_groups",
+        lambda self, group, *, shard_group, replica_group: (shard_group, replica_group),
     )
     result = judged(world=WorldSpec(size=4), system=SystemSpec(redundancy=2))
     assert checks(result)[0] == "equality.grad"
 
 
 def test_a_norm_over_the_whole_group_counts_replicas_twice(judged, monkeypatch):
-    right = DistributedOptimizer._measure
-
-    def everywhere(self, grads):
-        shard_group, self.ddp.shard_group = self.ddp.shard_group, self.ddp.group
-        try:
-            return right(self, grads)
-        finally:
-            self.ddp.shard_group = shard_group
-
-    monkeypatch.setattr(DistributedOptimizer, "_measure", everywhere)
+    monkeypatch.setattr(DistributedDataParallel, "is_first_copy", lambda self, kind: True)
     result = judged(world=WorldSpec(size=4), system=SystemSpec(redundancy=2))
     assert checks(result)[0] == "equality.norm"
 
@@ -72,8 +66,8 @@ def test_clipping_that_is_forgotten(judged, monkeypatch):
 def test_a_rank_that_does_not_see_the_others_overflow(judged, monkeypatch):
     right = optimizer_module.DistributedOptimizer._measure
 
-    def own_view(self, grads):
-        norm, zeros, _ = right(self, grads)
+    def own_view(self, trained, grads):
+        norm, zeros, _ = right(self, trained, grads)
         return norm, zeros, any(not bool(grad.isfinite().all()) for grad in grads)
 
     monkeypatch.setattr(DistributedOptimizer, "_measure", own_view)
@@ -102,7 +96,9 @@ def test_a_scale_that_never_shrinks(judged, monkeypatch):
 def test_a_step_that_is_not_skipped(judged, monkeypatch):
     right = DistributedOptimizer._measure
     monkeypatch.setattr(
-        DistributedOptimizer, "_measure", lambda self, grads: (*right(self, grads)[:2], False)
+        DistributedOptimizer,
+        "_measure",
+        lambda self, trained, grads: (*right(self, trained, grads)[:2], False),
     )
     result = judged(
         data=DataSpec(nan=NanSpec(step=0, rank=1, value="inf")),
@@ -214,3 +210,116 @@ def test_a_checkpoint_that_its_own_system_cannot_load_is_a_failure(judged, monke
     result = judged(reload=ReloadSpec(step=1), run=RunSpec(steps=3))
     assert checks(result) == ["world.rank-failed"]
     assert "12 pieces" in result.findings[0].message
+
+
+EXPERTS = {
+    "model": ModelSpec(name="moe", dtype="bf16", hidden=4),
+    "world": WorldSpec(size=4),
+    "topology": TopologySpec(ep=2),
+}
+
+
+def test_unbroken_experts_pass(judged):
+    assert judged(**EXPERTS).verdict == "pass"
+
+
+def test_experts_that_are_reduced_over_the_dense_group(judged, monkeypatch):
+    right = DistributedDataParallel._build_buffer
+
+    def everywhere(self, plan):
+        buffer = right(self, plan)
+        for bucket in buffer.buckets:
+            bucket.group = self.group
+        return buffer
+
+    monkeypatch.setattr(DistributedDataParallel, "_build_buffer", everywhere)
+    # Names differ between ranks but shapes do not, so that no collective is refused.
+    result = judged(**EXPERTS, system=SystemSpec(stage=0))
+    assert checks(result)[0] == "equality.grad"
+    assert result.findings[0].param.startswith("experts.")
+
+
+def test_experts_that_are_sharded_over_the_dense_group(judged, monkeypatch):
+    def all_ranks(group, *, expert_parallel, redundancy):
+        return KindGroups(group=group, shard_group=group)
+
+    monkeypatch.setattr(own, "build_expert_groups", all_ranks)
+    assert checks(judged(**EXPERTS))[0] == "invariant.ownership"
+
+
+def test_experts_that_are_divided_by_their_own_group(judged, monkeypatch):
+    right = Bucket.reduce
+
+    def scaled(self):
+        if self.group.size() == 2:
+            self.grads.mul_(2)
+        right(self)
+
+    monkeypatch.setattr(Bucket, "reduce", scaled)
+    result = judged(**EXPERTS)
+    assert checks(result)[0] == "equality.grad"
+    assert result.findings[0].param.startswith("experts.")
+
+
+@pytest.mark.parametrize("system", [SystemSpec(stage=0), SystemSpec(redundancy=2)])
+def test_an_expert_norm_that_counts_each_holder(judged, monkeypatch, system):
+    right = DistributedDataParallel.is_first_copy
+    monkeypatch.setattr(
+        DistributedDataParallel,
+        "is_first_copy",
+        lambda self, kind: kind == "expert" or right(self, kind),
+    )
+    result = judged(**EXPERTS, system=system)
+    assert checks(result) == ["equality.norm", "equality.zeros"]
+
+
+def test_a_norm_that_leaves_out_experts_of_other_ranks(judged, monkeypatch):
+    right = DistributedDataParallel.is_first_copy
+    monkeypatch.setattr(
+        DistributedDataParallel,
+        "is_first_copy",
+        lambda self, kind: right(self, kind) and (kind == "dense" or self.rank % 2 == 0),
+    )
+    assert "equality.norm" in checks(judged(**EXPERTS))
+
+
+def test_experts_that_start_out_different_on_their_holders(judged, monkeypatch):
+    right = own.ZeroSimEngine.__init__
+
+    def spoiled(self, module, *, scenario, group):
+        if dist.get_rank() == 3:
+            with torch.no_grad():
+                module.experts["2"].linear.weight.add_(1)
+        right(self, module, scenario=scenario, group=group)
+
+    monkeypatch.setattr(own.ZeroSimEngine, "__init__", spoiled)
+    assert judged(**EXPERTS).verdict == "pass"
+    # Without the broadcast over their own holders nobody puts that right.
+    monkeypatch.setattr(
+        "zero_sim.zero.data_parallel.broadcast_from_first", lambda tensors, *, group: None
+    )
+    assert judged(**EXPERTS).verdict == "fail"
+
+
+def test_an_engine_that_holds_experts_of_others(judged, monkeypatch):
+    right = own.ZeroSimEngine.params
+
+    def boastful(self):
+        return {**right(self), "experts.3.linear.bias": torch.zeros(4)}
+
+    monkeypatch.setattr(own.ZeroSimEngine, "params", boastful)
+    assert "invariant.ownership" in checks(judged(**EXPERTS))
+
+
+def test_an_engine_that_lacks_one_of_its_own_experts(judged, monkeypatch):
+    right = own.ZeroSimEngine.params
+
+    def lacking(self):
+        held = dict(right(self))
+        if self._ddp.rank == 3:
+            held.pop("experts.3.linear.bias")
+        return held
+
+    monkeypatch.setattr(own.ZeroSimEngine, "params", lacking)
+    result = judged(**EXPERTS)
+    assert ("equality.params", 3) in [(found.check, found.rank) for found in result.findings]

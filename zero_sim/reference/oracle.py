@@ -21,7 +21,7 @@ from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Workload, build_workload
+from zero_sim.workloads import Workload, build_module, build_workload
 
 Orders = Mapping[str, Sequence[RingSpan]]
 """By param: spans that tile its flattened elements, each with its places in the rings."""
@@ -40,7 +40,7 @@ class ReferenceStep:
     for a param that is frozen in this step."""
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
-    """The working params: the masters, cast."""
+    """The working params: the masters, cast; of all ranks, also those that only some hold."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
     norm: Tensor  # 0D, fp32
@@ -65,7 +65,11 @@ class ReferenceStep:
 
 
 class Reference:
-    """Runs a scenario on one device; the oracle that every system is compared with."""
+    """Runs a scenario on one device; the oracle that every system is compared with.
+
+    A rank is replayed with the params that it holds. With expert parallelism those differ: rank r
+    has the experts of index `r % ep`, and a param's gradients are added over its holders, in order.
+    """
 
     def __init__(self, scenario: Scenario, *, workload: Workload) -> None:
         """Build the module and one fp32 master per trained param.
@@ -79,20 +83,26 @@ class Reference:
         """
         self._scenario = scenario
         self._workload = workload
-        first = self._build_replayer()
+        shares = self._build_shares()
+        first = shares[0]
         if not first.params:
             raise ModelError(
                 "Expected a model with at least one param that requires a gradient, but got none "
                 f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
             )
-        _check_freeze(scenario, names=list(first.params))
+        params = {name: param for share in shares for name, param in share.params.items()}
+        _check_freeze(scenario, names=list(params))
         spec = scenario.optimizer
-        self._stepper = Stepper(spec, params=first.params)
+        self._stepper = Stepper(spec, params=params)
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
-        self._replayers = [first]
-        self._replayer_of_rank = [first] * scenario.world.size
+        self._seat(shares)
         self._next_step = 0
+
+    @property
+    def held(self) -> tuple[frozenset[str], ...]:
+        """For every rank, the names of the params that it holds."""
+        return tuple(frozenset(replayer.params) for replayer in self._replayer_of_rank)
 
     def place(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it.
@@ -102,13 +112,14 @@ class Reference:
         Args:
             addresses: For every rank, the address of each param; see [Note: addresses].
         """
-        placed: dict[frozenset[tuple[str, MemoryPlace]], Replayer] = {}
+        placed: dict[tuple[int, frozenset[tuple[str, MemoryPlace]]], Replayer] = {}
+        unused = dict(enumerate(self._replayers))
         for rank, wanted in enumerate(addresses):
-            key = frozenset(wanted.items())
+            share = rank % self._scenario.topology.ep
+            key = share, frozenset(wanted.items())
             if key not in placed:
-                replayer = self._build_replayer() if placed else self._replayers[0]
-                place_params(replayer.params, wanted)
-                placed[key] = replayer
+                placed[key] = unused.pop(share, None) or self._build_replayer(share)
+                place_params(placed[key].params, wanted)
             self._replayer_of_rank[rank] = placed[key]
         self._replayers = list(placed.values())
         self._write_params()
@@ -132,13 +143,22 @@ class Reference:
                 )
         self._scenario = scenario
         self._workload = build_workload(scenario) if workload is None else workload
-        first = self._build_replayer()
-        self._replayers = [first]
-        self._replayer_of_rank = [first] * scenario.world.size
+        self._seat(self._build_shares())
         self._write_params()
 
-    def _build_replayer(self) -> Replayer:
-        module = self._workload.build()
+    def _seat(self, shares: Sequence[Replayer]) -> None:
+        """Give every rank the replayer of its share of the experts."""
+        self._replayers = list(shares)
+        self._replayer_of_rank = [
+            shares[rank % len(shares)] for rank in range(self._scenario.world.size)
+        ]
+
+    def _build_shares(self) -> list[Replayer]:
+        """Build one replayer an expert-parallel index."""
+        return [self._build_replayer(share) for share in range(self._scenario.topology.ep)]
+
+    def _build_replayer(self, share: int) -> Replayer:
+        module = build_module(self._workload, expert_index=share)
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         return Replayer(
             scenario=self._scenario, workload=self._workload, module=module, params=params
@@ -188,7 +208,11 @@ class Reference:
             },
             grads=grads,
             masters=self._stepper.masters,
-            params={name: param.detach() for name, param in self._replayers[0].params.items()},
+            params={
+                name: param.detach()
+                for replayer in self._replayers
+                for name, param in replayer.params.items()
+            },
             state=self._stepper.state(),
             norm=measured.norm,
             norm_certified=measured.norm_certified,
@@ -247,7 +271,7 @@ class Reference:
         reduced: dict[str, Tensor] = {}
         for rounds in zip(*(replay.rounds for replay in replays), strict=True):
             for name in active:
-                local = [grads[name] for grads in rounds]
+                local = [grads[name] for grads in rounds if name in grads]
                 if division.is_before:
                     local = [division.before(grad) for grad in local]
                 try:
@@ -260,10 +284,10 @@ class Reference:
                 except UsageError as error:
                     raise UsageError(f"param {name!r}: {error}") from error
                 reduced[name] = reduced[name] + total if name in reduced else total
-        first = replays[0].rounds[0]
         # In the masters' order; what is frozen contributed zeros.
+        zeros = {name: grad for replay in replays for name, grad in replay.rounds[0].items()}
         return {
-            name: reduced[name] if name in reduced else first[name].clone()
+            name: reduced[name] if name in reduced else zeros[name].clone()
             for name in self._stepper.masters
         }
 

@@ -50,6 +50,30 @@ def _parts(scenario: Scenario) -> int:
     return max(scenario.topology.tp, 1) * max(scenario.topology.pp, 1)
 
 
+def _dp_cp_size(scenario: Scenario) -> int:
+    """Number of ranks of a dp-cp group."""
+    return scenario.world.size // _parts(scenario)
+
+
+def _after_reload(scenario: Scenario) -> tuple[int, int, int]:
+    """Ranks of a dp-cp group, expert-parallel ways and redundancy once a checkpoint was loaded."""
+    reload = scenario.reload
+    assert reload is not None
+    return (
+        (reload.world_size or scenario.world.size) // _parts(scenario),
+        reload.ep or scenario.topology.ep,
+        reload.redundancy or scenario.system.redundancy,
+    )
+
+
+def _reload_splits(scenario: Scenario) -> bool:
+    """Whether the world after a reload can be cut into experts' groups, and those into copies."""
+    if scenario.reload is None:
+        return True
+    size, ep, redundancy = _after_reload(scenario)
+    return min(ep, redundancy) < 1 or size % (ep * redundancy) == 0
+
+
 CONDITIONS = (
     Condition(
         reads=("optimizer.momentum", "optimizer.name"),
@@ -129,6 +153,47 @@ CONDITIONS = (
         ),
         message="expected a divisor of the ranks of a dp-cp group, got {got}.",
         suggestion="Try 1.",
+    ),
+    Condition(
+        reads=("topology.ep", "model.name"),
+        broken=lambda s: s.topology.ep > 1 and s.model.name != "moe",
+        message="only model 'moe' has experts to deal out, got {got}.",
+        suggestion='Leave it out, or write name = "moe".',
+    ),
+    Condition(
+        reads=("topology.ep", "world.size", "topology.tp", "topology.pp", "system.redundancy"),
+        broken=lambda s: (
+            min(s.topology.ep, s.system.redundancy) >= 1
+            and _dp_cp_size(s) % (s.topology.ep * s.system.redundancy) != 0
+        ),
+        message="expected a divisor of the ranks of a dp-cp group, so often that each experts' "
+        "group still holds system.redundancy copies, got {got}.",
+        suggestion="Try 1, or a world.size that is a multiple of tp x pp x ep x redundancy.",
+    ),
+    Condition(
+        reads=("model.experts", "topology.ep", "model.name"),
+        broken=lambda s: (
+            s.model.name == "moe" and s.topology.ep >= 1 and s.model.experts % s.topology.ep != 0
+        ),
+        message="expected a multiple of topology.ep, so that ranks hold equally many, got {got}.",
+        suggestion="Try topology.ep times 2.",
+    ),
+    Condition(
+        reads=("reload.ep", "reload", "model", "topology.ep"),
+        broken=lambda s: (
+            s.reload is not None
+            and s.reload.ep is not None
+            and s.reload.ep >= 1
+            and ((s.reload.ep > 1 and s.model.name != "moe") or s.model.experts % s.reload.ep != 0)
+        ),
+        message="expected a divisor of model.experts of a model 'moe', got {got}.",
+        suggestion="Try 1.",
+    ),
+    Condition(
+        reads=("reload", "world", "topology", "system.redundancy"),
+        broken=lambda s: not _reload_splits(s),
+        message="expected ranks after the checkpoint that tp x pp x ep x redundancy divides.",
+        suggestion="Try another reload.world_size, or reload.redundancy = 1 and reload.ep = 1.",
     ),
     Condition(
         reads=("optimizer.clip_norm", "topology.tp", "topology.pp"),

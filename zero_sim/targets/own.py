@@ -29,7 +29,7 @@ from zero_sim.zero import (
     ZeroConfig,
     checkpoint,
 )
-from zero_sim.zero.groups import build_redundancy_groups
+from zero_sim.zero.groups import build_expert_groups, build_redundancy_groups
 from zero_sim.zero.scaler import LossScaler
 
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
@@ -93,6 +93,11 @@ def _own_settings(group: GroupSpec) -> dict[str, float]:
     return {name: value for name, value in said.items() if value is not None}
 
 
+def kind_of(name: str, tensor: Tensor) -> str:
+    """The kind of a param: what lies below a module named `experts` is one of its experts."""
+    return "expert" if "experts" in name.split(".") else "dense"
+
+
 class ZeroSimEngine:
     """One rank of the project's own system."""
 
@@ -115,6 +120,12 @@ class ZeroSimEngine:
             overlap_params=system.overlap_params,
         )
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
+        ep = scenario.topology.ep
+        kind_groups = {}
+        if ep > 1:
+            kind_groups["expert"] = build_expert_groups(
+                group, expert_parallel=ep, redundancy=system.redundancy
+            )
         self.module = module
         self._system = system
         self._ddp = DistributedDataParallel(
@@ -123,6 +134,8 @@ class ZeroSimEngine:
             group=group,
             shard_group=shard_group,
             replica_group=replica_group,
+            kind_of=kind_of,
+            kind_groups=kind_groups,
         )
         scale = spec.loss_scale
         self._optimizer = DistributedOptimizer(

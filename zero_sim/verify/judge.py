@@ -6,8 +6,9 @@ anything else changes the state; so nothing is copied unless a difference is fou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch import Tensor
 
@@ -75,27 +76,57 @@ class Judge:
         params = engine.params()
         self._places[rank] = [part.place for part in engine.parts()]
         self._addresses[rank] = {name: place_of(param) for name, param in params.items()}
+        self._shapes |= {name: tuple(param.shape) for name, param in params.items()}
         if self.has_started:
-            self._shapes = {name: tuple(param.shape) for name, param in params.items()}
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
-            owned = invariants.check_ownership(
-                self._replicas(), shapes=self._shapes, step=self._first_step
-            )
-            self._report(self._first_step, owned)
+            self._report(self._first_step, self._check_ownership())
 
     @property
     def has_started(self) -> bool:
         """Whether every rank has built its engine."""
         return len(self._places) == self.scenario.world.size
 
-    def _replicas(self) -> list[dict[int, list[Place]]]:
-        """The ranks that hold the whole optimizer state between them, replica by replica."""
+    def _check_ownership(self) -> Iterator[Finding]:
+        """Check who owns what: every element of a param once in each replica of its holders."""
+        yield from invariants.check_holding(
+            self._addresses, held=self._reference.held, step=self._first_step
+        )
+        for ranks, names in self._sharings():
+            yield from invariants.check_ownership(
+                self._replicas(ranks, names),
+                shapes={name: shape for name, shape in self._shapes.items() if name in names},
+                step=self._first_step,
+            )
+
+    def _sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
+        """The ranks that hold params together, and which: dense ones, and each share of experts.
+
+        It is the reference that knows who is to hold what, never the system.
+        """
+        held = self._reference.held
+        names_of: dict[tuple[int, ...], set[str]] = {}
+        for name in frozenset[str]().union(*held):
+            ranks = tuple(rank for rank, names in enumerate(held) if name in names)
+            names_of.setdefault(ranks, set()).add(name)
+        return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
+
+    def _replicas(
+        self, ranks: Sequence[int], names: Collection[str]
+    ) -> list[dict[int, list[Place]]]:
+        """The ranks that hold all state of some params between them, replica by replica.
+
+        Args:
+            ranks: All that hold these params.
+            names: The params; places of others are left out.
+        """
         system = self.scenario.system
-        replica_count = self.scenario.world.size if system.stage == 0 else system.redundancy
-        ranks = sorted(self._places)
+        replica_count = len(ranks) if system.stage == 0 else system.redundancy
         share = len(ranks) // replica_count
         return [
-            {rank: self._places[rank] for rank in ranks[start : start + share]}
+            {
+                rank: [place for place in self._places[rank] if place.param in names]
+                for rank in ranks[start : start + share]
+            }
             for start in range(0, len(ranks), share)
         ]
 
@@ -149,13 +180,15 @@ class Judge:
     def _advance(self) -> ReferenceStep:
         orders = None
         if self.scenario.world.order == "ring":
-            # Replicas say the same; one of them is enough.
-            spans = ring_spans(
-                (place for places in self._replicas()[0].values() for place in places),
-                world_size=self.scenario.world.size,
-                replica_count=self.scenario.system.redundancy,
-            )
-            orders = {name: spans.get(name, []) for name in self._shapes}
+            orders = {name: [] for name in self._shapes}
+            for ranks, names in self._sharings():
+                # Replicas say the same; one of them is enough.
+                places = self._replicas(ranks, names)[0].values()
+                orders |= ring_spans(
+                    chain.from_iterable(places),
+                    world_size=len(ranks),
+                    replica_count=self.scenario.system.redundancy,
+                )
         taken = self._reference.step(orders)
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
@@ -211,15 +244,19 @@ class Judge:
     def _compare_params(
         self, rank: int, step: int, engine: Engine, expected: ReferenceStep
     ) -> Iterator[Finding]:
-        params = engine.params()
+        params, held = engine.params(), self._reference.held[rank]
         for part in self._parts[rank]:
             place = part.place
+            if place.param not in params:
+                continue
             working = params[place.param].reshape(-1)[place.start : place.stop]
             cast = part.master.to(working.dtype)
             if self._differs(cast, working):
                 at = findings.owned("invariant.cast", "", step, rank, place)
                 yield findings.differing(at, cast, working)
         for name, value in expected.params.items():
+            if name not in held:
+                continue
             if name not in params:
                 at = findings.param(step, rank, name)
                 yield replace(at, message="the system does not have this param")

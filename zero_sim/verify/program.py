@@ -17,7 +17,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Engine, Target
 from zero_sim.verify.cells import Cell
 from zero_sim.verify.judge import Judge
-from zero_sim.workloads import Workload, seed_of
+from zero_sim.workloads import Workload, build_module, seed_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,8 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
         scenario.system, **{name: value for name, value in changed.items() if value is not None}
     )
     world = replace(scenario.world, size=reload.world_size or scenario.world.size)
-    after = replace(scenario, system=system, world=world)
+    topology = replace(scenario.topology, ep=reload.ep or scenario.topology.ep)
+    after = replace(scenario, system=system, world=world, topology=topology)
     yield Segment(scenario=after, start=reload.step, stop=steps, load=path)
 
 
@@ -108,7 +109,8 @@ def _train(
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
     deferred = scenario.system.overlap_params
-    engine = target.build(workload.build(), scenario=scenario, group=group)
+    module = build_module(workload, expert_index=rank % scenario.topology.ep)
+    engine = target.build(module, scenario=scenario, group=group)
     if segment.load is not None:
         engine.load(segment.load)
     judge.built(rank, engine)
@@ -148,7 +150,9 @@ def _freeze(engine: Engine, scenario: Scenario, step: int) -> None:
         return
     params = dict(engine.module.named_parameters())
     for freeze in scenario.model.freeze:
-        params[freeze.param].requires_grad_(not freeze.start <= step < freeze.stop)
+        # An expert is not on all ranks; whether a param exists at all, the reference has checked.
+        if freeze.param in params:
+            params[freeze.param].requires_grad_(not freeze.start <= step < freeze.stop)
 
 
 def _micro_batch(

@@ -148,7 +148,7 @@ class DistributedOptimizer:
             )
         trained = [master for master in self._masters if master.param.requires_grad]
         grads = [self._upcast_grad(master) for master in trained]
-        norm, zeros, overflowed = self._measure(grads)
+        norm, zeros, overflowed = self._measure(trained, grads)
         loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale
         skipped = self.loss_scaler is not None and overflowed
         if self.loss_scaler is not None:
@@ -240,21 +240,24 @@ class DistributedOptimizer:
             divide_(grad, divisor=self.ddp.divisor)
         return grad
 
-    def _measure(self, grads: list[Tensor]) -> tuple[Tensor, int, bool]:
+    def _measure(self, trained: list[_Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
         """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
-        measured = measure_grads(grads, device=self._device)
-        sharded = self.ddp.config.stage == 1
-        # Over the ranks that hold one shard each: with stage 0, or over replicas as well, every
-        # element would count several times.
-        if sharded:
-            all_reduce_sum(measured, group=self.ddp.shard_group)
-        agreed = sharded and self.ddp.replica_group is None
-        if self.loss_scaler is not None and not agreed:
-            # Ranks that hold the same sums see the same overflows. Should they ever differ, then a
-            # step that only some of them take must not be what comes of it.
-            all_reduce_sum(measured[2:], group=self.ddp.group)
+        counted: list[Tensor] = []
+        others: list[Tensor] = []
+        for master, grad in zip(trained, grads, strict=True):
+            (counted if self._counts(master) else others).append(grad)
+        measured = measure_grads(counted, device=self._device)
+        if self.loss_scaler is not None:
+            # Copies that others count should overflow alike. Should they ever differ, then a step
+            # that only some ranks take must not be what comes of it.
+            measured[2] += measure_grads(others, device=self._device)[2]
+        all_reduce_sum(measured, group=self.ddp.group)
         _, zeros, overflow_count = measured.tolist()
         return root_of_squares(measured[0]), int(zeros), overflow_count > 0
+
+    def _counts(self, master: _Master) -> bool:
+        """Tell whether this rank counts what it owns: of all copies of an element one counts."""
+        return self.ddp.is_first_copy(master.buffer.plan.key.kind)
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
         if self._clip_norm is not None:
