@@ -32,6 +32,7 @@ OPTIMIZERS = [
     "rprop",
 ]  # fmt: skip
 NO_FOREACH = ("nadam", "radam", "asgd")
+RANKS_MAX = 6
 MLP_PARAMS = ["0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias"]
 
 
@@ -131,17 +132,32 @@ def optimizers(draw, on, model):
 
 
 @st.composite
-def reloads(draw, on, steps, model):
-    size = draw(st.integers(1, 6))
+def reloads(draw, on, steps, model, parts):
+    size = draw(st.integers(1, RANKS_MAX // parts))
     ep = draw(st.sampled_from(shares(model, size)))
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
         form=draw(st.sampled_from(["sharded", "consolidated", "dcp"])),
-        world_size=size,
+        world_size=size * parts,
         ep=ep,
         redundancy=draw(st.sampled_from(divisors(size // ep))),
         stage=None,
         bucket_elems=draw(st.none() | st.integers(1, 60)),
+    )
+
+
+@st.composite
+def topologies(draw, on):
+    """Settings for any number of ranks that tp x pp divides, and without `ep`."""
+    tp = draw(st.integers(2, 3)) if on("tp") else 1
+    pp = 2 if on("pp") else 1
+    endings = st.lists(st.sampled_from(["bias", "weight", "0", "router", "1"]), max_size=2)
+    return TopologySpec(
+        tp=tp,
+        pp=pp,
+        shared=tuple(draw(endings)) if tp > 1 else (),
+        tied=tuple(draw(endings)) if pp > 1 else (),
+        order=draw(st.sampled_from(["tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp"])),
     )
 
 
@@ -155,7 +171,10 @@ def scenarios(draw, reload=True):
             features.add(feature)
         return chosen
 
-    world_size = draw(st.integers(1, 6))
+    topology = draw(topologies(on))
+    parts = topology.tp * topology.pp
+    # Of one part of the model.
+    world_size = draw(st.integers(1, RANKS_MAX // parts))
     steps = draw(st.integers(2, 4))
     model = draw(models(on, world_size))
     ep = draw(st.sampled_from(shares(model, world_size)))
@@ -169,11 +188,11 @@ def scenarios(draw, reload=True):
             loss="sum" if model.name in ("mlp", "params") and on("summed loss") else "mean",
         ),
         world=WorldSpec(
-            size=world_size,
+            size=world_size * parts,
             order=draw(st.sampled_from(["linear", "linear-fp32", "ring", "tree"])),
             schedule="random" if on("random schedule") else "round-robin",
         ),
-        topology=TopologySpec(ep=ep),
+        topology=replace(topology, ep=ep),
         system=draw(systems(on, world_size // ep)),
         optimizer=draw(optimizers(on, model)),
         run=RunSpec(
@@ -182,12 +201,12 @@ def scenarios(draw, reload=True):
     )
     if scenario.optimizer.loss_scale is not None and on("overflow"):
         nan = NanSpec(
-            step=draw(st.integers(0, steps - 1)), rank=draw(st.integers(0, world_size - 1)),
+            step=draw(st.integers(0, steps - 1)), rank=draw(st.integers(0, world_size * parts - 1)),
             value=draw(st.sampled_from(["nan", "inf"])),
         )  # fmt: skip
         scenario = replace(scenario, data=replace(scenario.data, nan=nan))
     if reload and scenario.system.stage == 1 and on("reload"):
-        scenario = replace(scenario, reload=draw(reloads(on, steps, model)))
+        scenario = replace(scenario, reload=draw(reloads(on, steps, model, parts)))
         nan = scenario.data.nan
         if nan is not None and nan.rank >= scenario.reload.world_size:
             scenario = replace(scenario, data=replace(scenario.data, nan=replace(nan, rank=0)))

@@ -179,10 +179,9 @@ def test_scenarios_built_in_code_are_held_to_the_same_rules() -> None:
             "model.freeze[0].stop",
             {"model": ModelSpec(name="mlp", freeze=(FreezeSpec(param="x", start=2, stop=2),))},
         ),
-        (
-            "optimizer.clip_norm",
-            {"topology": TopologySpec(tp=2), "optimizer": OptimizerSpec(clip_norm=1.0)},
-        ),
+        ("topology.shared", {"topology": TopologySpec(pp=2, shared=("bias",))}),
+        ("topology.tied", {"topology": TopologySpec(tp=2, tied=("bias",))}),
+        ("reload", {"topology": TopologySpec(tp=2), "reload": ReloadSpec(step=1, world_size=3)}),
     ],
 )
 def test_features_that_do_not_go_together(path, parts):

@@ -162,7 +162,9 @@ def test_a_group_across_cells(judged, monkeypatch):
 
     def strays(segment, seat, *, target, group, outcome):
         right(segment, seat, target=target, group=group, outcome=outcome)
-        dist.barrier(dist.new_group([0, 1])) if dist.get_rank() < 2 else dist.new_group([0, 1])
+        strangers = dist.new_group([0, 3])
+        if dist.get_rank() in (0, 3):
+            dist.all_reduce(torch.ones(1), group=strangers)
 
     monkeypatch.setattr(program, "_train", strays)
     result = judged(world=WorldSpec(size=4), topology=TopologySpec(tp=2))
@@ -323,3 +325,80 @@ def test_an_engine_that_lacks_one_of_its_own_experts(judged, monkeypatch):
     monkeypatch.setattr(own.ZeroSimEngine, "params", lacking)
     result = judged(**EXPERTS)
     assert ("equality.params", 3) in [(found.check, found.rank) for found in result.findings]
+
+
+PARTS = {
+    "world": WorldSpec(size=4),
+    "topology": TopologySpec(tp=2, shared=("bias",)),
+    "optimizer": OptimizerSpec(clip_norm=1e-3, loss_scale=LossScaleSpec(initial=8.0)),
+}
+OVERFLOW = DataSpec(nan=NanSpec(step=0, rank=1, value="inf"))
+
+
+def test_unbroken_parts_of_a_model_pass(judged):
+    assert judged(**PARTS).verdict == "pass"
+    assert judged(**PARTS, data=OVERFLOW).verdict == "pass"
+
+
+def test_copies_of_a_param_that_count_in_each_part(judged, monkeypatch):
+    monkeypatch.setattr(own, "is_counted", lambda spec, name, *, place: True)
+    assert checks(judged(**PARTS))[0] == "equality.norm"
+
+
+def test_tied_params_that_count_in_each_part(judged, monkeypatch):
+    monkeypatch.setattr(own, "is_counted", lambda spec, name, *, place: True)
+    topology = TopologySpec(pp=2, tied=("0.up.weight",))
+    assert checks(judged(**PARTS | {"topology": topology}))[0] == "equality.norm"
+
+
+def test_a_norm_of_one_part_alone(judged, monkeypatch):
+    def alone(places):
+        return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+    monkeypatch.setattr(own, "build_model_parallel_group", alone)
+    assert checks(judged(**PARTS))[0] == "equality.norm"
+
+
+def test_clipping_that_leaves_out_what_the_norm_does(judged, monkeypatch):
+    right = DistributedOptimizer._clip
+
+    def filtered(self, grads, *, norm):
+        trained = [master for master in self._masters if master.param.requires_grad]
+        counted = [
+            grad
+            for master, grad in zip(trained, grads, strict=True)
+            if self._is_counted(master.fragment.param)
+        ]
+        right(self, counted, norm=norm)
+
+    monkeypatch.setattr(DistributedOptimizer, "_clip", filtered)
+    result = judged(**PARTS)
+    assert checks(result)[0] in ("equality.master", "equality.state")
+    assert result.findings[0].param.endswith("bias")
+    assert result.findings[0].rank in (1, 3)
+
+
+def test_an_overflow_that_other_parts_do_not_hear_of(judged, monkeypatch):
+    right = optimizer_module.all_reduce_sum
+
+    def squares_only(flat, *, group):
+        # Ranks 0 1 and 2 3 are at one place of both parts, 0 2 and 1 3 train one together.
+        ranks = dist.get_process_group_ranks(group)
+        right(flat[:2] if ranks[1] - ranks[0] == 1 else flat, group=group)
+
+    monkeypatch.setattr(optimizer_module, "all_reduce_sum", squares_only)
+    result = judged(**PARTS, data=OVERFLOW)
+    assert "equality.skipped" in checks(result)
+    assert next(f for f in result.findings if f.check == "equality.skipped").rank in (0, 2)
+
+
+def test_parts_that_load_each_others_checkpoint(judged, monkeypatch):
+    right = own.ZeroSimEngine.load
+
+    def swapped(self, path):
+        self._part = {"tp-0-pp-0": "tp-1-pp-0", "tp-1-pp-0": "tp-0-pp-0"}[self._part]
+        right(self, path)
+
+    monkeypatch.setattr(own.ZeroSimEngine, "load", swapped)
+    case = {**PARTS, "reload": ReloadSpec(step=1), "run": RunSpec(steps=3)}
+    assert "equality.master" in checks(judged(**case))

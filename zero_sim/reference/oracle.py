@@ -7,7 +7,7 @@ It knows no buckets, shards, buffers or collectives. Where an order of addition 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,14 @@ from torch import Tensor
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.reference.adding import RingSpan, add_replicas
 from zero_sim.reference.division import Division, count_contributions
-from zero_sim.reference.gradient import clip_by_norm_, flatten_wide, measure, unflatten
+from zero_sim.reference.gradient import (
+    Measure,
+    clip_by_norm_,
+    flatten_wide,
+    measure,
+    measure_together,
+    unflatten,
+)
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
 from zero_sim.reference.scaling import LossScale
@@ -64,6 +71,23 @@ class ReferenceStep:
     """First NaN or infinity among the local gradients; None if there is none."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BegunStep:
+    """A step whose gradients are there and whose update is not."""
+
+    replays: Sequence[RankReplay]
+    grads: Mapping[str, Tensor]  # each ND, grad dtype
+    """As in `ReferenceStep`."""
+    flat: Tensor  # 1D, fp32
+    """The master gradient of what is trained in this step, not clipped."""
+    active: Sequence[str]
+    """Names of the params in `flat`, in order."""
+    measured: Measure
+    """Of `flat`, but for what does not count here."""
+    nonzero_fraction: float
+    nonfinite: NonFinite | None
+
+
 class Reference:
     """Runs a scenario on one device; the oracle that every system is compared with.
 
@@ -71,18 +95,23 @@ class Reference:
     has the experts of index `r % ep`, and a param's gradients are added over its holders, in order.
     """
 
-    def __init__(self, scenario: Scenario, *, workload: Workload) -> None:
+    def __init__(
+        self, scenario: Scenario, *, workload: Workload, uncounted: Sequence[str] = ()
+    ) -> None:
         """Build the module and one fp32 master per trained param.
 
         Args:
             scenario: The case. Layout settings and `optimizer.foreach` have no meaning here.
             workload: Its workload. Forward must not change the module: one module plays all ranks.
+            uncounted: Endings of names that norm and zeros leave out, as another part of the model
+                counts them.
 
         Raises:
             ModelError: The module has no param to train, or not one that is to be frozen.
         """
         self._scenario = scenario
         self._workload = workload
+        self._uncounted = tuple(uncounted)
         shares = self._build_shares()
         first = shares[0]
         if not first.params:
@@ -174,9 +203,20 @@ class Reference:
         Raises:
             UsageError: The order is `ring` and the spans of a param are missing or do not tile it.
         """
+        begun = self.begin(orders)
+        return self.finish(begun, measured=begun.measured)
+
+    def begin(self, orders: Orders | None = None) -> BegunStep:
+        """Run the next step up to where the norm of the whole gradient has to be known.
+
+        Args:
+            orders: As in `step`.
+
+        Raises:
+            UsageError: As `step`.
+        """
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        factor = lr_factor(scenario.optimizer, step=step)
         active = self._freeze(step)
         with isolated():
             replays = [
@@ -190,12 +230,33 @@ class Reference:
             if scale is not None:
                 flat.div_(scale)
             division.after_(flat)
-            measured = measure(flat)
+            measured = self._measure(flat, active=active)
             # Before the optimizer moves the weights: the search replays this step.
             nonfinite = None if measured.finite else self._find_nonfinite(step, scale=scale)
-            skipped = self._loss_scale is not None and not measured.finite
-            if not skipped:
-                self._update(flat, norm=measured.norm, active=active, factor=factor)
+        return BegunStep(
+            replays=replays,
+            grads=grads,
+            flat=flat,
+            active=active,
+            measured=measured,
+            nonzero_fraction=nonzero_fraction,
+            nonfinite=nonfinite,
+        )
+
+    def finish(self, begun: BegunStep, *, measured: Measure) -> ReferenceStep:
+        """Clip and update, or skip, as the measure of the whole gradient says.
+
+        Args:
+            begun: From `begin`.
+            measured: Its own measure; where it is one part of a model, that of all parts.
+        """
+        step, replays = self._next_step, begun.replays
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        factor = lr_factor(self._scenario.optimizer, step=step)
+        skipped = self._loss_scale is not None and not measured.finite
+        if not skipped:
+            with isolated():
+                self._update(begun.flat, norm=measured.norm, active=begun.active, factor=factor)
         if self._loss_scale is not None:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
@@ -206,7 +267,7 @@ class Reference:
                 for rank, replay in enumerate(replays)
                 for micro, loss in enumerate(replay.losses)
             },
-            grads=grads,
+            grads=begun.grads,
             masters=self._stepper.masters,
             params={
                 name: param.detach()
@@ -220,10 +281,19 @@ class Reference:
             skipped=skipped,
             loss_scale=scale,
             lr_factor=factor,
-            nonzero_fraction=nonzero_fraction,
+            nonzero_fraction=begun.nonzero_fraction,
             data_digests={rank: replay.data_digest for rank, replay in enumerate(replays)},
-            nonfinite=nonfinite,
+            nonfinite=begun.nonfinite,
         )
+
+    def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
+        """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
+        whole = measure(flat)
+        if not any(name.endswith(self._uncounted) for name in active):
+            return whole
+        pieces = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
+        counted = [name for name in active if not name.endswith(self._uncounted)]
+        return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
 
     def _freeze(self, step: int) -> list[str]:
         """Freeze what is frozen at a step; return the names of all other params, in order."""
@@ -308,6 +378,29 @@ class Reference:
             for replayer in self._replayers:
                 for name, param in replayer.params.items():
                     param.copy_(self._stepper.masters[name])
+
+
+def step_together(
+    references: Sequence[Reference], orders: Sequence[Orders | None]
+) -> list[ReferenceStep]:
+    """Run the next step of all parts of one model.
+
+    Each part has params, data and ranks of its own; what they share is the norm, which is over all
+    of them, and so the clipping, and the overflow, at which all of them skip the step.
+
+    Args:
+        references: One a part.
+        orders: For each, as in `Reference.step`.
+
+    Raises:
+        UsageError: As `Reference.step`.
+    """
+    begun = [reference.begin(order) for reference, order in zip(references, orders, strict=True)]
+    measured = measure_together([each.measured for each in begun])
+    return [
+        reference.finish(each, measured=measured)
+        for reference, each in zip(references, begun, strict=True)
+    ]
 
 
 def _check_freeze(scenario: Scenario, *, names: Sequence[str]) -> None:

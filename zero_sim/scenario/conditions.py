@@ -55,23 +55,17 @@ def _dp_cp_size(scenario: Scenario) -> int:
     return scenario.world.size // _parts(scenario)
 
 
-def _after_reload(scenario: Scenario) -> tuple[int, int, int]:
-    """Ranks of a dp-cp group, expert-parallel ways and redundancy once a checkpoint was loaded."""
-    reload = scenario.reload
-    assert reload is not None
-    return (
-        (reload.world_size or scenario.world.size) // _parts(scenario),
-        reload.ep or scenario.topology.ep,
-        reload.redundancy or scenario.system.redundancy,
-    )
-
-
 def _reload_splits(scenario: Scenario) -> bool:
-    """Whether the world after a reload can be cut into experts' groups, and those into copies."""
+    """Whether the world after a reload can be cut into cells, experts' groups and copies."""
     if scenario.reload is None:
         return True
-    size, ep, redundancy = _after_reload(scenario)
-    return min(ep, redundancy) < 1 or size % (ep * redundancy) == 0
+    reload, topology = scenario.reload, scenario.topology
+    size = reload.world_size or scenario.world.size
+    ep = reload.ep or topology.ep
+    redundancy = reload.redundancy or scenario.system.redundancy
+    ranks, rest = divmod(size, _parts(scenario))
+    cuts = (ep * redundancy, topology.cp)
+    return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
 
 
 CONDITIONS = (
@@ -192,26 +186,21 @@ CONDITIONS = (
     Condition(
         reads=("reload", "world", "topology", "system.redundancy"),
         broken=lambda s: not _reload_splits(s),
-        message="expected ranks after the checkpoint that tp x pp x ep x redundancy divides.",
+        message="expected ranks after the checkpoint that tp x cp x pp and "
+        "tp x pp x ep x redundancy divide.",
         suggestion="Try another reload.world_size, or reload.redundancy = 1 and reload.ep = 1.",
     ),
     Condition(
-        reads=("optimizer.clip_norm", "topology.tp", "topology.pp"),
-        broken=lambda s: s.optimizer.clip_norm is not None and _parts(s) > 1,
-        message="a norm over several tp or pp ranks is not modelled yet, got {got}.",
-        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+        reads=("topology.shared", "topology.tp"),
+        broken=lambda s: bool(s.topology.shared) and s.topology.tp == 1,
+        message="expected several tensor-parallel ranks to share params, got {got} with tp = 1.",
+        suggestion="Leave it out, or write tp = 2.",
     ),
     Condition(
-        reads=("optimizer.loss_scale", "topology.tp", "topology.pp"),
-        broken=lambda s: s.optimizer.loss_scale is not None and _parts(s) > 1,
-        message="loss scaling over several tp or pp ranks is not modelled yet.",
-        suggestion="Leave it out, or write tp = 1 and pp = 1.",
-    ),
-    Condition(
-        reads=("reload", "topology.tp", "topology.pp"),
-        broken=lambda s: s.reload is not None and _parts(s) > 1,
-        message="a checkpoint of several tp or pp ranks is not modelled yet.",
-        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+        reads=("topology.tied", "topology.pp"),
+        broken=lambda s: bool(s.topology.tied) and s.topology.pp == 1,
+        message="expected several pipeline-parallel ranks to tie params, got {got} with pp = 1.",
+        suggestion="Leave it out, or write pp = 2.",
     ),
     Condition(
         reads=("system.redundancy", "system.stage"),

@@ -141,6 +141,12 @@ class TopologySpec:
     ep: int = 1
     """Expert-parallel ways: the rank at place i of a dp-cp group holds the share i % ep of the
     experts, and sums their gradients with the ranks of the same share alone."""
+    shared: tuple[str, ...] = ()
+    """Params whose name ends with one of these are held whole by every tensor-parallel rank; the
+    norm counts them on the first one alone."""
+    tied: tuple[str, ...] = ()
+    """Params whose name ends with one of these are tied over pipeline-parallel ranks; the norm
+    counts them on the first one alone."""
     order: str = "tp-cp-dp-pp"
     """Axes from the one in which neighbouring ranks differ to the slowest."""
 

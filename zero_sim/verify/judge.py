@@ -12,7 +12,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from zero_sim.reference import Addresses, Reference, ReferenceStep, place_of
+from zero_sim.reference import Addresses, Orders, Reference, ReferenceStep, place_of, step_together
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Engine, OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
@@ -32,6 +32,8 @@ class Judge:
         reference: The oracle, at the step before `first_step`.
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
         world_ranks: The ranks of the group that is judged, as findings name them.
+
+    Judges of one world that share a norm have to be told of each other by `seat_together`.
     """
 
     def __init__(
@@ -61,6 +63,13 @@ class Judge:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._bad_step: int | None = None
         self._findings: list[Finding] = []
+        self._panel: Sequence[Judge] = (self,)
+
+    @staticmethod
+    def seat_together(judges: Sequence[Judge]) -> None:
+        """Let judges step their references together: every rank of all has built by then."""
+        for judge in judges:
+            judge._panel = judges
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
@@ -171,13 +180,17 @@ class Judge:
 
     def _expected(self, step: int) -> ReferenceStep:
         if step not in self._steps:
-            for earlier, kept in self._steps.items():
-                if min(self._observed) < earlier:
-                    self._steps[earlier] = _frozen(kept)
-            self._steps[step] = self._advance()
+            orders = [judge._prepare() for judge in self._panel]
+            taken = step_together([judge._reference for judge in self._panel], orders)
+            for judge, own in zip(self._panel, taken, strict=True):
+                judge._take(own)
         return self._steps[step]
 
-    def _advance(self) -> ReferenceStep:
+    def _prepare(self) -> Orders | None:
+        """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        for earlier, kept in self._steps.items():
+            if min(self._observed) < earlier:
+                self._steps[earlier] = _frozen(kept)
         orders = None
         if self.scenario.world.order == "ring":
             orders = {name: [] for name in self._shapes}
@@ -189,7 +202,11 @@ class Judge:
                     world_size=len(ranks),
                     replica_count=self.scenario.system.redundancy,
                 )
-        taken = self._reference.step(orders)
+        return orders
+
+    def _take(self, taken: ReferenceStep) -> None:
+        """Note a step that the reference has just done."""
+        self._steps[taken.step] = taken
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
@@ -198,7 +215,6 @@ class Judge:
         # With loss scaling an overflow is expected to be skipped, not to be reported.
         if taken.nonfinite is not None and self.scenario.optimizer.loss_scale is None:
             self._report(taken.step, iter([findings.nonfinite(taken.step, taken.nonfinite)]))
-        return taken
 
     def _compare_result(
         self, rank: int, step: int, result: StepResult, expected: ReferenceStep

@@ -114,6 +114,9 @@ def _train(
     if segment.load is not None:
         engine.load(segment.load)
     judge.built(rank, engine)
+    if dist.get_world_size() > group.size():
+        # Judges of all cells step together, which they can once every engine is there.
+        dist.barrier()
     for step in range(segment.start, segment.stop):
         _freeze(engine, scenario, step)
         engine.zero_grad()

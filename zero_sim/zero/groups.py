@@ -1,4 +1,4 @@
-"""The groups of a rank: for copies of the optimizer state, and for experts.
+"""The groups of a rank: for copies of the optimizer state, for experts, and for parts of a model.
 
 With redundancy K, N ranks are cut into K blocks of N / K consecutive ranks. A block shards the
 whole state: its ranks reduce-scatter and gather among themselves. The K ranks that hold the same
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from zero_sim.errors import LayoutError
+from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero.collectives import size_and_rank
 
 
@@ -66,6 +66,27 @@ def build_expert_groups(
         own = _new_groups(shares, own=rank % expert_parallel, is_part=is_part)
     shard_group, replica_group = build_redundancy_groups(own, redundancy=redundancy)
     return KindGroups(group=own, shard_group=shard_group, replica_group=replica_group)
+
+
+def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make the groups of ranks that are at one place in the groups of a model's parts.
+
+    Every rank of the world must call it, at the same point among its other calls of `new_group`.
+
+    Args:
+        places: World ranks, one of each part, place by place; every rank once.
+
+    Returns:
+        The group of this rank.
+
+    Raises:
+        UsageError: If this process is at no place.
+    """
+    rank = dist.get_rank()
+    own = next((index for index, ranks in enumerate(places) if rank in ranks), None)
+    if own is None:
+        raise UsageError(f"Expected places that hold rank {rank} but got {list(places)}.")
+    return _new_groups(places, own=own, is_part=False)
 
 
 def build_redundancy_groups(

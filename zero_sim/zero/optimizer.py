@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -58,7 +59,8 @@ class StepResult:
 
     norm: Tensor  # 0D fp32
     """The norm of the gradient, divided and unscaled but not clipped, over all params but frozen
-    ones; each element counts once, however many ranks hold it."""
+    ones; each element counts once, however many ranks hold it. With a model-parallel group, over
+    all parts of the model."""
     zeros: int
     """How many elements of that gradient are zero."""
     skipped: bool
@@ -95,6 +97,11 @@ class DistributedOptimizer:
         clip_norm: Bound for the norm of the gradient over all params; None for no clipping.
         clip_value: Bound for the magnitude of each element of it; None for no clipping.
         loss_scaler: This rank's loss scaler, with which the caller scales each loss.
+        model_parallel_group: Where ranks train different parts of one model (tensor or pipeline
+            parallel): this rank and those at its place in the other parts' groups. The norm is over
+            all parts, an overflow in one is one in all, and so all take a step or none.
+        is_counted: By name: whether the norm and the zeros count a param here. Of a param that
+            several parts hold, one should. All are counted where left out; all are clipped alike.
         elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
 
     Raises:
@@ -117,11 +124,15 @@ class DistributedOptimizer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         loss_scaler: LossScaler | None = None,
+        model_parallel_group: dist.ProcessGroup | None = None,
+        is_counted: Callable[[str], bool] | None = None,
         elementwise: bool = False,
     ) -> None:
         _check_bounds(clip_norm=clip_norm, clip_value=clip_value)
         self.ddp = ddp
         self.loss_scaler = loss_scaler
+        self._model_parallel_group = model_parallel_group
+        self._is_counted = is_counted
         self._clip_norm = clip_norm
         self._clip_value = clip_value
         self.master_shards, self._masters = _build_masters(ddp)
@@ -252,11 +263,16 @@ class DistributedOptimizer:
             # that only some ranks take must not be what comes of it.
             measured[2] += measure_grads(others, device=self._device)[2]
         all_reduce_sum(measured, group=self.ddp.group)
+        if self._model_parallel_group is not None:
+            all_reduce_sum(measured, group=self._model_parallel_group)
         _, zeros, overflow_count = measured.tolist()
         return root_of_squares(measured[0]), int(zeros), overflow_count > 0
 
     def _counts(self, master: _Master) -> bool:
         """Tell whether this rank counts what it owns: of all copies of an element one counts."""
+        name = master.fragment.param
+        if self._is_counted is not None and not self._is_counted(name):
+            return False
         return self.ddp.is_first_copy(master.buffer.plan.key.kind)
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
