@@ -138,6 +138,7 @@ def reloads(draw, on, steps, model, parts):
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
         form=draw(st.sampled_from(["sharded", "consolidated", "dcp"])),
+        weights_only=on("weights only"),
         world_size=size * parts,
         ep=ep,
         redundancy=draw(st.sampled_from(divisors(size // ep))),

@@ -86,7 +86,7 @@ def test_the_norm_counts_each_once():
 def test_it_knows_who_holds_what():
     reference = Reference(scenario_of(), workload=Dealt([0.0] * 4))
     even, odd = {"dense", "expert0"}, {"dense", "expert1"}
-    assert reference.held == (even, odd, even, odd)
+    assert reference.held == [even, odd, even, odd]
 
 
 def test_a_frozen_expert_keeps_its_value():

@@ -143,7 +143,7 @@ def test_accumulating_after_every_sum_by_copying(judged, monkeypatch):
 def test_a_reloaded_counter_that_starts_again(judged, monkeypatch):
     right = own.checkpoint.load
 
-    def forgetful(path, *, ddp, optimizer):
+    def forgetful(path, *, ddp, optimizer, weights_only):
         right(path, ddp=ddp, optimizer=optimizer)
         for state in optimizer.inner.state.values():
             state["step"].zero_()
@@ -205,7 +205,7 @@ def test_an_engine_that_does_not_tell_a_norm_it_clips_by(judged, monkeypatch):
 def test_a_checkpoint_that_its_own_system_cannot_load_is_a_failure(judged, monkeypatch):
     from zero_sim.errors import CheckpointError
 
-    def broken(path, *, ddp, optimizer):
+    def broken(path, *, ddp, optimizer, weights_only):
         raise CheckpointError("expected 12 pieces, got 11")
 
     monkeypatch.setattr(own.checkpoint, "load", broken)
@@ -395,10 +395,53 @@ def test_an_overflow_that_other_parts_do_not_hear_of(judged, monkeypatch):
 def test_parts_that_load_each_others_checkpoint(judged, monkeypatch):
     right = own.ZeroSimEngine.load
 
-    def swapped(self, path):
+    def swapped(self, path, *, weights_only):
         self._part = {"tp-0-pp-0": "tp-1-pp-0", "tp-1-pp-0": "tp-0-pp-0"}[self._part]
         right(self, path)
 
     monkeypatch.setattr(own.ZeroSimEngine, "load", swapped)
     case = {**PARTS, "reload": ReloadSpec(step=1), "run": RunSpec(steps=3)}
     assert "equality.master" in checks(judged(**case))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_load_that_takes_all_or_only_the_weights_against_what_was_asked(
+    judged, monkeypatch, asked
+):
+    right = own.checkpoint.load
+
+    def contrary(path, *, ddp, optimizer, weights_only):
+        right(path, ddp=ddp, optimizer=optimizer, weights_only=not weights_only)
+
+    monkeypatch.setattr(own.checkpoint, "load", contrary)
+    result = judged(reload=ReloadSpec(step=1, weights_only=asked), run=RunSpec(steps=3))
+    assert "equality.state" in checks(result)
+
+
+def test_a_loss_scale_that_is_not_fresh_after_loading_weights(judged, monkeypatch):
+    right = own.checkpoint.load
+
+    def scaled(path, *, ddp, optimizer, weights_only):
+        right(path, ddp=ddp, optimizer=optimizer, weights_only=weights_only)
+        optimizer.loss_scaler.scale = 16.0
+
+    monkeypatch.setattr(own.checkpoint, "load", scaled)
+    result = judged(
+        reload=ReloadSpec(step=2, weights_only=True),
+        run=RunSpec(steps=4),
+        optimizer=OptimizerSpec(loss_scale=LossScaleSpec(initial=8.0)),
+    )
+    assert "equality.loss-scale" in checks(result)
+
+
+def test_masters_that_are_rebuilt_from_the_working_params(judged, monkeypatch):
+    right = own.checkpoint.load
+
+    def rounded(path, *, ddp, optimizer, weights_only):
+        right(path, ddp=ddp, optimizer=optimizer, weights_only=weights_only)
+        for shard in optimizer.master_shards.values():
+            shard.copy_(shard.bfloat16())
+
+    monkeypatch.setattr(own.checkpoint, "load", rounded)
+    result = judged(reload=ReloadSpec(step=1, weights_only=True), run=RunSpec(steps=3))
+    assert "equality.master" in checks(result)

@@ -129,9 +129,9 @@ class Reference:
         self._next_step = 0
 
     @property
-    def held(self) -> tuple[frozenset[str], ...]:
+    def held(self) -> Sequence[frozenset[str]]:
         """For every rank, the names of the params that it holds."""
-        return tuple(frozenset(replayer.params) for replayer in self._replayer_of_rank)
+        return self._held
 
     def place(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it.
@@ -153,12 +153,20 @@ class Reference:
         self._replayers = list(placed.values())
         self._write_params()
 
-    def continue_as(self, scenario: Scenario, *, workload: Workload | None = None) -> None:
+    def continue_as(
+        self,
+        scenario: Scenario,
+        *,
+        workload: Workload | None = None,
+        weights_only: bool = False,
+    ) -> None:
         """Go on in another world: masters, optimizer state, loss scale and step index stay.
 
         Args:
             scenario: What holds from the next step on; of the same model, dtype and optimizer.
             workload: Its workload; built from it where left out.
+            weights_only: Whether masters and step index alone stay: the optimizer has yet to make
+                its state, and the loss scale is the first one again.
 
         Raises:
             UsageError: The model or the optimizer is another one.
@@ -173,14 +181,19 @@ class Reference:
         self._scenario = scenario
         self._workload = build_workload(scenario) if workload is None else workload
         self._seat(self._build_shares())
+        if weights_only:
+            spec = scenario.optimizer
+            self._stepper = Stepper(spec, params=self._stepper.masters)
+            self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._write_params()
 
     def _seat(self, shares: Sequence[Replayer]) -> None:
         """Give every rank the replayer of its share of the experts."""
+        ranks = range(self._scenario.world.size)
+        names = [frozenset(share.params) for share in shares]
+        self._held = [names[rank % len(shares)] for rank in ranks]
         self._replayers = list(shares)
-        self._replayer_of_rank = [
-            shares[rank % len(shares)] for rank in range(self._scenario.world.size)
-        ]
+        self._replayer_of_rank = [shares[rank % len(shares)] for rank in ranks]
 
     def _build_shares(self) -> list[Replayer]:
         """Build one replayer an expert-parallel index."""

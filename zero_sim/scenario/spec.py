@@ -296,6 +296,9 @@ class ReloadSpec:
     """Steps done before the checkpoint is saved."""
     form: CheckpointForm = "sharded"
     """One file a rank; one file with whole params; or torch's distributed checkpoint."""
+    weights_only: bool = False
+    """Whether only the masters and working params are taken from it: optimizer state and loss scale
+    begin anew."""
     world_size: int | None = None
     """Number of ranks after it."""
     stage: Literal[0, 1] | None = None

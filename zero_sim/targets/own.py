@@ -225,9 +225,14 @@ class ZeroSimEngine:
         """Save a checkpoint; of a model in several parts, a folder with one for each."""
         checkpoint.save(path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint."""
-        checkpoint.load(path / self._part, ddp=self._ddp, optimizer=self._optimizer)
+        checkpoint.load(
+            path / self._part,
+            ddp=self._ddp,
+            optimizer=self._optimizer,
+            weights_only=weights_only,
+        )
 
     def params(self) -> Mapping[str, Tensor]:
         """Full working params on this rank."""

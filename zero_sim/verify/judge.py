@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 
 from torch import Tensor
@@ -97,16 +98,19 @@ class Judge:
 
     def _check_ownership(self) -> Iterator[Finding]:
         """Check who owns what: every element of a param once in each replica of its holders."""
-        yield from invariants.check_holding(
-            self._addresses, held=self._reference.held, step=self._first_step
-        )
-        for ranks, names in self._sharings():
+        named = {
+            rank: {**addresses, **{place.param: None for place in self._places[rank]}}
+            for rank, addresses in self._addresses.items()
+        }
+        yield from invariants.check_holding(named, held=self._reference.held, step=self._first_step)
+        for ranks, names in self._sharings:
             yield from invariants.check_ownership(
                 self._replicas(ranks, names),
                 shapes={name: shape for name, shape in self._shapes.items() if name in names},
                 step=self._first_step,
             )
 
+    @cached_property
     def _sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
         """The ranks that hold params together, and which: dense ones, and each share of experts.
 
@@ -194,7 +198,7 @@ class Judge:
         orders = None
         if self.scenario.world.order == "ring":
             orders = {name: [] for name in self._shapes}
-            for ranks, names in self._sharings():
+            for ranks, names in self._sharings:
                 # Replicas say the same; one of them is enough.
                 places = self._replicas(ranks, names)[0].values()
                 orders |= ring_spans(

@@ -30,6 +30,8 @@ class Segment:
     """Half-open range of steps."""
     load: Path | None = None
     """Checkpoint to start from."""
+    weights_only: bool = False
+    """Whether to take the weights alone from it."""
     save: Path | None = None
     """Checkpoint to end with."""
 
@@ -63,7 +65,13 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     world = replace(scenario.world, size=reload.world_size or scenario.world.size)
     topology = replace(scenario.topology, ep=reload.ep or scenario.topology.ep)
     after = replace(scenario, system=system, world=world, topology=topology)
-    yield Segment(scenario=after, start=reload.step, stop=steps, load=path)
+    yield Segment(
+        scenario=after,
+        start=reload.step,
+        stop=steps,
+        load=path,
+        weights_only=reload.weights_only,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +120,7 @@ def _train(
     module = build_module(workload, expert_index=rank % scenario.topology.ep)
     engine = target.build(module, scenario=scenario, group=group)
     if segment.load is not None:
-        engine.load(segment.load)
+        engine.load(segment.load, weights_only=segment.weights_only)
     judge.built(rank, engine)
     if dist.get_world_size() > group.size():
         # Judges of all cells step together, which they can once every engine is there.

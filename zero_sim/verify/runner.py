@@ -145,7 +145,7 @@ def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Se
             cell.scenario, workload=workload, uncounted=cell.uncounted
         )
     else:
-        reference.continue_as(cell.scenario)
+        reference.continue_as(cell.scenario, weights_only=segment.weights_only)
     judge = Judge(
         cell.scenario, reference=reference, first_step=segment.start, world_ranks=cell.ranks
     )
