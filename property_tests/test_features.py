@@ -22,6 +22,7 @@ from zero_sim.scenario.spec import (
     RunSpec,
     Scenario,
     SystemSpec,
+    TopologySpec,
     WorldSpec,
 )
 from zero_sim.verify import run_case
@@ -31,6 +32,7 @@ OPTIMIZERS = [
     "rprop",
 ]  # fmt: skip
 NO_FOREACH = ("nadam", "radam", "asgd")
+RANKS_MAX = 6
 MLP_PARAMS = ["0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias"]
 
 
@@ -41,6 +43,11 @@ def divisors(size):
 @st.composite
 def models(draw, on, world_size):
     dtype = draw(st.sampled_from(["fp32", "bf16"]))
+    if on("experts"):
+        return ModelSpec(
+            name="moe", dtype=dtype, hidden=draw(st.integers(1, 4)),
+            experts=draw(st.sampled_from([4, 6])),
+        )  # fmt: skip
     if on("unusual"):
         return ModelSpec(name="unusual", dtype=dtype)
     if on("bare params"):
@@ -59,8 +66,18 @@ def models(draw, on, world_size):
     )  # fmt: skip
 
 
+def shares(model, world_size):
+    """Ways in which the experts of a model can be dealt to ranks."""
+    return [
+        ep
+        for ep in divisors(world_size)
+        if ep == 1 or (model.name == "moe" and model.experts % ep == 0)
+    ]
+
+
 @st.composite
 def systems(draw, on, world_size):
+    """Settings for `world_size` ranks, those that hold the same experts."""
     stage = 0 if on("stage 0") else 1
     uneven = stage == 1 and on("uneven")
     aligned = on("aligned") and not uneven
@@ -91,6 +108,8 @@ def optimizers(draw, on, model):
     name = draw(st.sampled_from(OPTIMIZERS)) if on("any optimizer") else "adamw"
     clip = draw(st.sampled_from(["norm", "value"])) if on("clip") else None
     suffixes = ["bias", "weight"] if model.name == "mlp" else ["0", "1"]
+    if model.name == "moe":
+        suffixes = ["1.linear.weight", "bias"]
     groups = tuple(
         GroupSpec(match=suffix, lr=draw(st.none() | st.sampled_from([0.0, 0.01])))
         for suffix in (suffixes if on("groups") else [])
@@ -113,15 +132,33 @@ def optimizers(draw, on, model):
 
 
 @st.composite
-def reloads(draw, on, steps):
-    size = draw(st.integers(1, 6))
+def reloads(draw, on, steps, model, parts):
+    size = draw(st.integers(1, RANKS_MAX // parts))
+    ep = draw(st.sampled_from(shares(model, size)))
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
         form=draw(st.sampled_from(["sharded", "consolidated", "dcp"])),
-        world_size=size,
-        redundancy=draw(st.sampled_from(divisors(size))),
+        weights_only=on("weights only"),
+        world_size=size * parts,
+        ep=ep,
+        redundancy=draw(st.sampled_from(divisors(size // ep))),
         stage=None,
         bucket_elems=draw(st.none() | st.integers(1, 60)),
+    )
+
+
+@st.composite
+def topologies(draw, on):
+    """Settings for any number of ranks that tp x pp divides, and without `ep`."""
+    tp = draw(st.integers(2, 3)) if on("tp") else 1
+    pp = 2 if on("pp") else 1
+    endings = st.lists(st.sampled_from(["bias", "weight", "0", "router", "1"]), max_size=2)
+    return TopologySpec(
+        tp=tp,
+        pp=pp,
+        shared=tuple(draw(endings)) if tp > 1 else (),
+        tied=tuple(draw(endings)) if pp > 1 else (),
+        order=draw(st.sampled_from(["tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp"])),
     )
 
 
@@ -135,9 +172,13 @@ def scenarios(draw, reload=True):
             features.add(feature)
         return chosen
 
-    world_size = draw(st.integers(1, 6))
+    topology = draw(topologies(on))
+    parts = topology.tp * topology.pp
+    # Of one part of the model.
+    world_size = draw(st.integers(1, RANKS_MAX // parts))
     steps = draw(st.integers(2, 4))
     model = draw(models(on, world_size))
+    ep = draw(st.sampled_from(shares(model, world_size)))
     scenario = Scenario(
         schema=1,
         name="drawn",
@@ -148,11 +189,12 @@ def scenarios(draw, reload=True):
             loss="sum" if model.name in ("mlp", "params") and on("summed loss") else "mean",
         ),
         world=WorldSpec(
-            size=world_size,
+            size=world_size * parts,
             order=draw(st.sampled_from(["linear", "linear-fp32", "ring", "tree"])),
             schedule="random" if on("random schedule") else "round-robin",
         ),
-        system=draw(systems(on, world_size)),
+        topology=replace(topology, ep=ep),
+        system=draw(systems(on, world_size // ep)),
         optimizer=draw(optimizers(on, model)),
         run=RunSpec(
             steps=steps, micro_batches=draw(st.integers(1, 3)), seed=draw(st.integers(0, 10**6))
@@ -160,12 +202,12 @@ def scenarios(draw, reload=True):
     )
     if scenario.optimizer.loss_scale is not None and on("overflow"):
         nan = NanSpec(
-            step=draw(st.integers(0, steps - 1)), rank=draw(st.integers(0, world_size - 1)),
+            step=draw(st.integers(0, steps - 1)), rank=draw(st.integers(0, world_size * parts - 1)),
             value=draw(st.sampled_from(["nan", "inf"])),
         )  # fmt: skip
         scenario = replace(scenario, data=replace(scenario.data, nan=nan))
     if reload and scenario.system.stage == 1 and on("reload"):
-        scenario = replace(scenario, reload=draw(reloads(on, steps)))
+        scenario = replace(scenario, reload=draw(reloads(on, steps, model, parts)))
         nan = scenario.data.nan
         if nan is not None and nan.rank >= scenario.reload.world_size:
             scenario = replace(scenario, data=replace(scenario.data, nan=replace(nan, rank=0)))

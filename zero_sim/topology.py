@@ -3,6 +3,10 @@
 Tensor-parallel (tp) and pipeline-parallel (pp) ranks hold different params; context-parallel (cp)
 and data-parallel (dp) ranks hold the same params and see different data. So for fixed (tp, pp) the
 ranks over cp and dp, the *dp-cp group*, train one set of params, and share one optimizer state.
+
+Experts are the exception: with expert parallelism (ep) the ranks of a dp-cp group, in order, deal
+them out like cards. The ranks at places e, e + ep, e + 2 ep, ... have expert-parallel index e, hold
+the same experts and train them together, as the *expert data-parallel group* of that index.
 """
 
 from __future__ import annotations
@@ -21,24 +25,32 @@ class Topology:
     """How many ranks each axis has, and in which order ranks are numbered.
 
     Raises:
-        UsageError: A size below 1, or an order that is not a permutation of the axes.
+        UsageError: A size below 1, an order that is not a permutation of the axes, or an `ep` that
+            does not divide the ranks of a dp-cp group.
     """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
+    """No axis: how many ways each dp-cp group deals out the experts."""
     order: str = "tp-cp-dp-pp"
     """Axes from the one in which neighbouring ranks differ to the slowest."""
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             if getattr(self, axis) < 1:
                 raise UsageError(f"expected {axis} of at least 1, got {getattr(self, axis)}")
         if sorted(self.axes) != sorted(AXES):
             raise UsageError(
                 f"expected an order of {', '.join(AXES)} joined by hyphens, got {self.order!r}. "
                 "Try 'tp-cp-dp-pp'."
+            )
+        if self.dp * self.cp % self.ep:
+            raise UsageError(
+                f"expected ep to divide the {self.dp * self.cp} ranks of a dp-cp group, got "
+                f"{self.ep}. Try 1."
             )
 
     @property
@@ -98,3 +110,9 @@ class Topology:
     def dp_cp_groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups that each train one set of params: one for every (tp, pp)."""
         return self.groups_over("dp", "cp")
+
+    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups that each train one set of experts: `ep` of them in every dp-cp group."""
+        return tuple(
+            ranks[index :: self.ep] for ranks in self.dp_cp_groups() for index in range(self.ep)
+        )

@@ -365,3 +365,25 @@ class TestUnusual:
         for name, total in totals.items():
             assert result.grads[name].dtype == total.dtype
             assert torch.equal(result.grads[name], total)
+
+
+class TestGoingOn:
+    """From a checkpoint: with everything, or with the weights alone."""
+
+    @pytest.mark.parametrize("weights_only", [False, True])
+    def test_state_and_scale_stay_or_begin_anew(self, make_scenario, inject, weights_only):
+        """Momentum of two steps, or of one; a scale that has grown, or the first."""
+        optim = OptimizerSpec(
+            name="sgd",
+            lr=1.0,
+            momentum=1.0,
+            loss_scale=LossScaleSpec(initial=8.0, growth_interval=1),
+        )
+        scenario = make_scenario(size=1, optim=optim)
+        reference = Reference(scenario, workload=inject([[[3.0]]]))
+        assert reference.step().masters["w"].item() == 1 - 3
+        reference.continue_as(scenario, workload=inject([[[3.0]]]), weights_only=weights_only)
+        taken = reference.step()
+        assert taken.step == 1
+        assert taken.loss_scale == (8.0 if weights_only else 16.0)
+        assert taken.masters["w"].item() == 1 - 3 - (3 if weights_only else 6)

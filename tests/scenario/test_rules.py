@@ -155,14 +155,33 @@ def test_scenarios_built_in_code_are_held_to_the_same_rules() -> None:
         ("topology.order", {"topology": TopologySpec(order="tp-dp")}),
         ("world.size", {"topology": TopologySpec(tp=3)}),
         ("reload.step", {"reload": ReloadSpec(step=9)}),
+        ("topology.ep", {"topology": TopologySpec(ep=2)}),
+        (
+            "topology.ep",
+            {"model": ModelSpec(name="moe", experts=3), "topology": TopologySpec(ep=3)},
+        ),
+        (
+            "model.experts",
+            {"model": ModelSpec(name="moe", experts=3), "topology": TopologySpec(ep=2)},
+        ),
+        ("reload.ep", {"reload": ReloadSpec(step=1, ep=2)}),
+        ("reload.ep", {"model": ModelSpec(name="moe"), "reload": ReloadSpec(step=1, ep=3)}),
+        ("reload", {"reload": ReloadSpec(step=1, world_size=3, redundancy=2)}),
+        (
+            "topology.ep",
+            {
+                "model": ModelSpec(name="moe"),
+                "topology": TopologySpec(ep=2),
+                "system": SystemSpec(redundancy=2),
+            },
+        ),
         (
             "model.freeze[0].stop",
             {"model": ModelSpec(name="mlp", freeze=(FreezeSpec(param="x", start=2, stop=2),))},
         ),
-        (
-            "optimizer.clip_norm",
-            {"topology": TopologySpec(tp=2), "optimizer": OptimizerSpec(clip_norm=1.0)},
-        ),
+        ("topology.shared", {"topology": TopologySpec(pp=2, shared=("bias",))}),
+        ("topology.tied", {"topology": TopologySpec(tp=2, tied=("bias",))}),
+        ("reload", {"topology": TopologySpec(tp=2), "reload": ReloadSpec(step=1, world_size=3)}),
     ],
 )
 def test_features_that_do_not_go_together(path, parts):

@@ -40,9 +40,25 @@ def test_each_cell_sees_its_own_size_seed_and_nan():
 def test_a_collective_across_cells_is_a_finding():
     cells = cells_of(scenario(tp=2))
     assert not list(check_crossing([record(0, 2, 4, 6), record(1, 3)], cells))
-    (finding,) = check_crossing([record(0, 2), record(2, 3)], cells)
+    (finding,) = check_crossing([record(0, 2), record(2, 5)], cells)
     assert finding.check == "invariant.crossing"
-    assert "[2, 3]" in finding.message
+    assert "[2, 5]" in finding.message
+
+
+def test_ranks_at_one_place_of_all_cells_may_meet():
+    """That is how cells agree on a norm: 0 1 and 2 3 with two tp ranks."""
+    cells = cells_of(scenario(tp=2))
+    assert not list(check_crossing([record(0, 1), record(2, 3)], cells))
+    cells = cells_of(scenario(tp=2, pp=2))
+    assert not list(check_crossing([record(0, 1, 4, 5), record(2, 6)], cells))
+    assert list(check_crossing([record(0, 1, 2)], cells))
+
+
+def test_the_copies_of_later_ranks_do_not_count():
+    """Shared over tp: counted where tp is 0; tied over pp: where pp is 0."""
+    cells = cells_of(scenario(tp=2, pp=2, shared=("bias",), tied=("w",)))
+    assert [cell.ranks[0] for cell in cells] == [0, 1, 4, 5]
+    assert [cell.uncounted for cell in cells] == [(), ("bias",), ("w",), ("bias", "w")]
 
 
 def test_a_world_of_one_cell_may_join_anyone():

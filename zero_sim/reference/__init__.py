@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_sim.reference.adding import AddOrder, RingSpan
-from zero_sim.reference.oracle import Reference, ReferenceStep
+from zero_sim.reference.oracle import Orders, Reference, ReferenceStep, step_together
 from zero_sim.reference.placement import Addresses, place_of
 from zero_sim.reference.replay import NonFinite
 
@@ -11,8 +11,10 @@ __all__ = [
     "AddOrder",
     "Addresses",
     "NonFinite",
+    "Orders",
     "Reference",
     "ReferenceStep",
     "RingSpan",
     "place_of",
+    "step_together",
 ]

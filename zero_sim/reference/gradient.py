@@ -28,6 +28,10 @@ _CHUNK_ELEMS = 1 << 20  # elements that are in memory as fp64 at one time
 class Measure:
     """What a step's whole gradient looks like before it is clipped."""
 
+    squares: float
+    """Sum of squares, in fp64."""
+    terms: int
+    """How many squares were added."""
     norm: Tensor  # 0D, fp32
     """Root of the sum of squares, both in fp64, rounded to fp32."""
     norm_certified: bool
@@ -46,11 +50,27 @@ def measure(flat: Tensor) -> Measure:
         squares += torch.dot(wide, wide).item()
     norm, certified = root_of_squares(squares, terms=flat.numel())
     return Measure(
+        squares=squares,
+        terms=flat.numel(),
         norm=norm,
         norm_certified=certified,
         zeros=flat.numel() - int(flat.count_nonzero()),
         # No sum of squares of finite fp32 values leaves the range of fp64.
         finite=math.isfinite(squares),
+    )
+
+
+def measure_together(parts: Sequence[Measure]) -> Measure:
+    """Return the measure of a gradient of which each part was measured by itself."""
+    squares, terms = sum(part.squares for part in parts), sum(part.terms for part in parts)
+    norm, certified = root_of_squares(squares, terms=terms)
+    return Measure(
+        squares=squares,
+        terms=terms,
+        norm=norm,
+        norm_certified=certified,
+        zeros=sum(part.zeros for part in parts),
+        finite=all(part.finite for part in parts),
     )
 
 

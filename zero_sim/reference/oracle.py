@@ -7,7 +7,7 @@ It knows no buckets, shards, buffers or collectives. Where an order of addition 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,13 +15,20 @@ from torch import Tensor
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.reference.adding import RingSpan, add_replicas
 from zero_sim.reference.division import Division, count_contributions
-from zero_sim.reference.gradient import clip_by_norm_, flatten_wide, measure, unflatten
+from zero_sim.reference.gradient import (
+    Measure,
+    clip_by_norm_,
+    flatten_wide,
+    measure,
+    measure_together,
+    unflatten,
+)
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Workload, build_workload
+from zero_sim.workloads import Workload, build_module, build_workload
 
 Orders = Mapping[str, Sequence[RingSpan]]
 """By param: spans that tile its flattened elements, each with its places in the rings."""
@@ -40,7 +47,7 @@ class ReferenceStep:
     for a param that is frozen in this step."""
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
-    """The working params: the masters, cast."""
+    """The working params: the masters, cast; of all ranks, also those that only some hold."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
     norm: Tensor  # 0D, fp32
@@ -64,35 +71,67 @@ class ReferenceStep:
     """First NaN or infinity among the local gradients; None if there is none."""
 
 
-class Reference:
-    """Runs a scenario on one device; the oracle that every system is compared with."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BegunStep:
+    """A step whose gradients are there and whose update is not."""
 
-    def __init__(self, scenario: Scenario, *, workload: Workload) -> None:
+    replays: Sequence[RankReplay]
+    grads: Mapping[str, Tensor]  # each ND, grad dtype
+    """As in `ReferenceStep`."""
+    flat: Tensor  # 1D, fp32
+    """The master gradient of what is trained in this step, not clipped."""
+    active: Sequence[str]
+    """Names of the params in `flat`, in order."""
+    measured: Measure
+    """Of `flat`, but for what does not count here."""
+    nonzero_fraction: float
+    nonfinite: NonFinite | None
+
+
+class Reference:
+    """Runs a scenario on one device; the oracle that every system is compared with.
+
+    A rank is replayed with the params that it holds. With expert parallelism those differ: rank r
+    has the experts of index `r % ep`, and a param's gradients are added over its holders, in order.
+    """
+
+    def __init__(
+        self, scenario: Scenario, *, workload: Workload, uncounted: Sequence[str] = ()
+    ) -> None:
         """Build the module and one fp32 master per trained param.
 
         Args:
             scenario: The case. Layout settings and `optimizer.foreach` have no meaning here.
             workload: Its workload. Forward must not change the module: one module plays all ranks.
+            uncounted: Endings of names that norm and zeros leave out, as another part of the model
+                counts them.
 
         Raises:
             ModelError: The module has no param to train, or not one that is to be frozen.
         """
         self._scenario = scenario
         self._workload = workload
-        first = self._build_replayer()
+        self._uncounted = tuple(uncounted)
+        shares = self._build_shares()
+        first = shares[0]
         if not first.params:
             raise ModelError(
                 "Expected a model with at least one param that requires a gradient, but got none "
                 f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
             )
-        _check_freeze(scenario, names=list(first.params))
+        params = {name: param for share in shares for name, param in share.params.items()}
+        _check_freeze(scenario, names=list(params))
         spec = scenario.optimizer
-        self._stepper = Stepper(spec, params=first.params)
+        self._stepper = Stepper(spec, params=params)
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
-        self._replayers = [first]
-        self._replayer_of_rank = [first] * scenario.world.size
+        self._seat(shares)
         self._next_step = 0
+
+    @property
+    def held(self) -> Sequence[frozenset[str]]:
+        """For every rank, the names of the params that it holds."""
+        return self._held
 
     def place(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it.
@@ -102,23 +141,32 @@ class Reference:
         Args:
             addresses: For every rank, the address of each param; see [Note: addresses].
         """
-        placed: dict[frozenset[tuple[str, MemoryPlace]], Replayer] = {}
+        placed: dict[tuple[int, frozenset[tuple[str, MemoryPlace]]], Replayer] = {}
+        unused = dict(enumerate(self._replayers))
         for rank, wanted in enumerate(addresses):
-            key = frozenset(wanted.items())
+            share = rank % self._scenario.topology.ep
+            key = share, frozenset(wanted.items())
             if key not in placed:
-                replayer = self._build_replayer() if placed else self._replayers[0]
-                place_params(replayer.params, wanted)
-                placed[key] = replayer
+                placed[key] = unused.pop(share, None) or self._build_replayer(share)
+                place_params(placed[key].params, wanted)
             self._replayer_of_rank[rank] = placed[key]
         self._replayers = list(placed.values())
         self._write_params()
 
-    def continue_as(self, scenario: Scenario, *, workload: Workload | None = None) -> None:
+    def continue_as(
+        self,
+        scenario: Scenario,
+        *,
+        workload: Workload | None = None,
+        weights_only: bool = False,
+    ) -> None:
         """Go on in another world: masters, optimizer state, loss scale and step index stay.
 
         Args:
             scenario: What holds from the next step on; of the same model, dtype and optimizer.
             workload: Its workload; built from it where left out.
+            weights_only: Whether masters and step index alone stay: the optimizer has yet to make
+                its state, and the loss scale is the first one again.
 
         Raises:
             UsageError: The model or the optimizer is another one.
@@ -132,13 +180,27 @@ class Reference:
                 )
         self._scenario = scenario
         self._workload = build_workload(scenario) if workload is None else workload
-        first = self._build_replayer()
-        self._replayers = [first]
-        self._replayer_of_rank = [first] * scenario.world.size
+        self._seat(self._build_shares())
+        if weights_only:
+            spec = scenario.optimizer
+            self._stepper = Stepper(spec, params=self._stepper.masters)
+            self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._write_params()
 
-    def _build_replayer(self) -> Replayer:
-        module = self._workload.build()
+    def _seat(self, shares: Sequence[Replayer]) -> None:
+        """Give every rank the replayer of its share of the experts."""
+        ranks = range(self._scenario.world.size)
+        names = [frozenset(share.params) for share in shares]
+        self._held = [names[rank % len(shares)] for rank in ranks]
+        self._replayers = list(shares)
+        self._replayer_of_rank = [shares[rank % len(shares)] for rank in ranks]
+
+    def _build_shares(self) -> list[Replayer]:
+        """Build one replayer an expert-parallel index."""
+        return [self._build_replayer(share) for share in range(self._scenario.topology.ep)]
+
+    def _build_replayer(self, share: int) -> Replayer:
+        module = build_module(self._workload, expert_index=share)
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         return Replayer(
             scenario=self._scenario, workload=self._workload, module=module, params=params
@@ -154,9 +216,20 @@ class Reference:
         Raises:
             UsageError: The order is `ring` and the spans of a param are missing or do not tile it.
         """
+        begun = self.begin(orders)
+        return self.finish(begun, measured=begun.measured)
+
+    def begin(self, orders: Orders | None = None) -> BegunStep:
+        """Run the next step up to where the norm of the whole gradient has to be known.
+
+        Args:
+            orders: As in `step`.
+
+        Raises:
+            UsageError: As `step`.
+        """
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        factor = lr_factor(scenario.optimizer, step=step)
         active = self._freeze(step)
         with isolated():
             replays = [
@@ -170,12 +243,33 @@ class Reference:
             if scale is not None:
                 flat.div_(scale)
             division.after_(flat)
-            measured = measure(flat)
+            measured = self._measure(flat, active=active)
             # Before the optimizer moves the weights: the search replays this step.
             nonfinite = None if measured.finite else self._find_nonfinite(step, scale=scale)
-            skipped = self._loss_scale is not None and not measured.finite
-            if not skipped:
-                self._update(flat, norm=measured.norm, active=active, factor=factor)
+        return BegunStep(
+            replays=replays,
+            grads=grads,
+            flat=flat,
+            active=active,
+            measured=measured,
+            nonzero_fraction=nonzero_fraction,
+            nonfinite=nonfinite,
+        )
+
+    def finish(self, begun: BegunStep, *, measured: Measure) -> ReferenceStep:
+        """Clip and update, or skip, as the measure of the whole gradient says.
+
+        Args:
+            begun: From `begin`.
+            measured: Its own measure; where it is one part of a model, that of all parts.
+        """
+        step, replays = self._next_step, begun.replays
+        scale = None if self._loss_scale is None else self._loss_scale.scale
+        factor = lr_factor(self._scenario.optimizer, step=step)
+        skipped = self._loss_scale is not None and not measured.finite
+        if not skipped:
+            with isolated():
+                self._update(begun.flat, norm=measured.norm, active=begun.active, factor=factor)
         if self._loss_scale is not None:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
@@ -186,9 +280,13 @@ class Reference:
                 for rank, replay in enumerate(replays)
                 for micro, loss in enumerate(replay.losses)
             },
-            grads=grads,
+            grads=begun.grads,
             masters=self._stepper.masters,
-            params={name: param.detach() for name, param in self._replayers[0].params.items()},
+            params={
+                name: param.detach()
+                for replayer in self._replayers
+                for name, param in replayer.params.items()
+            },
             state=self._stepper.state(),
             norm=measured.norm,
             norm_certified=measured.norm_certified,
@@ -196,10 +294,19 @@ class Reference:
             skipped=skipped,
             loss_scale=scale,
             lr_factor=factor,
-            nonzero_fraction=nonzero_fraction,
+            nonzero_fraction=begun.nonzero_fraction,
             data_digests={rank: replay.data_digest for rank, replay in enumerate(replays)},
-            nonfinite=nonfinite,
+            nonfinite=begun.nonfinite,
         )
+
+    def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
+        """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
+        whole = measure(flat)
+        if not any(name.endswith(self._uncounted) for name in active):
+            return whole
+        pieces = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
+        counted = [name for name in active if not name.endswith(self._uncounted)]
+        return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
 
     def _freeze(self, step: int) -> list[str]:
         """Freeze what is frozen at a step; return the names of all other params, in order."""
@@ -247,7 +354,7 @@ class Reference:
         reduced: dict[str, Tensor] = {}
         for rounds in zip(*(replay.rounds for replay in replays), strict=True):
             for name in active:
-                local = [grads[name] for grads in rounds]
+                local = [grads[name] for grads in rounds if name in grads]
                 if division.is_before:
                     local = [division.before(grad) for grad in local]
                 try:
@@ -260,10 +367,10 @@ class Reference:
                 except UsageError as error:
                     raise UsageError(f"param {name!r}: {error}") from error
                 reduced[name] = reduced[name] + total if name in reduced else total
-        first = replays[0].rounds[0]
         # In the masters' order; what is frozen contributed zeros.
+        zeros = {name: grad for replay in replays for name, grad in replay.rounds[0].items()}
         return {
-            name: reduced[name] if name in reduced else first[name].clone()
+            name: reduced[name] if name in reduced else zeros[name].clone()
             for name in self._stepper.masters
         }
 
@@ -284,6 +391,29 @@ class Reference:
             for replayer in self._replayers:
                 for name, param in replayer.params.items():
                     param.copy_(self._stepper.masters[name])
+
+
+def step_together(
+    references: Sequence[Reference], orders: Sequence[Orders | None]
+) -> list[ReferenceStep]:
+    """Run the next step of all parts of one model.
+
+    Each part has params, data and ranks of its own; what they share is the norm, which is over all
+    of them, and so the clipping, and the overflow, at which all of them skip the step.
+
+    Args:
+        references: One a part.
+        orders: For each, as in `Reference.step`.
+
+    Raises:
+        UsageError: As `Reference.step`.
+    """
+    begun = [reference.begin(order) for reference, order in zip(references, orders, strict=True)]
+    measured = measure_together([each.measured for each in begun])
+    return [
+        reference.finish(each, measured=measured)
+        for reference, each in zip(references, begun, strict=True)
+    ]
 
 
 def _check_freeze(scenario: Scenario, *, names: Sequence[str]) -> None:

@@ -50,6 +50,24 @@ def _parts(scenario: Scenario) -> int:
     return max(scenario.topology.tp, 1) * max(scenario.topology.pp, 1)
 
 
+def _dp_cp_size(scenario: Scenario) -> int:
+    """Number of ranks of a dp-cp group."""
+    return scenario.world.size // _parts(scenario)
+
+
+def _reload_splits(scenario: Scenario) -> bool:
+    """Whether the world after a reload can be cut into cells, experts' groups and copies."""
+    if scenario.reload is None:
+        return True
+    reload, topology = scenario.reload, scenario.topology
+    size = reload.world_size or scenario.world.size
+    ep = reload.ep or topology.ep
+    redundancy = reload.redundancy or scenario.system.redundancy
+    ranks, rest = divmod(size, _parts(scenario))
+    cuts = (ep * redundancy, topology.cp)
+    return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
+
+
 CONDITIONS = (
     Condition(
         reads=("optimizer.momentum", "optimizer.name"),
@@ -131,22 +149,58 @@ CONDITIONS = (
         suggestion="Try 1.",
     ),
     Condition(
-        reads=("optimizer.clip_norm", "topology.tp", "topology.pp"),
-        broken=lambda s: s.optimizer.clip_norm is not None and _parts(s) > 1,
-        message="a norm over several tp or pp ranks is not modelled yet, got {got}.",
-        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+        reads=("topology.ep", "model.name"),
+        broken=lambda s: s.topology.ep > 1 and s.model.name != "moe",
+        message="only model 'moe' has experts to deal out, got {got}.",
+        suggestion='Leave it out, or write name = "moe".',
     ),
     Condition(
-        reads=("optimizer.loss_scale", "topology.tp", "topology.pp"),
-        broken=lambda s: s.optimizer.loss_scale is not None and _parts(s) > 1,
-        message="loss scaling over several tp or pp ranks is not modelled yet.",
-        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+        reads=("topology.ep", "world.size", "topology.tp", "topology.pp", "system.redundancy"),
+        broken=lambda s: (
+            min(s.topology.ep, s.system.redundancy) >= 1
+            and _dp_cp_size(s) % (s.topology.ep * s.system.redundancy) != 0
+        ),
+        message="expected a divisor of the ranks of a dp-cp group, so often that each experts' "
+        "group still holds system.redundancy copies, got {got}.",
+        suggestion="Try 1, or a world.size that is a multiple of tp x pp x ep x redundancy.",
     ),
     Condition(
-        reads=("reload", "topology.tp", "topology.pp"),
-        broken=lambda s: s.reload is not None and _parts(s) > 1,
-        message="a checkpoint of several tp or pp ranks is not modelled yet.",
-        suggestion="Leave it out, or write tp = 1 and pp = 1.",
+        reads=("model.experts", "topology.ep", "model.name"),
+        broken=lambda s: (
+            s.model.name == "moe" and s.topology.ep >= 1 and s.model.experts % s.topology.ep != 0
+        ),
+        message="expected a multiple of topology.ep, so that ranks hold equally many, got {got}.",
+        suggestion="Try topology.ep times 2.",
+    ),
+    Condition(
+        reads=("reload.ep", "reload", "model", "topology.ep"),
+        broken=lambda s: (
+            s.reload is not None
+            and s.reload.ep is not None
+            and s.reload.ep >= 1
+            and ((s.reload.ep > 1 and s.model.name != "moe") or s.model.experts % s.reload.ep != 0)
+        ),
+        message="expected a divisor of model.experts of a model 'moe', got {got}.",
+        suggestion="Try 1.",
+    ),
+    Condition(
+        reads=("reload", "world", "topology", "system.redundancy"),
+        broken=lambda s: not _reload_splits(s),
+        message="expected ranks after the checkpoint that tp x cp x pp and "
+        "tp x pp x ep x redundancy divide.",
+        suggestion="Try another reload.world_size, or reload.redundancy = 1 and reload.ep = 1.",
+    ),
+    Condition(
+        reads=("topology.shared", "topology.tp"),
+        broken=lambda s: bool(s.topology.shared) and s.topology.tp == 1,
+        message="expected several tensor-parallel ranks to share params, got {got} with tp = 1.",
+        suggestion="Leave it out, or write tp = 2.",
+    ),
+    Condition(
+        reads=("topology.tied", "topology.pp"),
+        broken=lambda s: bool(s.topology.tied) and s.topology.pp == 1,
+        message="expected several pipeline-parallel ranks to tie params, got {got} with pp = 1.",
+        suggestion="Leave it out, or write pp = 2.",
     ),
     Condition(
         reads=("system.redundancy", "system.stage"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual"]
+ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual", "moe"]
 DtypeName = Literal["fp32", "bf16"]
 OptimizerName = Literal[
     "adamw",
@@ -54,14 +54,17 @@ class ModelSpec:
     """`mlp`: residual MLP blocks; `params`: bare params of the given shapes; `transformer-260`: the
     260-parameter walkthrough; `digits`: a small network for the handwritten digits; `unusual`: one
     of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
-    micro-batch only, empty, strided, of a second dtype."""
+    micro-batch only, empty, strided, of a second dtype; `moe`: a mixture of experts with an fp32
+    router, of which each rank holds its share."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params; the optimizer always keeps fp32 masters."""
     hidden: int = 8
-    """`mlp` and `digits`: width of a block; the inner layer of an `mlp` block is four times as
-    wide."""
+    """`mlp`, `digits` and `moe`: width of a block; the inner layer of an `mlp` block is four times
+    as wide."""
     blocks: int = 2
     """`mlp`: number of residual blocks."""
+    experts: int = 4
+    """`moe`: number of experts on all ranks together; `topology.ep` divides it."""
     shapes: tuple[tuple[int, ...], ...] | None = None
     """`params`: one shape per param, in registration order; a zero makes an empty param. Other
     models leave it out."""
@@ -139,6 +142,15 @@ class TopologySpec:
     """Context-parallel ranks; they hold the same params as data-parallel ones."""
     pp: int = 1
     """Pipeline-parallel ranks."""
+    ep: int = 1
+    """Expert-parallel ways: the rank at place i of a dp-cp group holds the share i % ep of the
+    experts, and sums their gradients with the ranks of the same share alone."""
+    shared: tuple[str, ...] = ()
+    """Params whose name ends with one of these are held whole by every tensor-parallel rank; the
+    norm counts them on the first one alone."""
+    tied: tuple[str, ...] = ()
+    """Params whose name ends with one of these are tied over pipeline-parallel ranks; the norm
+    counts them on the first one alone."""
     order: str = "tp-cp-dp-pp"
     """Axes from the one in which neighbouring ranks differ to the slowest."""
 
@@ -288,10 +300,15 @@ class ReloadSpec:
     """Steps done before the checkpoint is saved."""
     form: CheckpointForm = "sharded"
     """One file a rank; one file with whole params; or torch's distributed checkpoint."""
+    weights_only: bool = False
+    """Whether only the masters and working params are taken from it: optimizer state and loss scale
+    begin anew."""
     world_size: int | None = None
     """Number of ranks after it."""
     stage: Literal[0, 1] | None = None
     """ZeRO stage after it."""
+    ep: int | None = None
+    """Expert-parallel ways after it."""
     redundancy: int | None = None
     """Copies of the sharded state after it."""
     bucket_elems: int | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -19,8 +20,10 @@ from zero_sim.scenario.spec import (
     OptimizerName,
     OptimizerSpec,
     Scenario,
+    TopologySpec,
 )
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
+from zero_sim.topology import Topology
 from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
@@ -29,7 +32,11 @@ from zero_sim.zero import (
     ZeroConfig,
     checkpoint,
 )
-from zero_sim.zero.groups import build_redundancy_groups
+from zero_sim.zero.groups import (
+    build_expert_groups,
+    build_model_parallel_group,
+    build_redundancy_groups,
+)
 from zero_sim.zero.scaler import LossScaler
 
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
@@ -93,6 +100,30 @@ def _own_settings(group: GroupSpec) -> dict[str, float]:
     return {name: value for name, value in said.items() if value is not None}
 
 
+def topology_of(scenario: Scenario) -> Topology:
+    """The arrangement of all ranks, from a case that knows the size of its own dp-cp group."""
+    spec = scenario.topology
+    return Topology(
+        tp=spec.tp,
+        cp=spec.cp,
+        pp=spec.pp,
+        dp=scenario.world.size // spec.cp,
+        ep=spec.ep,
+        order=spec.order,
+    )
+
+
+def is_counted(spec: TopologySpec, name: str, *, place: Mapping[str, int]) -> bool:
+    """Whether the norm counts a param on the ranks of a part: of its copies the first alone."""
+    is_copy = place["tp"] > 0 and name.endswith(spec.shared)
+    return not is_copy and not (place["pp"] > 0 and name.endswith(spec.tied))
+
+
+def kind_of(name: str, tensor: Tensor) -> str:
+    """The kind of a param: what lies below a module named `experts` is one of its experts."""
+    return "expert" if "experts" in name.split(".") else "dense"
+
+
 class ZeroSimEngine:
     """One rank of the project's own system."""
 
@@ -115,6 +146,15 @@ class ZeroSimEngine:
             overlap_params=system.overlap_params,
         )
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
+        topology = topology_of(scenario)
+        kind_groups = {}
+        if topology.ep > 1:
+            kind_groups["expert"] = build_expert_groups(
+                group, expert_parallel=topology.ep, redundancy=system.redundancy
+            )
+        place = topology.coordinates(dist.get_rank())
+        is_split = topology.tp * topology.pp > 1
+        self._part = f"tp-{place['tp']}-pp-{place['pp']}" if is_split else ""
         self.module = module
         self._system = system
         self._ddp = DistributedDataParallel(
@@ -123,6 +163,8 @@ class ZeroSimEngine:
             group=group,
             shard_group=shard_group,
             replica_group=replica_group,
+            kind_of=kind_of,
+            kind_groups=kind_groups,
         )
         scale = spec.loss_scale
         self._optimizer = DistributedOptimizer(
@@ -134,6 +176,10 @@ class ZeroSimEngine:
             loss_scaler=None
             if scale is None
             else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
+            model_parallel_group=(
+                build_model_parallel_group(topology.groups_over("tp", "pp")) if is_split else None
+            ),
+            is_counted=lambda name: is_counted(scenario.topology, name, place=place),
         )
         self._places: dict[str, Place] = {}
 
@@ -176,12 +222,17 @@ class ZeroSimEngine:
             yield f"param gathers in flight while forward computed: {meter.params_mean:.2f}"
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint."""
-        checkpoint.save(path, ddp=self._ddp, optimizer=self._optimizer, form=form)
+        """Save a checkpoint; of a model in several parts, a folder with one for each."""
+        checkpoint.save(path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint."""
-        checkpoint.load(path, ddp=self._ddp, optimizer=self._optimizer)
+        checkpoint.load(
+            path / self._part,
+            ddp=self._ddp,
+            optimizer=self._optimizer,
+            weights_only=weights_only,
+        )
 
     def params(self) -> Mapping[str, Tensor]:
         """Full working params on this rank."""

@@ -123,8 +123,14 @@ class Engine(Protocol):
         """Save a checkpoint; every rank calls it."""
         ...
 
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint, whatever layout it was saved from; every rank calls it."""
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
+        """Go on from a checkpoint, whatever layout it was saved from; every rank calls it.
+
+        Args:
+            path: Where it was saved.
+            weights_only: Whether to take masters and working params alone and keep the fresh
+                optimizer state and loss scale.
+        """
         ...
 
 

@@ -1,11 +1,12 @@
 """The parts of a world that train params of their own: its dp-cp groups.
 
-Each cell is judged by itself, by a reference of its own, as if the others were not there.
+Each cell is judged by itself, by a reference of its own. They have one thing in common: the norm is
+over the params of all cells, and an overflow in one is one in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_sim.scenario.spec import Scenario
@@ -24,6 +25,8 @@ class Cell:
     """World ranks of its members, in group order."""
     scenario: Scenario
     """The case as this group alone sees it: its size, its seed, its ranks counted from 0."""
+    uncounted: tuple[str, ...] = ()
+    """Endings of the names of params that another cell counts in the norm."""
 
 
 def cells_of(scenario: Scenario) -> tuple[Cell, ...]:
@@ -37,9 +40,19 @@ def cells_of(scenario: Scenario) -> tuple[Cell, ...]:
     if len(groups) == 1:
         return (Cell(ranks=groups[0], scenario=scenario),)
     return tuple(
-        Cell(ranks=ranks, scenario=_as_seen_by(scenario, ranks, index))
+        Cell(
+            ranks=ranks,
+            scenario=_as_seen_by(scenario, ranks, index),
+            uncounted=_copies_at(scenario, topology.coordinates(ranks[0])),
+        )
         for index, ranks in enumerate(groups)
     )
+
+
+def _copies_at(scenario: Scenario, place: Mapping[str, int]) -> tuple[str, ...]:
+    """Names of the params of which the first tp or pp rank has the copy that counts."""
+    spec = scenario.topology
+    return (*(spec.shared if place["tp"] else ()), *(spec.tied if place["pp"] else ()))
 
 
 def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenario:
@@ -55,14 +68,21 @@ def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenari
 
 
 def check_crossing(records: Iterable[CollectiveRecord], cells: Sequence[Cell]) -> Iterator[Finding]:
-    """Check that no collective joins ranks of two cells."""
+    """Check that collectives join ranks of one cell, or of one place in all cells.
+
+    Ranks at one place agree on norm and overflow; nothing else is to pass between cells. A barrier
+    moves no data and may join anyone.
+    """
     homes = [set(cell.ranks) for cell in cells]
+    homes += [set(ranks) for ranks in zip(*(cell.ranks for cell in cells), strict=True)]
     for record in records:
-        if len(cells) > 1 and not any(home.issuperset(record.group_ranks) for home in homes):
+        if record.kind == "barrier" or len(cells) == 1:
+            continue
+        if not any(home.issuperset(record.group_ranks) for home in homes):
             yield Finding(
                 check="invariant.crossing",
                 rank=record.rank,
                 message=f"{record.kind} at {record.site} joins ranks {list(record.group_ranks)}, "
-                "which train different params",
+                "which train different params and are at different places",
             )
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -27,6 +27,26 @@ def check_ownership(
         owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
         for finding in _check_cover(owned, shapes=shapes):
             yield replace(finding, step=step)
+
+
+def check_holding(
+    names: Mapping[int, Iterable[str]], *, held: Sequence[Collection[str]], step: int
+) -> Iterator[Finding]:
+    """Check that no rank holds a param that is not its own to train, such as another's expert.
+
+    Args:
+        names: Names of the params that each rank has, by rank.
+        held: Names of those that it is to have, in rank order.
+        step: The step that comes next, for the finding.
+    """
+    for rank in sorted(names):
+        for name in names[rank]:
+            if name not in held[rank]:
+                yield replace(
+                    _ownership(name, 0, "this rank holds a param that is not among its own"),
+                    step=step,
+                    rank=rank,
+                )
 
 
 def _check_cover(

@@ -6,12 +6,14 @@ anything else changes the state; so nothing is copied unless a difference is fou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import chain
 
 from torch import Tensor
 
-from zero_sim.reference import Addresses, Reference, ReferenceStep, place_of
+from zero_sim.reference import Addresses, Orders, Reference, ReferenceStep, place_of, step_together
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Engine, OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
@@ -31,6 +33,8 @@ class Judge:
         reference: The oracle, at the step before `first_step`.
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
         world_ranks: The ranks of the group that is judged, as findings name them.
+
+    Judges of one world that share a norm have to be told of each other by `seat_together`.
     """
 
     def __init__(
@@ -60,6 +64,13 @@ class Judge:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._bad_step: int | None = None
         self._findings: list[Finding] = []
+        self._panel: Sequence[Judge] = (self,)
+
+    @staticmethod
+    def seat_together(judges: Sequence[Judge]) -> None:
+        """Let judges step their references together: every rank of all has built by then."""
+        for judge in judges:
+            judge._panel = judges
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
@@ -75,27 +86,60 @@ class Judge:
         params = engine.params()
         self._places[rank] = [part.place for part in engine.parts()]
         self._addresses[rank] = {name: place_of(param) for name, param in params.items()}
+        self._shapes |= {name: tuple(param.shape) for name, param in params.items()}
         if self.has_started:
-            self._shapes = {name: tuple(param.shape) for name, param in params.items()}
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
-            owned = invariants.check_ownership(
-                self._replicas(), shapes=self._shapes, step=self._first_step
-            )
-            self._report(self._first_step, owned)
+            self._report(self._first_step, self._check_ownership())
 
     @property
     def has_started(self) -> bool:
         """Whether every rank has built its engine."""
         return len(self._places) == self.scenario.world.size
 
-    def _replicas(self) -> list[dict[int, list[Place]]]:
-        """The ranks that hold the whole optimizer state between them, replica by replica."""
+    def _check_ownership(self) -> Iterator[Finding]:
+        """Check who owns what: every element of a param once in each replica of its holders."""
+        named = {
+            rank: {**addresses, **{place.param: None for place in self._places[rank]}}
+            for rank, addresses in self._addresses.items()
+        }
+        yield from invariants.check_holding(named, held=self._reference.held, step=self._first_step)
+        for ranks, names in self._sharings:
+            yield from invariants.check_ownership(
+                self._replicas(ranks, names),
+                shapes={name: shape for name, shape in self._shapes.items() if name in names},
+                step=self._first_step,
+            )
+
+    @cached_property
+    def _sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
+        """The ranks that hold params together, and which: dense ones, and each share of experts.
+
+        It is the reference that knows who is to hold what, never the system.
+        """
+        held = self._reference.held
+        names_of: dict[tuple[int, ...], set[str]] = {}
+        for name in frozenset[str]().union(*held):
+            ranks = tuple(rank for rank, names in enumerate(held) if name in names)
+            names_of.setdefault(ranks, set()).add(name)
+        return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
+
+    def _replicas(
+        self, ranks: Sequence[int], names: Collection[str]
+    ) -> list[dict[int, list[Place]]]:
+        """The ranks that hold all state of some params between them, replica by replica.
+
+        Args:
+            ranks: All that hold these params.
+            names: The params; places of others are left out.
+        """
         system = self.scenario.system
-        replica_count = self.scenario.world.size if system.stage == 0 else system.redundancy
-        ranks = sorted(self._places)
+        replica_count = len(ranks) if system.stage == 0 else system.redundancy
         share = len(ranks) // replica_count
         return [
-            {rank: self._places[rank] for rank in ranks[start : start + share]}
+            {
+                rank: [place for place in self._places[rank] if place.param in names]
+                for rank in ranks[start : start + share]
+            }
             for start in range(0, len(ranks), share)
         ]
 
@@ -140,23 +184,33 @@ class Judge:
 
     def _expected(self, step: int) -> ReferenceStep:
         if step not in self._steps:
-            for earlier, kept in self._steps.items():
-                if min(self._observed) < earlier:
-                    self._steps[earlier] = _frozen(kept)
-            self._steps[step] = self._advance()
+            orders = [judge._prepare() for judge in self._panel]
+            taken = step_together([judge._reference for judge in self._panel], orders)
+            for judge, own in zip(self._panel, taken, strict=True):
+                judge._take(own)
         return self._steps[step]
 
-    def _advance(self) -> ReferenceStep:
+    def _prepare(self) -> Orders | None:
+        """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        for earlier, kept in self._steps.items():
+            if min(self._observed) < earlier:
+                self._steps[earlier] = _frozen(kept)
         orders = None
         if self.scenario.world.order == "ring":
-            # Replicas say the same; one of them is enough.
-            spans = ring_spans(
-                (place for places in self._replicas()[0].values() for place in places),
-                world_size=self.scenario.world.size,
-                replica_count=self.scenario.system.redundancy,
-            )
-            orders = {name: spans.get(name, []) for name in self._shapes}
-        taken = self._reference.step(orders)
+            orders = {name: [] for name in self._shapes}
+            for ranks, names in self._sharings:
+                # Replicas say the same; one of them is enough.
+                places = self._replicas(ranks, names)[0].values()
+                orders |= ring_spans(
+                    chain.from_iterable(places),
+                    world_size=len(ranks),
+                    replica_count=self.scenario.system.redundancy,
+                )
+        return orders
+
+    def _take(self, taken: ReferenceStep) -> None:
+        """Note a step that the reference has just done."""
+        self._steps[taken.step] = taken
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
@@ -165,7 +219,6 @@ class Judge:
         # With loss scaling an overflow is expected to be skipped, not to be reported.
         if taken.nonfinite is not None and self.scenario.optimizer.loss_scale is None:
             self._report(taken.step, iter([findings.nonfinite(taken.step, taken.nonfinite)]))
-        return taken
 
     def _compare_result(
         self, rank: int, step: int, result: StepResult, expected: ReferenceStep
@@ -211,15 +264,19 @@ class Judge:
     def _compare_params(
         self, rank: int, step: int, engine: Engine, expected: ReferenceStep
     ) -> Iterator[Finding]:
-        params = engine.params()
+        params, held = engine.params(), self._reference.held[rank]
         for part in self._parts[rank]:
             place = part.place
+            if place.param not in params:
+                continue
             working = params[place.param].reshape(-1)[place.start : place.stop]
             cast = part.master.to(working.dtype)
             if self._differs(cast, working):
                 at = findings.owned("invariant.cast", "", step, rank, place)
                 yield findings.differing(at, cast, working)
         for name, value in expected.params.items():
+            if name not in held:
+                continue
             if name not in params:
                 at = findings.param(step, rank, name)
                 yield replace(at, message="the system does not have this param")

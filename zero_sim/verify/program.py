@@ -18,7 +18,7 @@ from zero_sim.sim import unwatched
 from zero_sim.targets import Engine, Target
 from zero_sim.verify.cells import Cell
 from zero_sim.verify.judge import Judge
-from zero_sim.workloads import Workload, seed_of
+from zero_sim.workloads import Workload, build_module, seed_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +31,8 @@ class Segment:
     """Half-open range of steps."""
     load: Path | None = None
     """Checkpoint to start from."""
+    weights_only: bool = False
+    """Whether to take the weights alone from it."""
     save: Path | None = None
     """Checkpoint to end with."""
 
@@ -62,8 +64,15 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
         scenario.system, **{name: value for name, value in changed.items() if value is not None}
     )
     world = replace(scenario.world, size=reload.world_size or scenario.world.size)
-    after = replace(scenario, system=system, world=world)
-    yield Segment(scenario=after, start=reload.step, stop=steps, load=path)
+    topology = replace(scenario.topology, ep=reload.ep or scenario.topology.ep)
+    after = replace(scenario, system=system, world=world, topology=topology)
+    yield Segment(
+        scenario=after,
+        start=reload.step,
+        stop=steps,
+        load=path,
+        weights_only=reload.weights_only,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +121,15 @@ def _train(
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
     deferred = scenario.system.overlap_params
-    engine = target.build(workload.build(), scenario=scenario, group=group)
+    module = build_module(workload, expert_index=rank % scenario.topology.ep)
+    engine = target.build(module, scenario=scenario, group=group)
     if segment.load is not None:
-        engine.load(segment.load)
+        engine.load(segment.load, weights_only=segment.weights_only)
     with unwatched():
         judge.built(rank, engine)
+    if dist.get_world_size() > group.size():
+        # Judges of all cells step together, which they can once every engine is there.
+        dist.barrier()
     for step in range(segment.start, segment.stop):
         _freeze(engine, scenario, step)
         engine.zero_grad()
@@ -158,7 +171,9 @@ def _freeze(engine: Engine, scenario: Scenario, step: int) -> None:
         return
     params = dict(engine.module.named_parameters())
     for freeze in scenario.model.freeze:
-        params[freeze.param].requires_grad_(not freeze.start <= step < freeze.stop)
+        # An expert is not on all ranks; whether a param exists at all, the reference has checked.
+        if freeze.param in params:
+            params[freeze.param].requires_grad_(not freeze.start <= step < freeze.stop)
 
 
 def _micro_batch(

@@ -131,7 +131,9 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
         _take_seat(segment, trial, index=index, cell=cell)
         for index, cell in enumerate(cells_of(segment.scenario))
     ]
-    trial.judges.extend(seat.judge for seat in seats)
+    judges = [seat.judge for seat in seats]
+    Judge.seat_together(judges)
+    trial.judges.extend(judges)
     world = worlds.world_for(segment.scenario)
     program = build_program(segment, seats=seats, target=target, outcome=trial.outcome)
     try:
@@ -147,9 +149,11 @@ def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Se
     workload = build_workload(cell.scenario)
     reference = trial.references.get(index)
     if reference is None:
-        reference = trial.references[index] = Reference(cell.scenario, workload=workload)
+        reference = trial.references[index] = Reference(
+            cell.scenario, workload=workload, uncounted=cell.uncounted
+        )
     else:
-        reference.continue_as(cell.scenario)
+        reference.continue_as(cell.scenario, weights_only=segment.weights_only)
     judge = Judge(
         cell.scenario, reference=reference, first_step=segment.start, world_ranks=cell.ranks
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_sim.workloads.draws import seed_of
-from zero_sim.workloads.protocol import Batch, Workload
+from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
 from zero_sim.workloads.registry import build_workload
 
-__all__ = ["Batch", "Workload", "build_workload", "seed_of"]
+__all__ = ["Batch", "ExpertWorkload", "Workload", "build_module", "build_workload", "seed_of"]

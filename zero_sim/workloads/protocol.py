@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -52,3 +52,27 @@ class Workload(Protocol):
     def accuracy(self, module: nn.Module) -> float | None:
         """Return the accuracy on held-out data, 0 to 1; None where there is no such data."""
         ...
+
+
+@runtime_checkable
+class ExpertWorkload(Workload, Protocol):
+    """A workload whose module differs from rank to rank: each holds a share of the experts."""
+
+    def build_share(self, expert_index: int) -> nn.Module:
+        """Return a fresh module, as `build`, with the experts of one expert-parallel index.
+
+        Experts have the same names on whatever rank they are; two different ones have two names.
+        """
+        ...
+
+
+def build_module(workload: Workload, *, expert_index: int) -> nn.Module:
+    """Return the fresh module of a rank; all ranks have the same one where there are no experts.
+
+    Args:
+        workload: What is trained.
+        expert_index: The rank's expert-parallel index.
+    """
+    if isinstance(workload, ExpertWorkload):
+        return workload.build_share(expert_index)
+    return workload.build()

@@ -7,6 +7,7 @@ from typing import assert_never
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads.digits import DigitsWorkload
 from zero_sim.workloads.mlp import MlpWorkload
+from zero_sim.workloads.moe import MoeWorkload
 from zero_sim.workloads.params import ParamsWorkload
 from zero_sim.workloads.protocol import Workload
 from zero_sim.workloads.transformer import TransformerWorkload
@@ -33,5 +34,7 @@ def build_workload(scenario: Scenario) -> Workload:
             return DigitsWorkload(scenario)
         case "unusual":
             return UnusualWorkload(scenario)
+        case "moe":
+            return MoeWorkload(scenario)
         case unknown:
             assert_never(unknown)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from zero_sim.zero.buffer import Bucket, Buffer, ParamMemory
 from zero_sim.zero.config import Divide, DivideBy, GradDtype, Stage, Sync, ZeroConfig
 from zero_sim.zero.data_parallel import DistributedDataParallel, KindOf
-from zero_sim.zero.groups import build_redundancy_groups
+from zero_sim.zero.groups import KindGroups, build_expert_groups, build_redundancy_groups
 from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
 from zero_sim.zero.overlap import OverlapMeter
 
@@ -20,6 +20,7 @@ __all__ = [
     "Divide",
     "DivideBy",
     "GradDtype",
+    "KindGroups",
     "KindOf",
     "OptimFactory",
     "OverlapMeter",
@@ -28,5 +29,6 @@ __all__ = [
     "Stage",
     "Sync",
     "ZeroConfig",
+    "build_expert_groups",
     "build_redundancy_groups",
 ]

@@ -17,7 +17,7 @@ A step of several micro-batches, in full; what the config does not ask for may b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -30,13 +30,14 @@ from zero_sim.zero.buffer import Bucket, Buffer, ParamMemory
 from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
-from zero_sim.zero.groups import split_ranks
+from zero_sim.zero.groups import KindGroups, split_ranks
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
 from zero_sim.zero.overlap import GradPipeline, OverlapMeter, ParamPipeline, order_by_forward
 from zero_sim.zero.step_count import StepCount
 
-KindOf = Callable[[str, nn.Parameter], str]
-"""Tells the kind of a param from its name; params of different kinds share no buffer."""
+KindOf = Callable[[str, Tensor], str]
+"""Tells the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
+params of different kinds share no buffer."""
 
 
 class DistributedDataParallel:
@@ -53,6 +54,9 @@ class DistributedDataParallel:
             from `build_redundancy_groups`; else left out.
         replica_group: With redundancy, the ranks that hold the same shard in all blocks.
         kind_of: Tells kinds apart, such as `dense` and `expert`; all are `dense` where left out.
+        kind_groups: By kind: the groups of params that not all of `group` hold, such as experts,
+            from `build_expert_groups`. A kind without an entry is held by all. The groups must lie
+            inside `group`, and no rank may be without a param of such a kind.
 
     Raises:
         ModelError: If the module cannot be trained; see `find_trainable_params`.
@@ -71,6 +75,9 @@ class DistributedDataParallel:
     """The ranks that hold a shard each; with one copy of the state it is `group`."""
     replica_group: dist.ProcessGroup | None
     """The ranks that hold the same shard; None with one copy of the state."""
+    kind_of: KindOf
+    kinds: Mapping[str, str]
+    """The kind of each trained param, by name."""
     overlap: OverlapMeter
     """How much was overlapped, on this rank and so far."""
 
@@ -83,17 +90,24 @@ class DistributedDataParallel:
         shard_group: dist.ProcessGroup | None = None,
         replica_group: dist.ProcessGroup | None = None,
         kind_of: KindOf | None = None,
+        kind_groups: Mapping[str, KindGroups] | None = None,
     ) -> None:
         self.module = module
         self.config = config
         self.group = group
         self.world_size, self.rank = size_and_rank(group)
-        self.shard_group, self.replica_group = self._check_groups(shard_group, replica_group)
+        self.shard_group, self.replica_group = self._check_groups(
+            group, shard_group=shard_group, replica_group=replica_group
+        )
+        self._kind_groups = self._check_kind_groups(kind_groups or {})
         self.params = find_trainable_params(module)
-        self.buffers = tuple(self._build_buffer(plan) for plan in self._plan(kind_of))
+        self.kind_of = kind_of or _all_dense
+        self.kinds = {name: self.kind_of(name, param) for name, param in self.params.items()}
+        self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())
         if config.broadcast_params:
             # After the params moved into their buffers: before, each would be in memory twice.
-            broadcast_from_first(self._replicated_tensors(), group=group)
+            for tensors, holders in self._replicated_tensors():
+                broadcast_from_first(tensors, group=holders)
         self.divisor = build_divisor(self.world_size, device=self.buffers[0].grad_data.device)
         self._count = StepCount(config, group=group, divisor=self.divisor)
         self._grads_reduced = False
@@ -118,6 +132,33 @@ class DistributedDataParallel:
     def micro_batches(self) -> int:
         """Micro-batches of this step that have ended."""
         return self._count.micro_batches
+
+    def groups_of(self, kind: str) -> KindGroups:
+        """Return the groups over which params of a kind are summed, sharded and held in copies."""
+        dense = KindGroups(
+            group=self.group, shard_group=self.shard_group, replica_group=self.replica_group
+        )
+        return self._kind_groups.get(kind, dense)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some kinds of params are held by some of the ranks only."""
+        return bool(self._kind_groups)
+
+    def is_held_by_all(self, kind: str) -> bool:
+        """Tell whether all ranks of `group` hold the params of a kind."""
+        return kind not in self._kind_groups
+
+    def is_first_copy(self, kind: str) -> bool:
+        """Tell whether this rank holds the first copy of what it owns of a kind.
+
+        Every element is in the first copy once, on one rank. With stage 0 that is the first rank of
+        the kind's group; with redundancy, every rank of its first block.
+        """
+        groups = self.groups_of(kind)
+        if self.config.stage == 0:
+            return groups.group.rank() == 0
+        return groups.replica_group is None or groups.replica_group.rank() == 0
 
     def add_rows(self, rows: int) -> None:
         """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
@@ -241,72 +282,110 @@ class DistributedDataParallel:
         if self._param_pipeline is not None:
             self._param_pipeline.finish()
 
-    def _replicated_tensors(self) -> list[Tensor]:
-        """Everything that must start out equal on all ranks; flat buffers as a whole."""
+    def _replicated_tensors(self) -> list[tuple[list[Tensor], dist.ProcessGroup]]:
+        """Everything that must start out equal on all its holders, and who they are.
+
+        Flat buffers come as a whole. What all ranks hold is first, so that the order is theirs too.
+        """
         in_buffers = set(self.params.values())
-        return [
-            *(memory for buffer in self.buffers for memory in buffer.working_memory()),
-            *(param for param in self.module.parameters() if param not in in_buffers),
-            *self.module.buffers(),
+        tensors: dict[str, list[Tensor]] = {"dense": []}
+        for buffer in self.buffers:
+            tensors.setdefault(buffer.plan.key.kind, []).extend(buffer.working_memory())
+        frozen = (each for each in self.module.named_parameters() if each[1] not in in_buffers)
+        for name, tensor in (*frozen, *self.module.named_buffers()):
+            tensors.setdefault(self.kind_of(name, tensor), []).append(tensor)
+        shared = [
+            tensor
+            for kind, members in tensors.items()
+            if self.is_held_by_all(kind)
+            for tensor in members
         ]
+        own = [(tensors.get(kind, []), held.group) for kind, held in self._kind_groups.items()]
+        return [(shared, self.group), *own]
+
+    def _check_kind_groups(self, given: Mapping[str, KindGroups]) -> dict[str, KindGroups]:
+        """Return the groups of each kind, with those left out filled in."""
+        checked: dict[str, KindGroups] = {}
+        for kind, groups in given.items():
+            holders = set(dist.get_process_group_ranks(groups.group))
+            if not holders <= set(dist.get_process_group_ranks(self.group)):
+                raise UsageError(
+                    f"Expected the ranks that hold {kind!r} params among those that train "
+                    f"together but got {sorted(holders)}. Try build_expert_groups(group, ...)."
+                )
+            shard_group, replica_group = self._check_groups(
+                groups.group, shard_group=groups.shard_group, replica_group=groups.replica_group
+            )
+            checked[kind] = KindGroups(
+                group=groups.group, shard_group=shard_group, replica_group=replica_group
+            )
+        return checked
 
     def _check_groups(
-        self, shard_group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        shard_group: dist.ProcessGroup | None,
+        replica_group: dist.ProcessGroup | None,
     ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """Return the groups that shard and that hold copies, after a look at who is in them."""
         redundancy = self.config.redundancy
-        shard_count = split_ranks(self.world_size, redundancy=redundancy)
+        size, rank = size_and_rank(group)
+        shard_count = split_ranks(size, redundancy=redundancy)
         if redundancy == 1 and replica_group is None and shard_group is None:
-            return self.group, None
+            return group, None
         if redundancy > 1 and (shard_group is None or replica_group is None):
             raise UsageError(
                 f"Expected shard_group and replica_group with redundancy={redundancy} but got None."
                 f" Try shard_group, replica_group = build_redundancy_groups(group, redundancy=...)."
             )
         for name, subgroup, expected in (
-            ("shard_group", shard_group, (shard_count, self.rank % shard_count)),
-            ("replica_group", replica_group, (redundancy, self.rank // shard_count)),
+            ("shard_group", shard_group, (shard_count, rank % shard_count)),
+            ("replica_group", replica_group, (redundancy, rank // shard_count)),
         ):
             got = expected if subgroup is None else size_and_rank(subgroup)
             if got != expected:
                 raise UsageError(
-                    f"Expected {name} to have {expected[0]} ranks and this one, rank {self.rank} "
-                    f"of {self.world_size}, as its rank {expected[1]} but got {got[0]} ranks and "
+                    f"Expected {name} to have {expected[0]} ranks and this one, rank {rank} "
+                    f"of {size}, as its rank {expected[1]} but got {got[0]} ranks and "
                     f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
                 )
-        return shard_group or self.group, replica_group if redundancy > 1 else None
+        return shard_group or group, replica_group if redundancy > 1 else None
 
-    def _plan(self, kind_of: KindOf | None) -> tuple[BufferPlan, ...]:
-        specs = [
-            ParamSpec(
-                name=name,
-                shape=tuple(param.shape),
-                dtype=DTYPE_NAMES[param.dtype],
-                kind="dense" if kind_of is None else kind_of(name, param),
+    def _plan(self) -> list[BufferPlan]:
+        """Plan the buffers of each kind for the ranks that shard it; kinds as first registered."""
+        specs: dict[str, list[ParamSpec]] = {}
+        for name, param in self.params.items():
+            kind = self.kinds[name]
+            spec = ParamSpec(
+                name=name, shape=tuple(param.shape), dtype=DTYPE_NAMES[param.dtype], kind=kind
             )
-            for name, param in self.params.items()
-        ]
-        shard_count, _ = size_and_rank(self.shard_group)
-        policy = LayoutPolicy(
-            shard_count=shard_count if self.config.stage == 1 else 1,
-            align_elems=self.config.align_elems,
-            align_bytes=self.config.align_bytes,
-            bucket_elems=self.config.bucket_elems,
-            param_order=self.config.param_order,
-            partition=self.config.partition,
-        )
-        return plan_buffers(specs, policy=policy)
+            specs.setdefault(kind, []).append(spec)
+        plans: list[BufferPlan] = []
+        for kind, members in specs.items():
+            shard_count, _ = size_and_rank(self.groups_of(kind).shard_group)
+            policy = LayoutPolicy(
+                shard_count=shard_count if self.config.stage == 1 else 1,
+                align_elems=self.config.align_elems,
+                align_bytes=self.config.align_bytes,
+                bucket_elems=self.config.bucket_elems,
+                param_order=self.config.param_order,
+                partition=self.config.partition,
+            )
+            plans.extend(plan_buffers(members, policy=policy))
+        return plans
 
     def _build_buffer(self, plan: BufferPlan) -> Buffer:
         params = {placed.name: self.params[placed.name] for placed in plan.params}
         param_dtype = next(iter(params.values())).dtype
+        groups = self.groups_of(plan.key.kind)
         return Buffer(
             plan,
             params=params,
-            group=self.shard_group,
+            group=groups.shard_group,
             stage=self.config.stage,
             grad_dtype=torch.float32 if self.config.grad_dtype == "fp32" else param_dtype,
-            replica_group=self.replica_group,
+            replica_group=groups.replica_group,
             accumulate_sums=self.config.sync == "every",
         )
 
@@ -384,3 +463,7 @@ class DistributedDataParallel:
         param.grad = None
         if self._grad_pipeline is not None:
             self._grad_pipeline.mark_ready(param)
+
+
+def _all_dense(name: str, tensor: Tensor) -> str:
+    return "dense"

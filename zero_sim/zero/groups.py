@@ -1,19 +1,92 @@
-"""The two groups of a rank where the optimizer state is kept in several copies.
+"""The groups of a rank: for copies of the optimizer state, for experts, and for parts of a model.
 
 With redundancy K, N ranks are cut into K blocks of N / K consecutive ranks. A block shards the
 whole state: its ranks reduce-scatter and gather among themselves. The K ranks that hold the same
 shard, one a block, then sum what their blocks reduced. With K = 2 and 6 ranks: blocks 0 1 2 and
 3 4 5, and replicas 0 3, 1 4 and 2 5.
+
+Experts are held by some of the ranks only: with ep-fold expert parallelism by those at places e,
+e + ep, e + 2 ep, ... for an expert-parallel index e. For their experts these ranks are what all
+ranks are for dense params, copies of the state included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from zero_sim.errors import LayoutError
+from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero.collectives import size_and_rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KindGroups:
+    """The groups over which params of one kind are summed, sharded and held in copies."""
+
+    group: dist.ProcessGroup
+    """All ranks that hold them."""
+    shard_group: dist.ProcessGroup
+    """The ranks that hold a shard each; with one copy of the state it is `group`."""
+    replica_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same shard; None with one copy of the state."""
+
+
+def build_expert_groups(
+    group: dist.ProcessGroup, *, expert_parallel: int, redundancy: int = 1
+) -> KindGroups:
+    """Make the groups of this rank's experts.
+
+    Every rank of `group` must call it, at the same point among its other calls of `new_group`.
+
+    Args:
+        group: The ranks that train together, in the order in which experts are dealt to them.
+        expert_parallel: Number of shares of the experts, ep; a rank's is its place modulo this.
+        redundancy: Copies of the experts' state.
+
+    Returns:
+        The groups of the ranks that hold the same experts; with one share those of all ranks.
+
+    Raises:
+        LayoutError: If the shares, or their blocks, would not be on equally many ranks.
+        UsageError: If `group` is None or does not hold this process.
+    """
+    world_size, rank = size_and_rank(group)
+    if expert_parallel < 1 or world_size % expert_parallel:
+        raise LayoutError(
+            f"Expected expert_parallel to divide the number of ranks, so that every share of the "
+            f"experts is on equally many, but got {expert_parallel} for {world_size} ranks. Try 1."
+        )
+    own = group
+    if expert_parallel > 1:
+        ranks = dist.get_process_group_ranks(group)
+        shares = [ranks[index::expert_parallel] for index in range(expert_parallel)]
+        is_part = world_size < dist.get_world_size(dist.group.WORLD)
+        own = _new_groups(shares, own=rank % expert_parallel, is_part=is_part)
+    shard_group, replica_group = build_redundancy_groups(own, redundancy=redundancy)
+    return KindGroups(group=own, shard_group=shard_group, replica_group=replica_group)
+
+
+def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make the groups of ranks that are at one place in the groups of a model's parts.
+
+    Every rank of the world must call it, at the same point among its other calls of `new_group`.
+
+    Args:
+        places: World ranks, one of each part, place by place; every rank once.
+
+    Returns:
+        The group of this rank.
+
+    Raises:
+        UsageError: If this process is at no place.
+    """
+    rank = dist.get_rank()
+    own = next((index for index, ranks in enumerate(places) if rank in ranks), None)
+    if own is None:
+        raise UsageError(f"Expected places that hold rank {rank} but got {list(places)}.")
+    return _new_groups(places, own=own, is_part=False)
 
 
 def build_redundancy_groups(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -58,7 +59,8 @@ class StepResult:
 
     norm: Tensor  # 0D fp32
     """The norm of the gradient, divided and unscaled but not clipped, over all params but frozen
-    ones; each element counts once, however many ranks hold it."""
+    ones; each element counts once, however many ranks hold it. With a model-parallel group, over
+    all parts of the model."""
     zeros: int
     """How many elements of that gradient are zero."""
     skipped: bool
@@ -95,6 +97,11 @@ class DistributedOptimizer:
         clip_norm: Bound for the norm of the gradient over all params; None for no clipping.
         clip_value: Bound for the magnitude of each element of it; None for no clipping.
         loss_scaler: This rank's loss scaler, with which the caller scales each loss.
+        model_parallel_group: Where ranks train different parts of one model (tensor or pipeline
+            parallel): this rank and those at its place in the other parts' groups. The norm is over
+            all parts, an overflow in one is one in all, and so all take a step or none.
+        is_counted: By name: whether the norm and the zeros count a param here. Of a param that
+            several parts hold, one should. All are counted where left out; all are clipped alike.
         elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
 
     Raises:
@@ -117,11 +124,15 @@ class DistributedOptimizer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         loss_scaler: LossScaler | None = None,
+        model_parallel_group: dist.ProcessGroup | None = None,
+        is_counted: Callable[[str], bool] | None = None,
         elementwise: bool = False,
     ) -> None:
         _check_bounds(clip_norm=clip_norm, clip_value=clip_value)
         self.ddp = ddp
         self.loss_scaler = loss_scaler
+        self._model_parallel_group = model_parallel_group
+        self._is_counted = is_counted
         self._clip_norm = clip_norm
         self._clip_value = clip_value
         self.master_shards, self._masters = _build_masters(ddp)
@@ -148,7 +159,7 @@ class DistributedOptimizer:
             )
         trained = [master for master in self._masters if master.param.requires_grad]
         grads = [self._upcast_grad(master) for master in trained]
-        norm, zeros, overflowed = self._measure(grads)
+        norm, zeros, overflowed = self._measure(trained, grads)
         loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale
         skipped = self.loss_scaler is not None and overflowed
         if self.loss_scaler is not None:
@@ -240,21 +251,29 @@ class DistributedOptimizer:
             divide_(grad, divisor=self.ddp.divisor)
         return grad
 
-    def _measure(self, grads: list[Tensor]) -> tuple[Tensor, int, bool]:
+    def _measure(self, trained: list[_Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
         """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
-        measured = measure_grads(grads, device=self._device)
-        sharded = self.ddp.config.stage == 1
-        # Over the ranks that hold one shard each: with stage 0, or over replicas as well, every
-        # element would count several times.
-        if sharded:
-            all_reduce_sum(measured, group=self.ddp.shard_group)
-        agreed = sharded and self.ddp.replica_group is None
-        if self.loss_scaler is not None and not agreed:
-            # Ranks that hold the same sums see the same overflows. Should they ever differ, then a
-            # step that only some of them take must not be what comes of it.
-            all_reduce_sum(measured[2:], group=self.ddp.group)
+        counted: list[Tensor] = []
+        others: list[Tensor] = []
+        for master, grad in zip(trained, grads, strict=True):
+            (counted if self._counts(master) else others).append(grad)
+        measured = measure_grads(counted, device=self._device)
+        if self.loss_scaler is not None:
+            # Copies that others count should overflow alike. Should they ever differ, then a step
+            # that only some ranks take must not be what comes of it.
+            measured[2] += measure_grads(others, device=self._device)[2]
+        all_reduce_sum(measured, group=self.ddp.group)
+        if self._model_parallel_group is not None:
+            all_reduce_sum(measured, group=self._model_parallel_group)
         _, zeros, overflow_count = measured.tolist()
         return root_of_squares(measured[0]), int(zeros), overflow_count > 0
+
+    def _counts(self, master: _Master) -> bool:
+        """Tell whether this rank counts what it owns: of all copies of an element one counts."""
+        name = master.fragment.param
+        if self._is_counted is not None and not self._is_counted(name):
+            return False
+        return self.ddp.is_first_copy(master.buffer.plan.key.kind)
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
         if self._clip_norm is not None:

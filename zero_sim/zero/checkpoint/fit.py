@@ -29,9 +29,17 @@ KEPT_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed rather than what: a run keeps its own, whatever the checkpoint has."""
 
 
-def find_param_problems(manifest: Manifest, ddp: DistributedDataParallel) -> list[str]:
-    """Return every difference between the tensors that a checkpoint and a module have."""
-    here = {name: (tuple(p.shape), name_dtype(p.dtype)) for name, p in ddp.params.items()}
+def find_param_problems(
+    manifest: Manifest, ddp: DistributedDataParallel, *, params: Sequence[ParamRecord]
+) -> list[str]:
+    """Return every difference between the tensors that a checkpoint and a run have.
+
+    Args:
+        manifest: What the checkpoint has.
+        ddp: The run, for what is not trained.
+        params: Its trained params, those of all ranks.
+    """
+    here = {param.name: (param.shape, param.dtype) for param in params}
     saved: Mapping[str, ParamRecord | ModuleRecord] = {p.name: p for p in manifest.params}
     problems = list(_compare(saved, here, kind="trained param"))
     for kind in ("frozen", "buffer"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ from zero_sim.zero.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     ParamRecord,
+    build_param,
     decode_manifest,
 )
 from zero_sim.zero.checkpoint.snapshot import (
     MASTER,
     iterate_module_tensors,
+    list_params,
+    list_part_params,
+    merge_params,
     name_state,
 )
 from zero_sim.zero.checkpoint.team import Team
@@ -80,8 +84,10 @@ def load(
     folder, manifest = _read_manifest(path, team=team)
     team.attempt(lambda: _check_files(folder, manifest, team=team), what=WHAT)
     team.attempt(lambda: _check_spans(folder, manifest) if team.rank == 0 else None, what=WHAT)
+    params = _list_all_params(ddp, team=team)
     team.attempt(
-        lambda: _check_fit(folder, manifest, ddp, optimizer, weights_only=weights_only), what=WHAT
+        lambda: _check_fit(folder, manifest, ddp, optimizer, params, weights_only=weights_only),
+        what=WHAT,
     )
     groups = {} if weights_only else _match_groups(manifest, optimizer, team=team)
     loaded = team.attempt(
@@ -136,15 +142,27 @@ def _check_spans(folder: Path, manifest: Manifest) -> None:
         )
 
 
+def _list_all_params(ddp: DistributedDataParallel, *, team: Team) -> tuple[ParamRecord, ...]:
+    """Return the trained params of all ranks, on all ranks."""
+    params = list_params(ddp)
+    if not ddp.has_parts:
+        return params
+    reports = team.gather(list_part_params(ddp))
+    merged = team.attempt(lambda: merge_params(params, reports or ()), what=WHAT)
+    records = team.broadcast([asdict(param) for param in merged])
+    return tuple(build_param(record) for record in records)
+
+
 def _check_fit(
     folder: Path,
     manifest: Manifest,
     ddp: DistributedDataParallel,
     optimizer: DistributedOptimizer,
+    params: Sequence[ParamRecord],
     *,
     weights_only: bool,
 ) -> None:
-    problems = find_param_problems(manifest, ddp)
+    problems = find_param_problems(manifest, ddp, params=params)
     if not weights_only:
         problems += find_optimizer_problems(manifest, optimizer)
     if problems:
@@ -174,10 +192,11 @@ def _match_groups(
         if ballots is None:
             return None
         matched: dict[str, int] = {}
-        for index in range(len(votes)):
+        # A rank has groups up to the last one that any of its params is in.
+        for index in range(max(map(len, ballots))):
             voted: dict[str, str] = {}
             for ballot in ballots:
-                voted |= ballot[index]
+                voted |= ballot[index] if index < len(ballot) else {}
             if len(voted) > 1:
                 first, second, *_ = voted.values()
                 raise CheckpointError(
@@ -300,6 +319,8 @@ def _commit_optimizer(
         if state:
             inner.state[leaf] = state
     for index, saved_index in groups.items():
+        if index >= len(inner.param_groups):
+            continue  # Of params that only other ranks hold.
         saved = manifest.groups[saved_index]
         inner.param_groups[index].update(read_new_settings(saved, inner.param_groups[index]))
         optimizer._base_lrs[index] = decode_value(saved["base_lr"])

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from zero_sim.zero.checkpoint.manifest import (
     ParamRecord,
     ScalerRecord,
     StateRecord,
+    build_param,
 )
 from zero_sim.zero.checkpoint.plan import assign_writers
 from zero_sim.zero.checkpoint.values import encode_value, name_dtype
@@ -58,6 +60,8 @@ class Snapshot:
 
     params: tuple[ParamRecord, ...]
     """All trained params, without what only their owners know: group and state."""
+    part_params: list[dict[str, Any]]
+    """Those among them that not all ranks hold, such as experts; from `list_part_params`."""
     pieces: tuple[Piece, ...]
     groups: tuple[dict[str, Any], ...]
     """This rank's param groups, encoded."""
@@ -70,6 +74,7 @@ class Snapshot:
     def report(self) -> dict[str, Any]:
         """Return what rank 0 has to know, as JSON; no tensors."""
         return {
+            "part_params": self.part_params,
             "pieces": [
                 {
                     "param": piece.param,
@@ -98,17 +103,16 @@ def take_snapshot(
         CheckpointError: If the optimizer keeps something that cannot be cut into spans.
     """
     module = list(iterate_module_tensors(ddp))
-    return Snapshot(
-        params=tuple(
-            ParamRecord(
-                name=name,
-                shape=tuple(param.shape),
-                dtype=name_dtype(param.dtype),
-                group=None,
-                state=(),
+    for record, tensor in module:
+        if not ddp.is_held_by_all(ddp.kind_of(record.name, tensor)):
+            raise CheckpointError(
+                f"Expected every tensor that is not trained to be on all ranks, as one of them "
+                f"saves it, but got {record.kind} {record.name!r}, which some hold. Try to train "
+                f"it, with a learning rate of 0."
             )
-            for name, param in ddp.params.items()
-        ),
+    return Snapshot(
+        params=list_params(ddp),
+        part_params=list_part_params(ddp),
         pieces=tuple(_build_pieces(optimizer, copy=copy)),
         groups=tuple(_encode_groups(optimizer)),
         optimizer=name_class(optimizer.inner),
@@ -116,6 +120,58 @@ def take_snapshot(
         module=tuple(record for record, _ in module),
         module_tensors=tuple(_keep(tensor, copy=copy) for _, tensor in module),
     )
+
+
+def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
+    """Return the trained params of this rank, without group and state."""
+    return tuple(
+        ParamRecord(
+            name=name,
+            shape=tuple(param.shape),
+            dtype=name_dtype(param.dtype),
+            group=None,
+            state=(),
+        )
+        for name, param in ddp.params.items()
+    )
+
+
+def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
+    """Return those that not all ranks hold as JSON, each with the first rank that holds it."""
+    return [
+        {
+            "param": asdict(param),
+            "holder": dist.get_global_rank(ddp.groups_of(ddp.kinds[param.name]).group, 0),
+        }
+        for param in list_params(ddp)
+        if not ddp.is_held_by_all(ddp.kinds[param.name])
+    ]
+
+
+def merge_params(
+    first: Sequence[ParamRecord], parts: Sequence[Sequence[dict[str, Any]]]
+) -> tuple[ParamRecord, ...]:
+    """Return the params of all ranks: rank 0's, then what others hold besides, by rank.
+
+    Args:
+        first: Those of rank 0.
+        parts: For every rank those that not all ranks hold, from `list_part_params`.
+
+    Raises:
+        CheckpointError: If two groups of ranks have params of one name.
+    """
+    merged = {param.name: param for param in first}
+    holders: dict[str, int] = {}
+    for record in (record for records in parts for record in records):
+        param, holder = build_param(record["param"]), record["holder"]
+        merged.setdefault(param.name, param)
+        if holders.setdefault(param.name, holder) != holder:
+            raise CheckpointError(
+                f"Expected params that not all ranks hold to have names of their own but got two "
+                f"called {param.name!r}, in the groups of ranks {holders[param.name]} and {holder}."
+                f" Try names that tell experts apart, whatever rank they are on."
+            )
+    return tuple(merged.values())
 
 
 def name_class(inner: Optimizer) -> str:
@@ -166,6 +222,10 @@ def merge_reports(
 ) -> tuple[list[list[int]], list[ParamRecord], list[dict[str, Any]]]:
     """Put together what all ranks reported.
 
+    Args:
+        params: The params of rank 0.
+        reports: Of all ranks.
+
     Returns:
         For every rank the indices of the pieces that it writes; the params with their groups and
         state; and the groups.
@@ -176,6 +236,7 @@ def merge_reports(
     owned = [
         [(piece["param"], Span(*piece["span"])) for piece in report["pieces"]] for report in reports
     ]
+    params = merge_params(params, [report["part_params"] for report in reports])
     numels = {param.name: _count(param.shape) for param in params}
     writers = assign_writers(numels, owned)
     classes = {report["optimizer"] for report in reports}

@@ -1,0 +1,182 @@
+"""Params that only some ranks hold: their groups, sums, norm and start."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.errors import LayoutError, UsageError
+from zero_sim.zero import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    KindGroups,
+    ZeroConfig,
+    build_expert_groups,
+    build_redundancy_groups,
+)
+
+GLOBAL_RANKS = dist.get_process_group_ranks
+
+
+class Part(nn.Module):
+    """`dense` on all ranks and one expert, `expert0` or `expert1`."""
+
+    def __init__(self, index, fill=0.0):
+        super().__init__()
+        self.dense = nn.Parameter(torch.full((3,), fill))
+        self.register_parameter(f"expert{index}", nn.Parameter(torch.full((5,), fill)))
+
+
+def kind_of(name, tensor):
+    return "expert" if name.startswith("expert") else "dense"
+
+
+def wrap(module, *, group=None, **config):
+    group = dist.group.WORLD if group is None else group
+    config = ZeroConfig(**config)
+    shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
+    experts = build_expert_groups(group, expert_parallel=2, redundancy=config.redundancy)
+    return DistributedDataParallel(
+        module,
+        config=config,
+        group=group,
+        shard_group=shard_group,
+        replica_group=replica_group,
+        kind_of=kind_of,
+        kind_groups={"expert": experts},
+    )
+
+
+def backward(ddp, value):
+    sum(value * param.sum() for param in ddp.params.values()).backward()
+    ddp.finish_grad_sync()
+
+
+class TestGroups:
+    """Ranks at places e, e + ep, ... hold the same experts."""
+
+    def test_are_dealt_out(self, run_ranks):
+        def program(rank):
+            groups = build_expert_groups(dist.group.WORLD, expert_parallel=2, redundancy=2)
+            assert groups.replica_group is not None
+            return tuple(
+                GLOBAL_RANKS(each)
+                for each in (groups.group, groups.shard_group, groups.replica_group)
+            )
+
+        results, _ = run_ranks(8, program)
+        assert results[:4] == [
+            ([0, 2, 4, 6], [0, 2], [0, 4]),
+            ([1, 3, 5, 7], [1, 3], [1, 5]),
+            ([0, 2, 4, 6], [0, 2], [2, 6]),
+            ([1, 3, 5, 7], [1, 3], [3, 7]),
+        ]
+
+    def test_follow_the_places_in_a_part_of_the_world(self, run_ranks):
+        """Places count, not ranks of the world, and ranks outside are not waited for."""
+
+        def program(rank):
+            group = dist.new_group([1, 2, 4, 5])
+            if rank in (0, 3):
+                return None
+            groups = build_expert_groups(group, expert_parallel=2)
+            return GLOBAL_RANKS(groups.group)
+
+        results, _ = run_ranks(6, program)
+        assert results == [None, [1, 4], [2, 5], None, [1, 4], [2, 5]]
+
+    def test_with_one_share_are_those_of_all_ranks(self, lone_group):
+        groups = build_expert_groups(lone_group, expert_parallel=1)
+        assert (groups.group, groups.shard_group) == (lone_group, lone_group)
+
+    @pytest.mark.parametrize("ep", [0, 3])
+    def test_of_different_size_are_refused(self, run_ranks, ep):
+        def program(rank):
+            with pytest.raises(LayoutError, match=f"got {ep} for 4 ranks"):
+                build_expert_groups(dist.group.WORLD, expert_parallel=ep)
+
+        run_ranks(4, program)
+
+    def test_outside_the_ranks_that_train_together_are_refused(self, run_ranks):
+        def program(rank):
+            alone = [dist.new_group([r]) for r in range(2)][rank]
+            groups = KindGroups(group=dist.group.WORLD, shard_group=dist.group.WORLD)
+            with pytest.raises(UsageError, match="among those that train together"):
+                DistributedDataParallel(
+                    Part(0),
+                    config=ZeroConfig(),
+                    group=alone,
+                    kind_of=kind_of,
+                    kind_groups={"expert": groups},
+                )
+
+        run_ranks(2, program)
+
+
+class TestTraining:
+    """Experts are summed over their holders, everything else over all."""
+
+    @pytest.mark.parametrize(
+        "config", [{"stage": 0}, {}, {"redundancy": 2}, {"partition": "uneven"}]
+    )
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_sums(self, run_ranks, config, overlap):
+        """Rank r contributes r + 1: 10 in all, 1 + 3 for one expert, 2 + 4 for the other."""
+
+        def program(rank):
+            ddp = wrap(Part(rank % 2), overlap_grads=overlap, **config)
+            if overlap:
+                ddp.begin_last_micro_batch()
+            backward(ddp, rank + 1.0)
+            return {
+                (name, value)
+                for buffer in ddp.buffers
+                for name, param in ddp.params.items()
+                if param in buffer.memory
+                for value in buffer.get_grad_shard(param).tolist()
+            }
+
+        results, _ = run_ranks(4, program)
+        assert set().union(*results) == {("dense", 10.0), ("expert0", 4.0), ("expert1", 6.0)}
+
+    @pytest.mark.parametrize("config", [{"stage": 0}, {}, {"redundancy": 2}])
+    def test_all_are_divided_by_the_number_of_all_ranks(self, run_ranks, config):
+        """Sums of 10, 4 and 6, each over 4."""
+
+        def program(rank):
+            ddp = wrap(Part(rank % 2), **config)
+            optimizer = DistributedOptimizer(
+                ddp, optim_factory=lambda params: torch.optim.SGD(params, lr=1.0)
+            )
+            backward(ddp, rank + 1.0)
+            result = optimizer.step()
+            values = {name: set(param.tolist()) for name, param in ddp.params.items()}
+            return values, result.norm.item() ** 2
+
+        results, _ = run_ranks(4, program)
+        for rank, (values, squares) in enumerate(results):
+            expert = {f"expert{rank % 2}": {-1.5} if rank % 2 else {-1.0}}
+            assert values == {"dense": {-2.5}, **expert}
+            # 3 elements of 2.5, 5 of 1, 5 of 1.5, each once.
+            assert squares == pytest.approx(3 * 6.25 + 5 + 5 * 2.25)
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_start_equal_on_their_holders(self, run_ranks, stage):
+        """Each expert as on the first rank that holds it, the rest as on rank 0."""
+
+        def program(rank):
+            ddp = wrap(Part(rank % 2, fill=float(rank)), stage=stage)
+            return [param[0].item() for param in ddp.params.values()]
+
+        results, _ = run_ranks(4, program)
+        assert results == [[0, 0], [0, 1], [0, 0], [0, 1]]
+
+    def test_frozen_experts_start_equal_on_their_holders(self, run_ranks):
+        def program(rank):
+            module = Part(rank % 2, fill=float(rank))
+            expert = module.get_parameter(f"expert{rank % 2}").requires_grad_(False)
+            wrap(module)
+            return expert[0].item()
+
+        results, _ = run_ranks(4, program)
+        assert results == [0, 1, 0, 1]
