@@ -5,6 +5,7 @@ from __future__ import annotations
 from zero_sim.reference.adding import AddOrder, RingSpan
 from zero_sim.reference.oracle import Reference, ReferenceStep
 from zero_sim.reference.placement import Addresses, place_of
+from zero_sim.reference.quantization import encode
 from zero_sim.reference.replay import NonFinite
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "Reference",
     "ReferenceStep",
     "RingSpan",
+    "encode",
     "place_of",
 ]

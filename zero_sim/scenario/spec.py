@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual"]
+ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual", "fp8"]
 DtypeName = Literal["fp32", "bf16"]
 OptimizerName = Literal[
     "adamw",
@@ -54,14 +54,19 @@ class ModelSpec:
     """`mlp`: residual MLP blocks; `params`: bare params of the given shapes; `transformer-260`: the
     260-parameter walkthrough; `digits`: a small network for the handwritten digits; `unusual`: one
     of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
-    micro-batch only, empty, strided, of a second dtype."""
+    micro-batch only, empty, strided, of a second dtype; `fp8`: `mlp` with weight matrices in fp8
+    and a scale each."""
     dtype: DtypeName = "fp32"
-    """Dtype of the working params; the optimizer always keeps fp32 masters."""
+    """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
+    fp32 masters."""
     hidden: int = 8
-    """`mlp` and `digits`: width of a block; the inner layer of an `mlp` block is four times as
-    wide."""
+    """`mlp`, `fp8` and `digits`: width of a block; the inner layer of an `mlp` block is four times
+    as wide."""
     blocks: int = 2
-    """`mlp`: number of residual blocks."""
+    """`mlp` and `fp8`: number of residual blocks."""
+    fp8_format: Literal["e4m3", "e5m2", "mixed"] = "mixed"
+    """`fp8`: format of the weight matrices; `mixed`: e4m3 into the inner layer of each block, e5m2
+    out of it."""
     shapes: tuple[tuple[int, ...], ...] | None = None
     """`params`: one shape per param, in registration order; a zero makes an empty param. Other
     models leave it out."""
@@ -96,7 +101,8 @@ class DataSpec:
     uneven_rows: bool = False
     """Rank r gets r % 3 rows more, so that ranks contribute unequal numbers of rows."""
     loss: Literal["mean", "sum"] = "mean"
-    """Whether a micro-batch's loss is a mean or a sum over its rows; `mlp` and `params` only."""
+    """Whether a micro-batch's loss is a mean or a sum over its rows; `mlp`, `fp8` and `params`
+    only."""
     nan: NanSpec | None = None
     """Where to plant a NaN; absent for none."""
 

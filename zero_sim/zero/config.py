@@ -41,7 +41,8 @@ class ZeroConfig:
     redundancy: int = 1
     """Copies of the sharded optimizer state: blocks of consecutive ranks that shard all of it."""
     grad_dtype: GradDtype = "param"
-    """Dtype in which gradients are accumulated and summed: the param's own, or fp32."""
+    """Dtype in which gradients are accumulated and summed: the param's own (of an fp8 param, its
+    `grad_dtype`), or fp32."""
     bucket_elems: int | None = None
     """A bucket closes once it holds at least this many elements; None for one bucket a buffer."""
     align_elems: int = 1
