@@ -53,8 +53,10 @@ def models(draw, on, world_size):
     if on("freeze"):
         start = draw(st.integers(0, 2))
         freeze = (FreezeSpec(param=draw(st.sampled_from(MLP_PARAMS)), start=start, stop=start + 1),)
+    fp8_format = draw(st.sampled_from(["e4m3", "e5m2", "mixed"])) if on("fp8") else None
     return ModelSpec(
-        name="mlp", dtype=dtype, hidden=draw(st.integers(1, 5)), blocks=draw(st.integers(1, 2)),
+        name="mlp" if fp8_format is None else "fp8", fp8_format=fp8_format or "mixed",
+        dtype=dtype, hidden=draw(st.integers(1, 5)), blocks=draw(st.integers(1, 2)),
         freeze=freeze,
     )  # fmt: skip
 
@@ -90,7 +92,7 @@ def systems(draw, on, world_size):
 def optimizers(draw, on, model):
     name = draw(st.sampled_from(OPTIMIZERS)) if on("any optimizer") else "adamw"
     clip = draw(st.sampled_from(["norm", "value"])) if on("clip") else None
-    suffixes = ["bias", "weight"] if model.name == "mlp" else ["0", "1"]
+    suffixes = ["bias", "weight"] if model.name in ("mlp", "fp8") else ["0", "1"]
     groups = tuple(
         GroupSpec(match=suffix, lr=draw(st.none() | st.sampled_from([0.0, 0.01])))
         for suffix in (suffixes if on("groups") else [])
@@ -145,7 +147,7 @@ def scenarios(draw, reload=True):
         data=DataSpec(
             rows=draw(st.integers(1, 3)),
             uneven_rows=on("uneven rows"),
-            loss="sum" if model.name in ("mlp", "params") and on("summed loss") else "mean",
+            loss="sum" if model.name in ("mlp", "fp8", "params") and on("summed loss") else "mean",
         ),
         world=WorldSpec(
             size=world_size,

@@ -5,7 +5,7 @@ A param of dtype `float8_e4m3fn` or `float8_e5m2` with the name `X` stands for t
 `X * X_scale`, where `X_scale` is a 0D fp32 buffer of the module that owns `X`: a buffer, so that it
 moves, is copied and is saved with the module. Its gradient is that of this product. Autograd casts
 what a leaf receives to `leaf.grad_dtype`, which would be fp8, so the module sets it to fp32 or
-bf16.
+bf16 (and once more after a `deepcopy`, which forgets it).
 
 [Note: current scaling]
 After the masters were stepped all ranks agree on `amax`, the greatest magnitude in the whole
