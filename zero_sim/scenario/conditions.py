@@ -188,7 +188,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("system.overlap_params", "system.stage"),
-        broken=lambda s: s.system.overlap_params and s.system.stage == 0,
+        broken=lambda s: s.system.overlap_params is True and s.system.stage == 0,
         message="stage 0 gathers no params, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
     ),

@@ -173,10 +173,12 @@ class SystemSpec:
     element longer where it does not divide."""
     param_order: Literal["registration", "reverse"] = "registration"
     """In which order params lie in their buffer."""
-    overlap_grads: bool = False
-    """Whether gradients are reduced bucket by bucket while backward still runs."""
-    overlap_params: bool = False
-    """Whether params are gathered bucket by bucket while the next forward already runs."""
+    overlap_grads: bool | None = None
+    """Whether gradients are reduced bucket by bucket while backward still runs; absent for where
+    `bucket_elems` cuts buckets."""
+    overlap_params: bool | None = None
+    """Whether params are gathered bucket by bucket while the next forward already runs; absent for
+    where `bucket_elems` cuts buckets and the stage is 1."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None

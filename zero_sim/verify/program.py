@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_sim.scenario.overlap import overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Engine, Target
 from zero_sim.verify.cells import Cell
@@ -107,7 +108,7 @@ def _train(
     rank = group.rank()
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
-    deferred = scenario.system.overlap_params
+    deferred = overlaps_params(scenario.system)
     engine = target.build(workload.build(), scenario=scenario, group=group)
     if segment.load is not None:
         engine.load(segment.load)
