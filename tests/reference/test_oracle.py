@@ -118,7 +118,9 @@ class TestAgainstPlainTorch:
 class TestRuns:
     """Several steps of real workloads."""
 
-    @pytest.mark.parametrize("name", ["mlp", "params", "transformer-260", "digits", "unusual"])
+    @pytest.mark.parametrize(
+        "name", ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"]
+    )
     @pytest.mark.parametrize("optim", ["adamw", "adam", "sgd"])
     def test_two_runs_are_equal(self, make_scenario, name, optim):
         """Whatever the global random state is."""

@@ -110,7 +110,9 @@ class TestNonFinite:
         assert result.grads["w"].item() == math.inf
         assert result.nonfinite is None
 
-    @pytest.mark.parametrize("name", ["mlp", "params", "transformer-260", "digits", "unusual"])
+    @pytest.mark.parametrize(
+        "name", ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"]
+    )
     def test_planted_nan_is_traced_to_its_rank(self, make_scenario, name):
         """Not before its step, and at its step with the weights of that step."""
         data = DataSpec(nan=NanSpec(step=1, rank=2))

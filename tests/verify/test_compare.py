@@ -7,7 +7,7 @@ import torch
 
 from zero_sim.verify.compare import find_difference, same_bits
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -26,7 +26,7 @@ def test_one_step_of_the_dtype_is_a_difference(dtype):
         torch.nextafter(a[1, 0].double(), torch.tensor(9.0).double())
         if dtype == torch.float64
         else (
-            a[1, 0].reshape(1).view(torch.int16 if a.element_size() == 2 else torch.int32) + 1
+            a[1, 0].reshape(1).view({1: torch.int8, 2: torch.int16, 4: torch.int32}[a.itemsize]) + 1
         ).view(dtype)[0]
     )
     difference = find_difference(a, b)
@@ -61,3 +61,16 @@ def test_a_number_that_no_tolerance_would_see():
     b[999] = 1.0 + 2.0**-23
     assert torch.allclose(a, b)
     assert not same_bits(a, b)
+
+
+def test_fp8_is_shown_with_its_byte():
+    from zero_sim.verify import findings
+
+    a = torch.tensor([1.0, 24.0]).to(torch.float8_e5m2)
+    b = torch.tensor([1.0, 28.0]).to(torch.float8_e5m2)
+    found = findings.differing(findings.param(0, 0, "w"), a, b)
+    assert (found.expected, found.got) == (
+        "0x1.8000000000000p+4 = byte 0x4e",
+        "0x1.c000000000000p+4 = byte 0x4f",
+    )
+    assert (found.expected_value, found.got_value, found.ulp) == ("24.0", "28.0", 1)

@@ -42,7 +42,7 @@ def test_seed_ignores_the_rank_where_ranks_share_data(make_scenario):
     assert seed_of(scenario, step=0, rank=0, micro=0) == seed_of(scenario, step=0, rank=3, micro=0)
 
 
-@pytest.mark.parametrize("name", ["mlp", "params", "transformer-260", "digits", "unusual"])
+@pytest.mark.parametrize("name", ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"])
 @pytest.mark.parametrize("ranks", ["distinct", "same"])
 def test_nan_goes_where_the_scenario_says(make_scenario, name, ranks):
     """Only the first element of micro-batch 0 of that rank and step is a NaN."""

@@ -10,7 +10,7 @@ import torch
 from zero_sim.scenario.spec import DataSpec, NanSpec, RunSpec, WorldSpec
 from zero_sim.workloads import Batch, build_workload
 
-NAMES = ["mlp", "params", "transformer-260", "digits", "unusual"]
+NAMES = ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ from zero_sim.scenario.spec import DataSpec, RunSpec
 from zero_sim.workloads import build_workload
 
 PLAIN = ["mlp", "params", "transformer-260", "digits"]
-NAMES = [*PLAIN, "unusual", "moe"]
+NAMES = [*PLAIN, "unusual", "moe", "fp8"]
 SHAPES = ((3, 2), (), (0, 4), (5,))
 
 

@@ -11,7 +11,7 @@ from zero_sim.errors import LayoutError
 ParamOrder = Literal["registration", "reverse"]
 Partition = Literal["padded", "uneven"]
 
-_DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}
 """Size of an element by the name of its dtype; asked for only where a policy counts in bytes."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zero_sim.reference.adding import AddOrder, RingSpan
 from zero_sim.reference.oracle import Orders, Reference, ReferenceStep, step_together
 from zero_sim.reference.placement import Addresses, place_of
+from zero_sim.reference.quantization import encode
 from zero_sim.reference.replay import NonFinite
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Reference",
     "ReferenceStep",
     "RingSpan",
+    "encode",
     "place_of",
     "step_together",
 ]

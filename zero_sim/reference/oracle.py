@@ -24,6 +24,7 @@ from zero_sim.reference.gradient import (
     unflatten,
 )
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
+from zero_sim.reference.quantization import decode, encode, find_scales, scale_for
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
@@ -48,6 +49,8 @@ class ReferenceStep:
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
     """The working params: the masters, cast; of all ranks, also those that only some hold."""
+    scales: Mapping[str, Tensor]  # each 0D, fp32
+    """Of params in fp8: what their values are multiplied by, after the step."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
     norm: Tensor  # 0D, fp32
@@ -122,7 +125,11 @@ class Reference:
         params = {name: param for share in shares for name, param in share.params.items()}
         _check_freeze(scenario, names=list(params))
         spec = scenario.optimizer
-        self._stepper = Stepper(spec, params=params)
+        self._scales = {
+            name: scale.clone() for share in shares for name, scale in share.scales.items()
+        }
+        weights = {name: decode(params[name], scale=s) for name, s in self._scales.items()}
+        self._stepper = Stepper(spec, params={**params, **weights})
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._seat(shares)
@@ -203,7 +210,11 @@ class Reference:
         module = build_module(self._workload, expert_index=share)
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         return Replayer(
-            scenario=self._scenario, workload=self._workload, module=module, params=params
+            scenario=self._scenario,
+            workload=self._workload,
+            module=module,
+            params=params,
+            scales={name: s for name, s in find_scales(module).items() if name in params},
         )
 
     def step(self, orders: Orders | None = None) -> ReferenceStep:
@@ -287,6 +298,7 @@ class Reference:
                 for replayer in self._replayers
                 for name, param in replayer.params.items()
             },
+            scales=dict(self._scales),
             state=self._stepper.state(),
             norm=measured.norm,
             norm_certified=measured.norm_certified,
@@ -375,7 +387,10 @@ class Reference:
         }
 
     def _update(self, flat: Tensor, *, norm: Tensor, active: Sequence[str], factor: float) -> None:
-        """Clip the master gradient, step the masters and cast them into the working params."""
+        """Clip the master gradient, step the masters and cast them into the working params.
+
+        Params in fp8 get new scales; those that are frozen keep theirs.
+        """
         spec, masters = self._scenario.optimizer, self._stepper.masters
         if spec.clip_value is not None:
             flat.clamp_(-spec.clip_value, spec.clip_value)
@@ -383,14 +398,26 @@ class Reference:
             clip_by_norm_(flat, norm=norm, norm_max=spec.clip_norm)
         like = {name: masters[name] for name in active}
         self._stepper.step(unflatten(flat, like=like), factor=factor)
+        working = self._replayers[0].params
+        for name in self._scales.keys() & like.keys():
+            self._scales[name] = scale_for(masters[name], dtype=working[name].dtype)
         self._write_params()
 
     def _write_params(self) -> None:
-        """Cast the masters into the working params of all replayers."""
+        """Cast the masters into the working params of all replayers, fp8 with their scales."""
         with torch.no_grad():
             for replayer in self._replayers:
                 for name, param in replayer.params.items():
-                    param.copy_(self._stepper.masters[name])
+                    param.copy_(self._cast(name, dtype=param.dtype))
+                for name, scale in replayer.scales.items():
+                    scale.copy_(self._scales[name])
+
+    def _cast(self, name: str, *, dtype: torch.dtype) -> Tensor:
+        """Return a master in fp8 where its param is; else as it is, for a copy to cast."""
+        master = self._stepper.masters[name]
+        if name not in self._scales:
+            return master
+        return encode(master, scale=self._scales[name], dtype=dtype)
 
 
 def step_together(

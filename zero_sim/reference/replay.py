@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class MicroReplay:
 
     loss: Tensor  # 0D
     """Not scaled."""
-    grads: dict[str, Tensor]  # each ND, the param's shape and dtype
+    grads: dict[str, Tensor]  # each ND, the param's shape and grad_dtype
     """Of the scaled loss, by param; without those that the loss does not reach."""
     rows: int
     digest: bytes
@@ -84,6 +84,8 @@ class Replayer:
     params: Mapping[str, nn.Parameter]
     """The params to differentiate by; every one of `module` that is trained. One that is frozen for
     now requires no gradient and is left out."""
+    scales: Mapping[str, Tensor] = field(default_factory=dict)  # each 0D fp32
+    """By param: the module's own scale, for params in fp8."""
 
     def replay_rank(
         self, *, step: int, rank: int, grad_dtype: torch.dtype | None, scale: float | None
@@ -96,7 +98,7 @@ class Replayer:
             step: Optimizer step, from 0.
             rank: Rank whose data is used.
             grad_dtype: Dtype of the accumulated gradients, which each addition is rounded to; None
-                for each param's own.
+                for what each param's own gradient has.
             scale: What losses are multiplied by before backward; None for nothing.
         """
         every = self.scenario.system.sync == "every"
@@ -117,7 +119,9 @@ class Replayer:
                 continue
             for name, param in self.params.items():
                 if name not in totals:
-                    totals[name] = torch.zeros(param.shape, dtype=grad_dtype or param.dtype)
+                    totals[name] = torch.zeros(
+                        param.shape, dtype=grad_dtype or param.grad_dtype or param.dtype
+                    )
         return RankReplay(
             losses=tuple(replay.loss for replay in replays),
             rounds=tuple(rounds),

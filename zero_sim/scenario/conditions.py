@@ -124,9 +124,15 @@ CONDITIONS = (
     ),
     Condition(
         reads=("data.loss", "model.name"),
-        broken=lambda s: s.data.loss == "sum" and s.model.name not in ("mlp", "params"),
-        message="only models 'mlp' and 'params' have a summed loss, got {got}.",
+        broken=lambda s: s.data.loss == "sum" and s.model.name not in ("mlp", "fp8", "params"),
+        message="only models 'mlp', 'fp8' and 'params' have a summed loss, got {got}.",
         suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("model.fp8_format", "model.name"),
+        broken=lambda s: s.model.fp8_format != "mixed" and s.model.name != "fp8",
+        message="only model 'fp8' has params in fp8, got {got}.",
+        suggestion='Leave it out, or write name = "fp8".',
     ),
     Condition(
         reads=("topology.order",),
@@ -236,7 +242,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("system.overlap_params", "system.stage"),
-        broken=lambda s: s.system.overlap_params and s.system.stage == 0,
+        broken=lambda s: s.system.overlap_params is True and s.system.stage == 0,
         message="stage 0 gathers no params, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual", "moe"]
+ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual", "moe", "fp8"]
 DtypeName = Literal["fp32", "bf16"]
 OptimizerName = Literal[
     "adamw",
@@ -55,16 +55,21 @@ class ModelSpec:
     260-parameter walkthrough; `digits`: a small network for the handwritten digits; `unusual`: one
     of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
     micro-batch only, empty, strided, of a second dtype; `moe`: a mixture of experts with an fp32
-    router, of which each rank holds its share."""
+    router, of which each rank holds its share; `fp8`: `mlp` with weight matrices in fp8 and a scale
+    each."""
     dtype: DtypeName = "fp32"
-    """Dtype of the working params; the optimizer always keeps fp32 masters."""
+    """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
+    fp32 masters."""
     hidden: int = 8
-    """`mlp`, `digits` and `moe`: width of a block; the inner layer of an `mlp` block is four times
-    as wide."""
+    """`mlp`, `fp8`, `digits` and `moe`: width of a block; the inner layer of an `mlp` block is four
+    times as wide."""
     blocks: int = 2
-    """`mlp`: number of residual blocks."""
+    """`mlp` and `fp8`: number of residual blocks."""
     experts: int = 4
     """`moe`: number of experts on all ranks together; `topology.ep` divides it."""
+    fp8_format: Literal["e4m3", "e5m2", "mixed"] = "mixed"
+    """`fp8`: format of the weight matrices; `mixed`: e4m3 into the inner layer of each block, e5m2
+    out of it."""
     shapes: tuple[tuple[int, ...], ...] | None = None
     """`params`: one shape per param, in registration order; a zero makes an empty param. Other
     models leave it out."""
@@ -99,7 +104,8 @@ class DataSpec:
     uneven_rows: bool = False
     """Rank r gets r % 3 rows more, so that ranks contribute unequal numbers of rows."""
     loss: Literal["mean", "sum"] = "mean"
-    """Whether a micro-batch's loss is a mean or a sum over its rows; `mlp` and `params` only."""
+    """Whether a micro-batch's loss is a mean or a sum over its rows; `mlp`, `fp8` and `params`
+    only."""
     nan: NanSpec | None = None
     """Where to plant a NaN; absent for none."""
 
@@ -183,10 +189,12 @@ class SystemSpec:
     element longer where it does not divide."""
     param_order: Literal["registration", "reverse"] = "registration"
     """In which order params lie in their buffer."""
-    overlap_grads: bool = False
-    """Whether gradients are reduced bucket by bucket while backward still runs."""
-    overlap_params: bool = False
-    """Whether params are gathered bucket by bucket while the next forward already runs."""
+    overlap_grads: bool | None = None
+    """Whether gradients are reduced bucket by bucket while backward still runs; absent for where
+    `bucket_elems` cuts buckets."""
+    overlap_params: bool | None = None
+    """Whether params are gathered bucket by bucket while the next forward already runs; absent for
+    where `bucket_elems` cuts buckets and the stage is 1."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None

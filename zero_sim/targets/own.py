@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import (
     CheckpointForm,
     GroupSpec,
@@ -142,8 +143,8 @@ class ZeroSimEngine:
             align_bytes=system.align_bytes,
             param_order=system.param_order,
             partition=system.partition,
-            overlap_grads=system.overlap_grads,
-            overlap_params=system.overlap_params,
+            overlap_grads=overlaps_grads(system),
+            overlap_params=overlaps_params(system),
         )
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
         topology = topology_of(scenario)
@@ -214,11 +215,11 @@ class ZeroSimEngine:
         self._ddp.finish_param_gather()
 
     def notes(self) -> Iterator[str]:
-        """The measured degree of overlap, where any was asked for."""
+        """The measured degree of overlap, where there is any to measure."""
         meter = self._ddp.overlap
-        if self._system.overlap_grads:
+        if self._ddp.config.overlap_grads:
             yield f"gradient collectives in flight while backward computed: {meter.grads_mean:.2f}"
-        if self._system.overlap_params:
+        if self._ddp.config.overlap_params:
             yield f"param gathers in flight while forward computed: {meter.params_mean:.2f}"
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:

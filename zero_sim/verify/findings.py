@@ -38,6 +38,18 @@ def param(step: int, rank: int, name: str) -> Finding:
     )
 
 
+def scale(step: int, rank: int, name: str) -> Finding:
+    """The scale of a param in fp8, before it is compared."""
+    return Finding(
+        check="equality.scale",
+        message="the scale of the fp8 param differs",
+        step=step,
+        phase="write-back",
+        rank=rank,
+        param=name,
+    )
+
+
 def norm(step: int, rank: int) -> Finding:
     """The norm of the gradient, before it is compared."""
     return Finding(
@@ -104,8 +116,8 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
         message=at.message + _common_factor(expected, got),
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
-        expected=_hex(difference.expected),
-        got=_hex(difference.got),
+        expected=_hex(difference.expected) + _byte(expected, first),
+        got=_hex(difference.got) + _byte(got, first),
         expected_value=repr(difference.expected),
         got_value=repr(difference.got),
         ulp=difference.ulp,
@@ -143,6 +155,13 @@ def nonfinite(step: int, origin: NonFinite) -> Finding:
 
 def _hex(value: float) -> str:
     return float(value).hex()
+
+
+def _byte(values: Tensor, index: int) -> str:
+    """The byte of an fp8 number, which is what travels and what tells the two formats apart."""
+    if not values.is_floating_point() or values.element_size() != 1:
+        return ""
+    return f" = byte {int(values.reshape(-1)[index].view(torch.uint8)):#04x}"
 
 
 def _index(first: int, shape: tuple[int, ...]) -> tuple[int, ...]:

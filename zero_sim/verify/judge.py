@@ -13,13 +13,22 @@ from itertools import chain
 
 from torch import Tensor
 
-from zero_sim.reference import Addresses, Orders, Reference, ReferenceStep, place_of, step_together
+from zero_sim.reference import (
+    Addresses,
+    Orders,
+    Reference,
+    ReferenceStep,
+    encode,
+    place_of,
+    step_together,
+)
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Engine, OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
 from zero_sim.verify.positions import ring_spans
 from zero_sim.verify.records import Finding
+from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
 """The phases of a step, in the order in which an error travels through them."""
@@ -265,12 +274,26 @@ class Judge:
         self, rank: int, step: int, engine: Engine, expected: ReferenceStep
     ) -> Iterator[Finding]:
         params, held = engine.params(), self._reference.held[rank]
+        scales = _scales_of(engine, names=[name for name in expected.scales if name in held])
+        for name, scale in scales.items():
+            if scale is None:
+                at = findings.scale(step, rank, name)
+                yield replace(at, message="the system does not have the scale of this param")
+            elif self._differs(expected.scales[name], scale):
+                at = findings.scale(step, rank, name)
+                yield findings.differing(at, expected.scales[name], scale)
         for part in self._parts[rank]:
             place = part.place
             if place.param not in params:
                 continue
             working = params[place.param].reshape(-1)[place.start : place.stop]
-            cast = part.master.to(working.dtype)
+            # With the rank's own scale: this is about what it holds, right or wrong.
+            scale = scales.get(place.param)
+            cast = (
+                part.master.to(working.dtype)
+                if scale is None
+                else encode(part.master, scale=scale, dtype=working.dtype)
+            )
             if self._differs(cast, working):
                 at = findings.owned("invariant.cast", "", step, rank, place)
                 yield findings.differing(at, cast, working)
@@ -321,6 +344,12 @@ class Judge:
         return not same_bits(expected, got)
 
 
+def _scales_of(engine: Engine, *, names: Collection[str]) -> dict[str, Tensor | None]:
+    """Scales of params in fp8 as a rank has them: buffers of the module, as the workload says."""
+    buffers = dict(engine.module.named_buffers()) if names else {}
+    return {name: buffers.get(name + SCALE_SUFFIX) for name in names}
+
+
 def _frozen(step: ReferenceStep) -> ReferenceStep:
     """A copy that survives the reference's next step; needed only where one rank runs ahead."""
 
@@ -332,5 +361,6 @@ def _frozen(step: ReferenceStep) -> ReferenceStep:
         grads=copied(step.grads),
         masters=copied(step.masters),
         params=copied(step.params),
+        scales=copied(step.scales),
         state={name: copied(state) for name, state in step.state.items()},
     )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_sim.scenario.overlap import overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import unwatched
 from zero_sim.targets import Engine, Target
@@ -120,7 +121,7 @@ def _train(
     rank = group.rank()
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
-    deferred = scenario.system.overlap_params
+    deferred = overlaps_params(scenario.system)
     module = build_module(workload, expert_index=rank % scenario.topology.ep)
     engine = target.build(module, scenario=scenario, group=group)
     if segment.load is not None:

@@ -40,9 +40,9 @@ class Finding:
     shard_stop: int | None = None
     """One past its last element."""
     expected: str | None = None
-    """What the reference has, as a hex float."""
+    """What the reference has, as a hex float; of fp8, before its scale, with its byte behind it."""
     got: str | None = None
-    """What the system has, as a hex float."""
+    """What the system has, in the same form."""
     expected_value: str | None = None
     """The same in decimal."""
     got_value: str | None = None

@@ -6,6 +6,7 @@ from typing import assert_never
 
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads.digits import DigitsWorkload
+from zero_sim.workloads.fp8 import Fp8Workload
 from zero_sim.workloads.mlp import MlpWorkload
 from zero_sim.workloads.moe import MoeWorkload
 from zero_sim.workloads.params import ParamsWorkload
@@ -36,5 +37,7 @@ def build_workload(scenario: Scenario) -> Workload:
             return UnusualWorkload(scenario)
         case "moe":
             return MoeWorkload(scenario)
+        case "fp8":
+            return Fp8Workload(scenario)
         case unknown:
             assert_never(unknown)

@@ -34,6 +34,7 @@ from zero_sim.zero.collectives import (
 )
 from zero_sim.zero.config import Divide, Stage
 from zero_sim.zero.division import divide_, multiply_by_reciprocal_
+from zero_sim.zero.fp8 import dequantize, quantize_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,6 +50,8 @@ class ParamMemory:
     """This rank's part of the gradient; the sum over ranks once the gradients are reduced."""
     own_working: Tensor  # 1D; stage 0: ND, the whole param in its own storage
     """This rank's part of the working param."""
+    scale: Tensor | None  # 0D fp32
+    """What the values of an fp8 param are multiplied by; None for other dtypes."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -198,6 +201,7 @@ class Buffer:
         group: The ranks that reduce together; with stage 1, those that hold a shard each.
         stage: 0 or 1.
         grad_dtype: Dtype of the gradients.
+        scales: Of each fp8 param its scale, 0D fp32, in the module's own memory.
         replica_group: With redundancy, the ranks that hold this rank's shard in all blocks.
         accumulate_sums: Whether sums of several micro-batches are added up, in memory of their own
             as long as this rank's shards.
@@ -223,6 +227,7 @@ class Buffer:
         group: dist.ProcessGroup,
         stage: Stage,
         grad_dtype: torch.dtype,
+        scales: Mapping[nn.Parameter, Tensor] | None = None,
         replica_group: dist.ProcessGroup | None = None,
         accumulate_sums: bool = False,
     ) -> None:
@@ -241,7 +246,7 @@ class Buffer:
             self.total_data = torch.zeros(own_elems, dtype=grad_dtype, device=first.device)
         by_index = self._build_buckets(group=group, replica_group=replica_group)
         self.buckets = tuple(by_index.values())
-        self._memory = self._adopt(params, buckets=by_index)
+        self._memory = self._adopt(params, buckets=by_index, scales=scales or {})
         self._bucket_of = {
             params[placed.name]: by_index[placed.bucket]
             for placed in plan.params
@@ -309,13 +314,17 @@ class Buffer:
     def get_param_shard(self, param: nn.Parameter) -> Tensor:
         """Return this rank's part of a working param as a 1D tensor, to be read only.
 
+        Of an fp8 param the weights that it stands for, in fp32.
+
         Raises:
             LayoutError: If the param is not in this buffer.
         """
-        return self._find(param).own_working.reshape(-1)
+        memory = self._find(param)
+        working = memory.own_working.reshape(-1)
+        return working if memory.scale is None else dequantize(working, scale=memory.scale)
 
     def write_param_shard(self, param: nn.Parameter, data: Tensor) -> None:
-        """Write this rank's part of a working param, cast to its dtype.
+        """Write this rank's part of a working param, cast to its dtype; fp8 at its present scale.
 
         Other ranks see it after `allgather_params`.
 
@@ -338,10 +347,18 @@ class Buffer:
         bucket = self._bucket_of.get(param)
         if bucket is not None:
             bucket.finish_gather()
-        working.copy_(data.detach().view(working.shape))
+        data = data.detach().view(working.shape)
+        if memory.scale is None:
+            working.copy_(data)
+        else:
+            quantize_(working, data, scale=memory.scale)
 
     def _adopt(
-        self, params: Mapping[str, nn.Parameter], *, buckets: Mapping[int, Bucket]
+        self,
+        params: Mapping[str, nn.Parameter],
+        *,
+        buckets: Mapping[int, Bucket],
+        scales: Mapping[nn.Parameter, Tensor],
     ) -> dict[nn.Parameter, ParamMemory]:
         """Point params and their gradients into the flat memory."""
         # A param lies in one bucket, and so has at most one fragment in this rank's shards.
@@ -370,6 +387,7 @@ class Buffer:
                 own_working=(
                     param.detach() if self.param_data is None else _view(self.param_data, own)
                 ),
+                scale=scales.get(param),
             )
         return memory
 

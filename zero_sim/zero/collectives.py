@@ -6,6 +6,10 @@ read nor written. Without, they return None when they are done.
 torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single` and `all_gather_into_tensor`
 to `all_gather_single`, and warns about the old names. Which spelling this torch has is decided here
 and nowhere else.
+
+[Note: fp8 as bytes]
+Libraries move only what they know: gloo refuses fp8, and NCCL takes it in some versions. What is
+moved and not added up goes over as bytes.
 """
 
 from __future__ import annotations
@@ -92,7 +96,7 @@ def all_gather(
         group: The ranks that hold one shard each.
         async_op: Whether to return before it is done.
     """
-    return _all_gather(output, shard, group=group, async_op=async_op)
+    return _all_gather(_movable(output), _movable(shard), group=group, async_op=async_op)
 
 
 def all_gather_uneven(
@@ -117,8 +121,8 @@ def all_gather_uneven(
     """
     rank_count = len(sizes)
     return dist.all_to_all_single(
-        output,
-        shard.repeat(rank_count),
+        _movable(output),
+        _movable(shard).repeat(rank_count),
         output_split_sizes=list(sizes),
         input_split_sizes=[shard.numel()] * rank_count,
         group=group,
@@ -131,6 +135,17 @@ def all_reduce_sum(
 ) -> dist.Work | None:
     """Replace `flat` (any shape) by its sum over the ranks, on every rank."""
     return dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def all_reduce_max(flat: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Replace `flat` (any shape, no NaN) by its maximum over the ranks, on every rank."""
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or its bytes; see [Note: fp8 as bytes]."""
+    is_fp8 = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.view(torch.uint8) if is_fp8 else tensor
 
 
 _COALESCED_BYTES_MAX = 1 << 20
@@ -147,12 +162,12 @@ def broadcast_from_first(tensors: Iterable[Tensor], *, group: dist.ProcessGroup)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_contiguous() and tensor.nbytes > _COALESCED_BYTES_MAX:
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+            dist.broadcast(_movable(tensor.detach()), group=group, group_src=0)
         elif tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for members in alike.values():
         flat = torch.cat([member.reshape(-1) for member in members])
-        dist.broadcast(flat, group=group, group_src=0)
+        dist.broadcast(_movable(flat), group=group, group_src=0)
         parts = flat.split([member.numel() for member in members])
         for member, part in zip(members, parts, strict=True):
             member.copy_(part.view(member.shape))

@@ -41,9 +41,11 @@ class ZeroConfig:
     redundancy: int = 1
     """Copies of the sharded optimizer state: blocks of consecutive ranks that shard all of it."""
     grad_dtype: GradDtype = "param"
-    """Dtype in which gradients are accumulated and summed: the param's own, or fp32."""
-    bucket_elems: int | None = None
-    """A bucket closes once it holds at least this many elements; None for one bucket a buffer."""
+    """Dtype in which gradients are accumulated and summed: the param's own (of an fp8 param, its
+    `grad_dtype`), or fp32."""
+    bucket_elems: int | None = 40_000_000
+    """A bucket closes once it holds at least this many elements; None for one bucket a buffer. The
+    default is that of Megatron-LM."""
     align_elems: int = 1
     """Every shard starts at a multiple of this many elements."""
     align_bytes: int = 1
@@ -52,10 +54,12 @@ class ZeroConfig:
     """Order of params in a buffer."""
     partition: Partition = "padded"
     """Even shards by padding, or none and the first shards one element longer."""
-    overlap_grads: bool = False
-    """Whether a bucket is reduced while backward runs, as soon as its gradients are there."""
+    overlap_grads: bool = True
+    """Whether a bucket is reduced while backward runs, as soon as its gradients are there: in a
+    backward after `begin_last_micro_batch`."""
     overlap_params: bool = False
-    """Whether params are gathered while the next forward runs, each waited for before its use."""
+    """Whether params are gathered while the next forward runs, each waited for before its use. Not
+    by default: until then whoever reads a param otherwise than by a forward reads an old one."""
     broadcast_params: bool = True
     """Whether group rank 0's params and module buffers replace all others' at construction; where
     False, the caller vouches that every rank built the same bits."""

@@ -30,6 +30,8 @@ from zero_sim.zero.buffer import Bucket, Buffer, ParamMemory
 from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
+from zero_sim.zero.fp8 import DTYPE_NAMES as FP8_DTYPES
+from zero_sim.zero.fp8 import find_grad_dtype, find_scale
 from zero_sim.zero.groups import KindGroups, split_ranks
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
 from zero_sim.zero.overlap import GradPipeline, OverlapMeter, ParamPipeline, order_by_forward
@@ -67,6 +69,9 @@ class DistributedDataParallel:
     module: nn.Module
     params: dict[str, nn.Parameter]
     """Trainable params by name, in registration order; a tied param once."""
+    scales: dict[nn.Parameter, Tensor]
+    """Of each fp8 param its scale, 0D fp32, a buffer of the module; see zero/fp8.py. It belongs to
+    the param's values and is to be read when they are."""
     buffers: tuple[Buffer, ...]
     divisor: Tensor  # 0D fp32
     """What gradients are divided by: the count of the step once it is known, before the world size.
@@ -101,6 +106,11 @@ class DistributedDataParallel:
         )
         self._kind_groups = self._check_kind_groups(kind_groups or {})
         self.params = find_trainable_params(module)
+        self.scales = {
+            param: find_scale(module, name=name, param=param)
+            for name, param in self.params.items()
+            if param.dtype in FP8_DTYPES
+        }
         self.kind_of = kind_of or _all_dense
         self.kinds = {name: self.kind_of(name, param) for name, param in self.params.items()}
         self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())
@@ -377,14 +387,15 @@ class DistributedDataParallel:
 
     def _build_buffer(self, plan: BufferPlan) -> Buffer:
         params = {placed.name: self.params[placed.name] for placed in plan.params}
-        param_dtype = next(iter(params.values())).dtype
+        in_fp32 = self.config.grad_dtype == "fp32"
         groups = self.groups_of(plan.key.kind)
         return Buffer(
             plan,
             params=params,
             group=groups.shard_group,
             stage=self.config.stage,
-            grad_dtype=torch.float32 if self.config.grad_dtype == "fp32" else param_dtype,
+            grad_dtype=torch.float32 if in_fp32 else find_grad_dtype(params),
+            scales=self.scales,
             replica_group=groups.replica_group,
             accumulate_sums=self.config.sync == "every",
         )

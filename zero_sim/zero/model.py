@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero_sim.errors import ModelError
+from zero_sim.zero import fp8
 
-DTYPE_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+DTYPE_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", **fp8.DTYPE_NAMES}
 """The dtypes of params that can be trained, with the names they have in a layout."""
 
 
@@ -59,7 +60,7 @@ def _check_trainable(name: str, param: nn.Parameter) -> None:
             f"Expected dense params but got {name!r} with layout {param.layout}. Try to_dense()."
         )
     if param.dtype not in DTYPE_NAMES:
-        expected = " or ".join(map(str, DTYPE_NAMES))
+        expected = ", ".join(map(str, DTYPE_NAMES))
         raise ModelError(
             f"Expected params of {expected} but got {name!r} of {param.dtype}. "
             f"Try module.to(torch.float32), or freeze the param."

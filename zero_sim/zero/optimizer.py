@@ -23,6 +23,7 @@ from zero_sim.zero.collectives import all_reduce_sum
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.division import divide_
 from zero_sim.zero.elementwise import check_groups, check_optimizer, check_state
+from zero_sim.zero.fp8 import ScaleUpdate
 from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
 from zero_sim.zero.scaler import LossScaler
 
@@ -84,9 +85,10 @@ class DistributedOptimizer:
     """An elementwise `torch.optim` optimizer over this rank's part of the params.
 
     A step, after `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> unscaled and divided ->
-    measured over all ranks -> clipped -> stepped on the masters -> cast into the working params ->
-    gathered from their owners. Params whose `requires_grad` is False when the step runs are left
-    out, from the measuring to the cast, and neither they nor their state change.
+    measured over all ranks -> clipped -> stepped on the masters -> cast into the working params,
+    fp8 ones at a new scale -> gathered from their owners. Params whose `requires_grad` is False
+    when the step runs are left out, from the measuring to the cast, and neither they nor their
+    scale or state change.
 
     Args:
         ddp: The module and its buffers.
@@ -139,6 +141,7 @@ class DistributedOptimizer:
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
         self._base_lrs = [group.get("lr") for group in self.inner.param_groups]
         self._unchecked = list(self._masters)
+        self._scale_updates = _build_scale_updates(ddp)
 
     @torch.no_grad()
     def step(self) -> StepResult:
@@ -287,6 +290,9 @@ class DistributedOptimizer:
             master.leaf.grad = grad
         self.inner.step()
         self._check_new_state()
+        # Outside any test of what this rank owns, too.
+        for update in self._scale_updates:
+            update.run((master.param, master.leaf.detach()) for master in trained)
         for master in trained:
             master.buffer.write_param_shard(master.param, master.leaf)
             # fp32 copies of the gradients are only needed inside a step.
@@ -331,6 +337,19 @@ def _build_masters(
                 )
             )
     return shards, tuple(masters)
+
+
+def _build_scale_updates(ddp: DistributedDataParallel) -> list[ScaleUpdate]:
+    """Return one update a kind of params in fp8, over the ranks that shard them."""
+    sharded = ddp.config.stage == 1
+    name_of = {param: name for name, param in ddp.params.items()}
+    by_kind: dict[str, dict[nn.Parameter, Tensor]] = {}
+    for param, scale in ddp.scales.items():
+        by_kind.setdefault(ddp.kinds[name_of[param]], {})[param] = scale
+    return [
+        ScaleUpdate(scales, group=ddp.groups_of(kind).shard_group if sharded else None)
+        for kind, scales in by_kind.items()
+    ]
 
 
 def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:

@@ -296,11 +296,12 @@ def _commit_weights(
     loaded: _Loaded, ddp: DistributedDataParallel, optimizer: DistributedOptimizer
 ) -> None:
     optimizer.zero_grad()
+    # Module buffers first: the scales of fp8 params are among them.
+    for (_, tensor), fresh in zip(iterate_module_tensors(ddp), loaded.module, strict=True):
+        tensor.copy_(fresh)
     for master in optimizer._masters:
         master.leaf.copy_(loaded.masters[master.leaf])
         master.buffer.write_param_shard(master.param, master.leaf)
-    for (_, tensor), fresh in zip(iterate_module_tensors(ddp), loaded.module, strict=True):
-        tensor.copy_(fresh)
     if ddp.config.stage == 1:
         for buffer in ddp.buffers:
             buffer.allgather_params()

@@ -44,9 +44,9 @@ def save(
     """Save the run; every rank of `ddp.group` must call it.
 
     Saved are fp32 masters, all optimizer state, the settings of the param groups, the loss scaler,
-    and rank 0's frozen params and persistent module buffers. Working params are not: they are
-    their masters, cast. Nor are gradients: save between two steps. `load` takes it into any other
-    layout.
+    and rank 0's frozen params and persistent module buffers, the scales of fp8 params among them.
+    Working params are not: they are their masters, cast. Nor are gradients: save between two steps.
+    `load` takes it into any other layout.
 
     Args:
         path: Name of the checkpoint, a folder that all ranks reach. A checkpoint of that name is

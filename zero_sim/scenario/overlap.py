@@ -1,0 +1,22 @@
+"""Whether a case overlaps communication with computation, where it leaves that open."""
+
+from __future__ import annotations
+
+from zero_sim.scenario.spec import SystemSpec
+
+
+def overlaps_grads(system: SystemSpec) -> bool:
+    """Whether gradients are reduced under backward; of its own accord wherever buckets are cut."""
+    return _has_buckets(system) if system.overlap_grads is None else system.overlap_grads
+
+
+def overlaps_params(system: SystemSpec) -> bool:
+    """Whether params are gathered under forward; of its own accord with buckets and stage 1."""
+    if system.overlap_params is None:
+        return _has_buckets(system) and system.stage == 1
+    return system.overlap_params
+
+
+def _has_buckets(system: SystemSpec) -> bool:
+    # With one bucket a buffer there is next to nothing to overlap, and hooks only cost time.
+    return system.bucket_elems is not None

@@ -1,0 +1,134 @@
+"""`fp8`: the blocks of `mlp` with weight matrices of one byte an element and a scale each.
+
+A weight `X` is a param of fp8 values; what they stand for is `X * X_scale`, with the scale a 0D
+fp32 buffer beside it. Who trains the module finds it by that name, steps the product and writes
+both. The gradient of the param is that of the product, in `X.grad_dtype`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.affine import draw_affine
+from zero_sim.workloads.draws import weight_generator, working_dtype
+from zero_sim.workloads.mlp import MlpWorkload
+from zero_sim.workloads.protocol import Batch
+
+SCALE_SUFFIX = "_scale"
+"""What the name of a scale adds to its param's."""
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+_EXPANSION = 4
+_FORMATS = {
+    "e4m3": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
+    "mixed": (torch.float8_e4m3fn, torch.float8_e5m2),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Bits:
+    """The initial weights of one layer; `Fp8Affine` copies them."""
+
+    weight: Tensor  # 2D (out, in), fp8
+    scale: Tensor  # 0D fp32
+    bias: Tensor  # 1D (out,)
+
+
+class _Dequantize(torch.autograd.Function):
+    """`values * scale`, rounded to a dtype; its gradient goes to the values as it is.
+
+    torch's own cast would round the gradient to fp8 on its way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return (values.to(torch.float32) * scale).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return grad_outputs[0], None, None
+
+
+class Fp8Affine(nn.Module):
+    """`y = x @ (weight * weight_scale).T + bias`, computed in the dtype of the bias."""
+
+    weight: nn.Parameter  # 2D (out, in), fp8; its gradient has the dtype of the bias
+    weight_scale: Tensor  # 0D fp32
+    bias: nn.Parameter  # 1D (out,)
+
+    def __init__(self, bits: Fp8Bits) -> None:
+        super().__init__()
+        self.register_parameter("weight", nn.Parameter(bits.weight.clone()))
+        self.weight.grad_dtype = bits.bias.dtype
+        self.register_buffer("weight" + SCALE_SUFFIX, bits.scale.clone())
+        self.register_parameter("bias", nn.Parameter(bits.bias.clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` (..., in) to (..., out)."""
+        weight = _Dequantize.apply(self.weight, self.weight_scale, self.bias.dtype)
+        return functional.linear(x, weight, self.bias)
+
+
+class Fp8Block(nn.Module):
+    """`x + down(relu(up(x)))`, the inner layer four times as wide."""
+
+    def __init__(self, up: Fp8Bits, down: Fp8Bits) -> None:
+        super().__init__()
+        self.up = Fp8Affine(up)
+        self.down = Fp8Affine(down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` (rows, hidden) to the same shape."""
+        return x + self.down(functional.relu(self.up(x)))
+
+
+class Fp8Workload:
+    """The task of `mlp`, with weights in fp8 and biases in the working dtype."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial weights, once.
+
+        Args:
+            scenario: Uses what `mlp` uses, and `model.fp8_format`.
+        """
+        self._mlp = MlpWorkload(scenario)
+        generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
+        hidden = scenario.model.hidden
+        inner = _EXPANSION * hidden
+        up_dtype, down_dtype = _FORMATS[scenario.model.fp8_format]
+
+        def draw(inputs: int, outputs: int, fp8: torch.dtype) -> Fp8Bits:
+            bits = draw_affine(generator, inputs=inputs, outputs=outputs, dtype=torch.float32)
+            # No power of two: who trains must cope with whatever scale a module comes with.
+            scale = bits.weight.abs().amax() / torch.finfo(fp8).max
+            return Fp8Bits(
+                weight=(bits.weight / scale).to(fp8), scale=scale, bias=bits.bias.to(dtype)
+            )
+
+        self._blocks = tuple(
+            (draw(hidden, inner, up_dtype), draw(inner, hidden, down_dtype))
+            for _ in range(scenario.model.blocks)
+        )
+
+    def build(self) -> nn.Module:
+        """Return the blocks in order; the params start with `0.up.weight`, `0.up.bias`."""
+        return nn.Sequential(*(Fp8Block(up, down) for up, down in self._blocks))
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return inputs and targets, both (rows, hidden) in the working dtype."""
+        return self._mlp.batch(step=step, rank=rank, micro=micro)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the squared error in fp32, as `mlp`."""
+        return self._mlp.loss(module, batch)
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: random targets have no held-out part."""
+        return None

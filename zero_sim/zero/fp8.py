@@ -1,0 +1,194 @@
+"""Params of one byte an element: fp8 values times one scale a param.
+
+[Note: fp8 params]
+A param of dtype `float8_e4m3fn` or `float8_e5m2` with the name `X` stands for the weight
+`X * X_scale`, where `X_scale` is a 0D fp32 buffer of the module that owns `X`: a buffer, so that it
+moves, is copied and is saved with the module. Its gradient is that of this product. Autograd casts
+what a leaf receives to `leaf.grad_dtype`, which would be fp8, so the module sets it to fp32 or
+bf16 (and once more after a `deepcopy`, which forgets it).
+
+[Note: current scaling]
+After the masters were stepped all ranks agree on `amax`, the greatest magnitude in the whole
+master. The new scale is the least power of two that keeps `amax / scale` within fp8, limited to
+what keeps the greatest fp8 value and the scale itself finite and normal in fp32; it is 1 where amax
+is zero, infinite or NaN. A value is `master / scale`, clamped to the finite numbers of fp8 and
+rounded to nearest, ties to even; a NaN stays one. Scaling by powers of two rounds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_sim.errors import ModelError
+from zero_sim.zero.collectives import all_reduce_max
+
+DTYPE_NAMES: Final = {torch.float8_e4m3fn: "fp8-e4m3", torch.float8_e5m2: "fp8-e5m2"}
+"""The fp8 dtypes that can be trained, with the names that they have in a layout."""
+
+_GRAD_DTYPES = (torch.float32, torch.bfloat16)
+# The greatest numbers, 448 and 57344, are both 0.875 times a power of two.
+_MAX_MANTISSA = 0.875
+_MAX_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
+_FP32_EXPONENTS = (-126, 128)  # of the least normal number; of what is just too large
+_FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
+
+
+def find_scale(module: nn.Module, *, name: str, param: nn.Parameter) -> Tensor:
+    """Return the scale of an fp8 param, memory of the module; see [Note: fp8 params].
+
+    Args:
+        module: The whole model.
+        name: Name of the param in it.
+        param: The param.
+
+    Returns:
+        0D fp32.
+
+    Raises:
+        ModelError: If there is none, or one that cannot be used; if modules that share the param do
+            not share the scale; or if the param's gradient would be fp8.
+    """
+    scales = {id(scale): scale for scale in _find_candidates(module, param)}
+    scale = next(iter(scales.values()))
+    if len(scales) > 1:
+        raise ModelError(
+            f"Expected one scale for {name!r} in all modules that share it but got {len(scales)}. "
+            f"Try to share the buffer as the param is shared."
+        )
+    if scale is None or scale.shape != () or scale.dtype is not torch.float32:
+        got = "none" if scale is None else f"shape {tuple(scale.shape)} of {scale.dtype}"
+        raise ModelError(
+            f"Expected a 0D fp32 buffer '{name}_scale', saved with the module, for the param "
+            f"{name!r} of {param.dtype} but got {got}. "
+            f"Try register_buffer('{name.rpartition('.')[2]}_scale', torch.ones(()))."
+        )
+    if not (scale.isfinite() and scale > 0):
+        raise ModelError(
+            f"Expected a positive, finite scale of {name!r} but got {scale.item()}. "
+            f"Try torch.ones(())."
+        )
+    if param.grad_dtype not in _GRAD_DTYPES:
+        raise ModelError(
+            f"Expected a gradient of fp32 or bf16 for {name!r} of {param.dtype} but got "
+            f"grad_dtype={param.grad_dtype}. Try param.grad_dtype = torch.bfloat16."
+        )
+    return scale
+
+
+def _find_candidates(module: nn.Module, param: nn.Parameter) -> Iterator[Tensor | None]:
+    """Yield what stands for the scale beside the param, under each of its names."""
+    for owner in module.modules():
+        buffers = dict(owner.named_buffers(recurse=False))
+        for name, member in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if member is param:
+                # One that is not saved is none: the values mean nothing without it.
+                saved = f"{name}_scale" not in owner._non_persistent_buffers_set
+                yield buffers.get(f"{name}_scale") if saved else None
+
+
+def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
+    """Return the dtype in which autograd gives the gradients of params of one buffer.
+
+    Raises:
+        ModelError: If it is not the same for all.
+    """
+    by_dtype = {param.grad_dtype or param.dtype: name for name, param in params.items()}
+    if len(by_dtype) > 1:
+        found = ", ".join(f"{dtype} of {name!r}" for dtype, name in by_dtype.items())
+        raise ModelError(
+            f"Expected one dtype for the gradients of all params that share a buffer but got "
+            f"{found}. Try the same param.grad_dtype for all, or grad_dtype='fp32'."
+        )
+    return next(iter(by_dtype))
+
+
+def dequantize(values: Tensor, *, scale: Tensor) -> Tensor:
+    """Return what fp8 values stand for, in fp32.
+
+    Args:
+        values: fp8, any shape.
+        scale: 0D fp32.
+    """
+    return values.to(torch.float32) * scale
+
+
+def quantize_(values: Tensor, master: Tensor, *, scale: Tensor) -> None:
+    """Write masters as fp8 values; see [Note: current scaling].
+
+    Args:
+        values: fp8, of the master's shape.
+        master: fp32.
+        scale: 0D fp32.
+    """
+    # Casts of what is out of range differ: e5m2 overflows to infinity, and e4m3 to NaN or to the
+    # greatest number, depending on the version of torch.
+    bound = torch.finfo(values.dtype).max
+    values.copy_((master / scale).clamp_(-bound, bound))
+
+
+class ScaleUpdate:
+    """Gives all fp8 params of a model their new scales, with one collective a step.
+
+    Args:
+        scales: 0D fp32, by param; the same params in the same order on all ranks.
+        group: The ranks that hold a part of each master; None where every rank holds all.
+    """
+
+    def __init__(
+        self, scales: Mapping[nn.Parameter, Tensor], *, group: dist.ProcessGroup | None
+    ) -> None:
+        self._scales = scales
+        self._group = group
+        self._index_of = {param: index for index, param in enumerate(scales)}
+
+    @torch.no_grad()
+    def run(self, masters: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Set the scale of every param that is not frozen; each rank calls it, owning or not.
+
+        Args:
+            masters: This rank's parts of the masters, fp32, none of them empty. Those of params
+                that are not fp8 are passed over.
+        """
+        if not self._scales:
+            return
+        first = next(iter(self._scales.values()))
+        amax = first.new_zeros(len(self._scales))
+        for param, master in masters:
+            index = self._index_of.get(param)
+            if index is not None:
+                amax[index] = measure_amax(master)
+        if self._group is not None:
+            all_reduce_max(amax, group=self._group)
+        for param, scale in self._scales.items():
+            if param.requires_grad:
+                scale.copy_(choose_scale(amax[self._index_of[param]], dtype=param.dtype))
+
+
+def measure_amax(master: Tensor) -> Tensor:
+    """Return the greatest magnitude of some elements, at least one, as 0D; a NaN is infinite."""
+    # Libraries do not agree on the maximum of a NaN and a number.
+    return master.abs().amax().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def choose_scale(amax: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Return the scale for a greatest magnitude; see [Note: current scaling].
+
+    Args:
+        amax: 0D fp32.
+        dtype: The fp8 dtype.
+
+    Returns:
+        0D fp32.
+    """
+    mantissa, exponent = torch.frexp(amax)
+    exponent = exponent - _MAX_EXPONENT[dtype] + (mantissa > _MAX_MANTISSA)
+    least, beyond = _FP32_EXPONENTS
+    exponent = exponent.clamp(least, beyond - _MAX_EXPONENT[dtype])
+    # By its bits: a power of two out of pow() or exp2() is not promised to be exact.
+    power = ((exponent + _FP32_BIAS) << _FP32_MANTISSA_BITS).to(torch.int32).view(torch.float32)
+    return torch.where((amax > 0) & amax.isfinite(), power, torch.ones_like(power))
