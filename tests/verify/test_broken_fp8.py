@@ -131,8 +131,8 @@ def test_values_at_the_scale_before(case, monkeypatch):
 def test_a_scale_that_a_checkpoint_forgets(case, monkeypatch):
     right = own.checkpoint.load
 
-    def forgetful(path, *, ddp, optimizer):
-        right(path, ddp=ddp, optimizer=optimizer)
+    def forgetful(path, *, ddp, **others):
+        right(path, ddp=ddp, **others)
         for scale in ddp.scales.values():
             scale.fill_(1.0)
 
