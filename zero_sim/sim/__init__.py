@@ -8,7 +8,8 @@ from zero_sim.sim.failures import (
     RankStatus,
     WorldFailure,
 )
-from zero_sim.sim.log import CollectiveRecord, EventLog
+from zero_sim.sim.log import CollectiveRecord, EventLog, Moment
+from zero_sim.sim.schedule import Replay
 from zero_sim.sim.world import World
 
 __all__ = [
@@ -16,9 +17,11 @@ __all__ = [
     "ContractViolation",
     "Deadlock",
     "EventLog",
+    "Moment",
     "RankFailed",
     "RankStalled",
     "RankStatus",
+    "Replay",
     "World",
     "WorldFailure",
 ]

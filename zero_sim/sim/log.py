@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from os.path import basename
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class CollectiveRecord(NamedTuple):
@@ -28,6 +28,8 @@ class CollectiveRecord(NamedTuple):
     asynchronous: bool
     file: str
     line: int
+    output_elems: int = 0
+    """Elements that the rank ends up with, counted as `elems` is."""
 
     @property
     def bytes(self) -> int:
@@ -40,6 +42,18 @@ class CollectiveRecord(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
+class Moment(NamedTuple):
+    """One thing that happened to one rank's call."""
+
+    tick: int
+    """The log's clock: grows from event to event."""
+    rank: int
+    what: Literal["issue", "read", "perform", "write", "wait", "land"]
+    """From the call (`issue`) to the end of the wait for it (`land`)."""
+    record: int
+    """Index of the call in `EventLog.collectives`."""
+
+
 class EventLog:
     """The events of one run, in the one order in which they happened."""
 
@@ -47,6 +61,10 @@ class EventLog:
         self.collectives: list[CollectiveRecord] = []
         self.turns: list[int] = []
         """The ranks that got the baton, in order."""
+        self.moments: list[Moment] = []
+        """What happened to the calls besides their issue, where the world keeps track of it."""
+        self.refused: int | None = None
+        """Index of the call that did not fit the others' and so ended the run."""
 
     def of_rank(self, rank: int) -> list[CollectiveRecord]:
         """The calls of one rank, in its program's order."""
@@ -56,7 +74,6 @@ class EventLog:
         """A hash of every event; the folder of a call site is left out, so that it travels."""
         state = hashlib.sha256()
         for record in self.collectives:
-            fields = (*record[:-2], basename(record.file), record.line)
-            state.update(repr(fields).encode())
+            state.update(repr(tuple(record._replace(file=basename(record.file)))).encode())
         state.update(repr(self.turns).encode())
         return state.hexdigest()

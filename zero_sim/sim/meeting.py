@@ -140,6 +140,10 @@ class Group:
             del self._open[sequence]
         return collective, sequence
 
+    def last_sequence(self, group_rank: int) -> int:
+        """Number of the collective that a member issued last."""
+        return self._issued[group_rank] - 1
+
     def send(
         self, group_rank: int, peer: int, *, tag: int, call: Call
     ) -> tuple[Message, Message | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -53,6 +54,37 @@ class RandomSchedule:
         if not self._ready:
             return None
         return self._ready.pop(self._random.randrange(len(self._ready)))
+
+
+class Replay:
+    """The turns of an earlier run; from the first that cannot be taken on, first come first served.
+
+    Args:
+        turns: The ranks that got the baton, in order, as `EventLog.turns` has them.
+    """
+
+    def __init__(self, turns: Sequence[int]) -> None:
+        self.turns = tuple(turns)
+        self.diverged_at: int | None = None
+        """The first turn that differs from the recorded ones, counted from 0."""
+        self._taken = 0
+        self._ready: deque[int] = deque()
+
+    def add(self, rank: int) -> None:
+        """Queue the rank behind all that are ready."""
+        self._ready.append(rank)
+
+    def pick(self) -> int | None:
+        """The rank of the recorded turn, or the one that has been ready longest."""
+        if not self._ready:
+            return None
+        turn, self._taken = self._taken, self._taken + 1
+        if self.diverged_at is None:
+            if turn < len(self.turns) and self.turns[turn] in self._ready:
+                self._ready.remove(self.turns[turn])
+                return self.turns[turn]
+            self.diverged_at = turn
+        return self._ready.popleft()
 
 
 def build_schedule(name: str, *, seed: int) -> Schedule:

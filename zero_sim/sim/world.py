@@ -15,14 +15,14 @@ from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import c10d
 from zero_sim.sim.baton import Baton
 from zero_sim.sim.callsite import call_site
-from zero_sim.sim.collectives import Call
+from zero_sim.sim.collectives import IN_PLACE, Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
 from zero_sim.sim.log import CollectiveRecord, EventLog
 from zero_sim.sim.meeting import Group, Message
 from zero_sim.sim.order import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
 from zero_sim.sim.randomness import Randomness
-from zero_sim.sim.schedule import SCHEDULES, build_schedule
+from zero_sim.sim.schedule import SCHEDULES, Replay, build_schedule
 from zero_sim.sim.store import KeyWait, SimStore
 from zero_sim.sim.work import SimWork
 
@@ -96,9 +96,18 @@ class World:
             ) from error
 
     def configure(
-        self, *, order: str | None = None, schedule: str | None = None, seed: int | None = None
+        self,
+        *,
+        order: str | None = None,
+        schedule: str | Replay | None = None,
+        seed: int | None = None,
     ) -> None:
         """Change what the next run does; what is left out stays.
+
+        Args:
+            order: Order model of every reduction.
+            schedule: Name of a policy, or recorded turns to repeat once.
+            seed: Seed of the random schedule and of the ranks' random numbers.
 
         Raises:
             UsageError: An unknown order or schedule, with the known ones.
@@ -108,7 +117,7 @@ class World:
                 raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
             self.order = ORDERS[order]
         if schedule is not None:
-            if schedule not in SCHEDULES:
+            if not isinstance(schedule, Replay) and schedule not in SCHEDULES:
                 raise UsageError(
                     f"expected schedule to be one of {list(SCHEDULES)}, got {schedule!r}"
                 )
@@ -179,7 +188,8 @@ class World:
         return self._closed
 
     def _new_baton(self) -> Baton:
-        schedule = build_schedule(self.schedule, seed=self.seed)
+        named = self.schedule
+        schedule = named if isinstance(named, Replay) else build_schedule(named, seed=self.seed)
         return Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
 
     def _start_threads(self) -> None:
@@ -254,6 +264,10 @@ class World:
         try:
             collective, sequence = group.issue(group_rank, call, self.order)
         except WorldFailure as failure:
+            # A log that lacks the call which ended the run would not show why it ended.
+            sequence = group.last_sequence(group_rank)
+            self._record(rank, group, call, sequence, asynchronous, _detail(call))
+            self.log.refused = len(self.log.collectives) - 1
             raise self._baton.fail(failure) from None
         self._record(rank, group, call, sequence, asynchronous, _detail(call))
         if collective.done:
@@ -292,11 +306,13 @@ class World:
         rank = group.ranks[group_rank]
         self._baton.check_alive()
         call.file, call.line = call_site()
+        whom = "any" if peer is None else str(group.ranks[peer])
         try:
             message, completed = post(group_rank, peer, tag=tag, call=call)
         except WorldFailure as failure:
+            self._record(rank, group, call, tag, True, f"peer {whom}")
+            self.log.refused = len(self.log.collectives) - 1
             raise self._baton.fail(failure) from None
-        whom = "any" if peer is None else str(group.ranks[peer])
         self._record(rank, group, call, tag, True, f"peer {whom}")
         if completed is not None:
             self._baton.finish(completed)
@@ -306,6 +322,8 @@ class World:
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
     ) -> None:
         tensors = call.inputs or call.outputs
+        # Without outputs of their own, these write into their inputs.
+        written = call.inputs if call.kind in IN_PLACE else call.outputs
         self.log.collectives.append(
             CollectiveRecord(
                 rank,
@@ -320,6 +338,7 @@ class World:
                 asynchronous,
                 call.file,
                 call.line,
+                sum(tensor.numel() for tensor in written),
             )
         )
 
