@@ -5,9 +5,9 @@ numbers, nothing with code of its own. We never read one.
 
 [Note: what the analyser believes]
 It takes the rank whose dump it reads first to be right and calls those that differ culprits. It
-reads a folder before its subfolders; so, where a call was refused, the dump of the rank that made it
-lies in a subfolder. A refused call is `scheduled` where the others' are `started`, since it never
-began; so the analyser sees even what it does not record, such as a wrong reduce operation.
+reads a folder before its subfolders; so, where a call was refused, the dump of the rank that made
+it lies in a subfolder. A refused call is `scheduled` where the others' are `started`, since it
+never began; so the analyser sees even what it does not record, such as a wrong reduce operation.
 
 It also takes every member of a group that did not come to a collective to be missing. Where a
 refused call ended the run, other ranks had not had their turn yet, and nobody knows what they would

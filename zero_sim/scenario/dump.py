@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from zero_sim.scenario.spec import Scenario
 
@@ -18,6 +19,11 @@ def to_data(scenario: Scenario) -> dict[str, object]:
     }
 
 
+def to_chosen_data(scenario: Scenario) -> dict[str, object]:
+    """The same without what is as by default, so that a field added later changes nothing."""
+    return _chosen(scenario)
+
+
 def to_toml(scenario: Scenario) -> str:
     """A scenario file of this one case, which loads as an equal scenario."""
     data = to_data(scenario)
@@ -26,6 +32,23 @@ def to_toml(scenario: Scenario) -> str:
     for name, table in tables.items():
         lines.extend(_table(name, table))
     return "\n".join(lines) + "\n"
+
+
+def _chosen(record: Any) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for column in dataclasses.fields(record):
+        value, default = getattr(record, column.name), column.default
+        if column.default_factory is not dataclasses.MISSING:
+            default = column.default_factory()
+        if value != default:
+            found[column.name] = _chosen_value(value)
+    return found
+
+
+def _chosen_value(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_chosen_value(item) for item in value]
+    return _chosen(value) if dataclasses.is_dataclass(value) else value
 
 
 def _plain(table: Mapping[str, object]) -> dict[str, object]:
