@@ -64,7 +64,7 @@ def find_bundle(name: str, *, folder: Path) -> Path:
     Raises:
         BundleError: There is none, or several begin like this.
     """
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
     known = sorted(path.parent.name for path in folder.glob(f"*/{BUNDLE_FILE}"))
     known = [entry for entry in known if not entry.startswith(".")]
