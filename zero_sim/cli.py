@@ -156,7 +156,8 @@ def replay(ctx: click.Context, name: str, bundles: Path, as_json: bool) -> None:
         from zero_sim.bundle import find_bundle, read_bundle, replay_bundle
     bundle = read_bundle(find_bundle(name, folder=bundles))
     # What a model prints must not end up in the middle of the JSON.
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, _progress(f"replay {bundle.id}  {bundle.scenario.name}"):
         replayed = replay_bundle(bundle)
     if as_json:
         _echo_json(replayed.as_dict())

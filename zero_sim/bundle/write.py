@@ -59,7 +59,8 @@ def write_bundle(scenario: Scenario, result: CaseResult, *, folder: Path) -> Pat
     head = _head(scenario, result, name=name, files=files)
     files[BUNDLE_FILE] = (json.dumps(head, indent=2) + "\n").encode()
     comment = f"# The case of bundle {name}, every default written out.\n"
-    files[CASE_FILE] = (comment + to_toml(scenario)).encode()
+    # A name may come from that of a file, which need not be valid Unicode.
+    files[CASE_FILE] = (comment + to_toml(scenario)).encode(errors="replace")
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
     unfinished.mkdir()
