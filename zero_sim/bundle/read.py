@@ -270,8 +270,8 @@ def _add_event(
     elif kind == "call":
         (index,) = integers([event.pop("group", None)], stop=len(groups), where=f"{where}.group")
         name, ranks = groups[index]
-        whole = event | {"group": name, "group_ranks": list(ranks)}
-        record = record_of(CollectiveRecord, whole, where=where)
+        whole = event | {"group": name, "group_ranks": []}
+        record = record_of(CollectiveRecord, whole, where=where)._replace(group_ranks=ranks)
         if record.rank not in ranks:
             raise Unfit(f"{where}.rank: expected one of the group's, got {record.rank}")
         log.collectives.append(record)

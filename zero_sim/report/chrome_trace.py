@@ -20,6 +20,9 @@ from zero_sim.sim import EventLog
 _BATON, _ISSUE, _FLIGHT = 0, 1, 2
 """Lanes of a rank; flights that overlap take further ones."""
 
+_RANKS_SHOWN = 30
+"""Ranks of a group that torch's profiler writes out."""
+
 Event = dict[str, object]
 
 
@@ -131,7 +134,7 @@ def _flight_lanes(timeline: Timeline) -> dict[int, int]:
 
 def _stop_tick(call: CallSpan, timeline: Timeline) -> int | None:
     """When the call left flight: at the end of all, where others landed and it never did."""
-    if call.land_tick is None and any(other.land_tick is not None for other in timeline.calls):
+    if call.land_tick is None and timeline.knows_landing:
         return timeline.stop_tick
     return call.land_tick
 
@@ -165,7 +168,7 @@ def _args(call: CallSpan) -> dict[str, object]:
         "Group size": len(record.group_ranks),
         "Process Group Name": record.group,
         "Process Group Description": "undefined",
-        "Process Group Ranks": str(list(record.group_ranks)),
+        "Process Group Ranks": _shown(record.group_ranks),
         "Rank": record.rank,
         "Seq": call.number,
         "Is asynchronized op": record.asynchronous,
@@ -179,3 +182,9 @@ def _args(call: CallSpan) -> dict[str, object]:
     if call.refused:
         args["Refused"] = True
     return args
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    if len(ranks) <= _RANKS_SHOWN:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[: _RANKS_SHOWN - 1]))}, ..., {ranks[-1]}]"

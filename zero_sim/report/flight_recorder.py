@@ -85,9 +85,10 @@ def flight_recorder_dumps(timeline: Timeline) -> list[dict[str, object]]:
     groups: list[dict[str, object]] = [{} for _ in range(timeline.world_size)]
     for call in timeline.calls:
         group = _group_of(call, is_cut_short=refused and not call.completed)
-        config = {"name": group.name, "desc": "undefined", "ranks": str(list(group.ranks))}
-        for rank in group.ranks:
-            groups[rank].setdefault(group.name, config)
+        if group.name not in groups[call.record.rank]:
+            config = {"name": group.name, "desc": "undefined", "ranks": str(list(group.ranks))}
+            for rank in group.ranks:
+                groups[rank][group.name] = config
         mine = entries[call.record.rank]
         mine.append(_entry(call, group, record_id=len(mine), timeline=timeline))
     return [

@@ -52,6 +52,8 @@ class Timeline:
     turns: tuple[Turn, ...]
     stop_tick: int
     """When all was over."""
+    knows_landing: bool
+    """Whether the log tells when calls landed."""
 
 
 def read_timeline(log: EventLog) -> Timeline:
@@ -61,7 +63,8 @@ def read_timeline(log: EventLog) -> Timeline:
         log: The log of one run. Where it has moments, their ticks are the clock; where not, the
             clock ticks once a turn and once a call.
     """
-    ranks = {rank for record in log.collectives for rank in (record.rank, *record.group_ranks)}
+    groups = {record.group_ranks for record in log.collectives}
+    ranks = [rank for group in groups for rank in group]
     issue, turns, stop = _from_moments(log) if log.moments else _from_order(log)
     landed = {moment.record: moment.tick for moment in log.moments if moment.what == "land"}
     meetings = _meetings(log)
@@ -79,7 +82,11 @@ def read_timeline(log: EventLog) -> Timeline:
         for index, record in enumerate(log.collectives)
     )
     return Timeline(
-        world_size=max((*ranks, *log.turns, -1)) + 1, calls=calls, turns=turns, stop_tick=stop
+        world_size=max((*ranks, *log.turns, -1)) + 1,
+        calls=calls,
+        turns=turns,
+        stop_tick=stop,
+        knows_landing=bool(landed),
     )
 
 
