@@ -10,10 +10,12 @@ torch is imported inside commands only, so that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import json
 import os
+import re
 import shlex
 import sys
 import threading
@@ -21,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 EXIT_NOTHING_SELECTED = 5
 EXIT_INTERRUPTED = 130
 PROGRESS_AFTER_SECONDS = 0.5
+DEFAULT_BUNDLES = Path(".zero-sim", "bundles")
+TRACE_NAME_CHARS_MAX = 120
 
 Judge = Callable[["Scenario"], "CaseResult"]
 
@@ -65,6 +70,16 @@ def main() -> None:
     """Prove sharded data-parallel training right, bit for bit, or show where it goes wrong."""
 
 
+bundles_option = click.option(
+    "--bundles",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=DEFAULT_BUNDLES,
+    show_default=True,
+    metavar="DIR",
+    help="Folder with the bundles of failing cases.",
+)
+
+
 @main.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
@@ -77,10 +92,25 @@ def main() -> None:
     show_default=True,
     help="What carries the collectives.",
 )
+@bundles_option
+@click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a Chrome trace: a file for one case, a folder for several.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
 def run(
-    ctx: click.Context, paths: tuple[str, ...], expression: str, backend: str, as_json: bool
+    ctx: click.Context,
+    paths: tuple[str, ...],
+    expression: str,
+    backend: str,
+    bundles: Path,
+    no_bundles: bool,
+    trace: Path | None,
+    as_json: bool,
 ) -> None:
     """Run every scenario in PATH..., files or folders, and judge it.
 
@@ -96,12 +126,79 @@ def run(
         if as_json:
             _echo_json(_Session().as_dict(status=EXIT_NOTHING_SELECTED))
         ctx.exit(EXIT_NOTHING_SELECTED)
-    session = _Session(as_json=as_json, errors=found.errors)
+    session = _Session(
+        as_json=as_json,
+        errors=found.errors,
+        bundles=None if no_bundles else bundles,
+        trace=trace,
+    )
     session.report_problems()
     if found.cases:
-        with open_judge(backend=backend) as judge:
+        with open_judge(backend=backend, keep_logs=trace is not None) as judge:
             session.run_all(found.cases, judge)
     ctx.exit(session.finish())
+
+
+@main.command()
+@click.argument("name", metavar="ID|PATH")
+@bundles_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@click.pass_context
+def replay(ctx: click.Context, name: str, bundles: Path, as_json: bool) -> None:
+    """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
+
+    Exit status: 0 nothing is wrong now, 1 it fails, 2 the bundle cannot be read or its case is
+    refused, 3 the case is inconclusive now, 4 this machine cannot run it.
+    """
+    from zero_sim.report.text import render_replay
+
+    with _packages_needed():
+        from zero_sim.bundle import find_bundle, read_bundle, replay_bundle
+    bundle = read_bundle(find_bundle(name, folder=bundles))
+    # What a model prints must not end up in the middle of the JSON.
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, _progress(f"replay {bundle.id}  {bundle.scenario.name}"):
+        replayed = replay_bundle(bundle)
+    if as_json:
+        _echo_json(replayed.as_dict())
+    else:
+        colour = {"fixed": "pass", "failed": "fail", "error": "error"}[replayed.outcome]
+        click.echo(_coloured(render_replay(replayed), colour))
+    ctx.exit(replayed.exit_status)
+
+
+@main.command()
+@click.argument("name", metavar="ID|PATH")
+@bundles_option
+@click.option(
+    "--chrome",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Chrome trace, for Perfetto; compressed where FILE ends in .gz.",
+)
+@click.option(
+    "--flight-recorder",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="One Flight Recorder dump a rank, for torchfrtrace.",
+)
+def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path | None) -> None:
+    """Write the events of a bundle for other tools."""
+    if chrome is None and flight_recorder is None:
+        raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
+    with _packages_needed():
+        from zero_sim.bundle import find_bundle, read_bundle
+        from zero_sim.report.chrome_trace import write_chrome_trace
+        from zero_sim.report.flight_recorder import write_flight_recorder
+    bundle = read_bundle(find_bundle(name, folder=bundles))
+    if not bundle.logs:
+        raise UsageError(f"expected a bundle with events, got {bundle.id}, which has none.")
+    if chrome is not None:
+        write_chrome_trace(chrome, bundle.logs, name=bundle.scenario.name)
+        click.echo(f"{chrome}: open it in https://ui.perfetto.dev")
+    if flight_recorder is not None:
+        files = write_flight_recorder(flight_recorder, bundle.logs[-1])
+        click.echo(f"{flight_recorder}: {len(files)} dumps; try `torchfrtrace {flight_recorder}`")
 
 
 @main.command()
@@ -143,26 +240,33 @@ def bench(as_json: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_judge(*, backend: str) -> Iterator[Judge]:
-    """What judges one case after another; the one place where the command line meets `verify`.
-
-    Worlds are kept from case to case, so that setting one up is paid for once.
-    """
-    assert backend == "sim", backend
+def _packages_needed() -> Iterator[None]:
+    """Around imports: a package that is missing is a problem of the machine."""
     try:
-        from zero_sim.launch import WorldPool
-        from zero_sim.verify.runner import run_case
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "zero_sim":
             raise
         raise EnvironmentProblem(
             f"expected the package {error.name!r}, which is not installed. Try `zero-sim doctor`."
         ) from None
+
+
+@contextlib.contextmanager
+def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
+    """What judges one case after another; the one place where the command line meets `verify`.
+
+    Worlds are kept from case to case, so that setting one up is paid for once.
+    """
+    assert backend == "sim", backend
+    with _packages_needed():
+        from zero_sim.launch import WorldPool
+        from zero_sim.verify.runner import run_case
     # What is loaded now stays: the collector need not walk through torch again and again.
     gc.collect()
     gc.freeze()
     with WorldPool() as pool:
-        yield lambda scenario: run_case(scenario, pool=pool)
+        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,9 +275,13 @@ class _Session:
 
     as_json: bool = False
     errors: Sequence[ScenarioError] = ()
+    bundles: Path | None = None
+    """Where bundles of failing cases go, if anywhere."""
+    trace: Path | None = None
+    """Where Chrome traces go, if anywhere."""
     results: list[CaseResult] = field(default_factory=list)
-    sources: list[dict[str, str]] = field(default_factory=list)
-    """Of each result: the file, and the command that runs it alone."""
+    sources: list[dict[str, str | None]] = field(default_factory=list)
+    """Of each result: the file, the command that runs it alone, and the id of its bundle."""
     statuses: list[int] = field(default_factory=list)
     left_out: int = 0
     interrupted: bool = False
@@ -195,11 +303,17 @@ class _Session:
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
                 command = _reproduce(case)
-                self.results.append(result)
+                bundle = self._write_bundle(case, result)
+                if self.trace is not None and result.logs:
+                    self._write_trace(case, result, number=index if len(cases) > 1 else None)
+                # Logs are large, and all that is told of them has been told.
+                self.results.append(dataclasses.replace(result, logs=()))
                 self.statuses.append(status)
-                self.sources.append({"source": str(case.source), "reproduce": command})
+                source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
+                self.sources.append(source)
                 if not self.as_json:
-                    text = render_case(result, width=width, reproduce=command)
+                    again = self._replay(bundle) if bundle else ""
+                    text = render_case(result, width=width, reproduce=command, replay=again)
                     click.echo(_coloured(text, result.verdict))
         except KeyboardInterrupt:
             self.interrupted = True
@@ -249,6 +363,36 @@ class _Session:
 
     def _seconds(self) -> float:
         return time.perf_counter() - self.started
+
+    def _write_bundle(self, case: Case, result: CaseResult) -> str | None:
+        if self.bundles is None or result.verdict != "fail" or not result.findings:
+            return None
+        from zero_sim.bundle import write_bundle
+
+        try:
+            return write_bundle(case.scenario, result, folder=self.bundles).name
+        except OSError as error:
+            # A full disk must not cost the other cases their verdict.
+            click.echo(f"No bundle of {case.id} in {self.bundles}: {error.strerror}.", err=True)
+            return None
+
+    def _write_trace(self, case: Case, result: CaseResult, *, number: int | None) -> None:
+        from zero_sim.report.chrome_trace import write_chrome_trace
+
+        assert self.trace is not None
+        path = self.trace
+        if number is not None:
+            words = re.sub(r"[^\w.=,+-]+", "_", case.id)
+            path = path / f"{number:04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
+        try:
+            write_chrome_trace(path, result.logs, name=case.id)
+        except UsageError as error:
+            click.echo(f"No trace of {case.id}: {error}", err=True)
+            self.statuses.append(error.exit_status)
+
+    def _replay(self, bundle: str) -> str:
+        where = [] if self.bundles == DEFAULT_BUNDLES else ["--bundles", str(self.bundles)]
+        return shlex.join(["zero-sim", "replay", bundle, *where])
 
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
         from zero_sim.verify.records import CaseResult, Finding

@@ -66,3 +66,7 @@ class ModelError(UsageError):
 
 class CheckpointError(UsageError):
     """A checkpoint cannot be saved or loaded; whatever was there before is as it was."""
+
+
+class BundleError(UsageError):
+    """A bundle is not there, is not whole, or was written by something else."""

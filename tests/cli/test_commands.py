@@ -43,7 +43,9 @@ def test_version() -> None:
 def test_help_lists_the_commands() -> None:
     """All of them, with a line each."""
     out = invoke("--help").stdout
-    assert all(f"\n  {name} " in out for name in ("run", "schema", "doctor", "bench"))
+    assert all(
+        f"\n  {name} " in out for name in ("run", "replay", "export", "schema", "doctor", "bench")
+    )
 
 
 def test_schema_is_json() -> None:

@@ -46,7 +46,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Res
     """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
 
     @contextlib.contextmanager
-    def open_judge(*, backend: str) -> Iterator[Judge]:
+    def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
         assert backend == "sim"
         yield judge_by_name
 

@@ -17,7 +17,7 @@ def pool():
 def judged(pool):
     """Run a small case; keyword arguments replace whole parts of it."""
 
-    def run(target=None, **parts):
+    def run(target=None, *, turns=(), keep_logs=False, **parts):
         chosen = {
             "model": ModelSpec(name="mlp", dtype="bf16", hidden=5),
             "world": WorldSpec(size=3),
@@ -26,6 +26,7 @@ def judged(pool):
             "run": RunSpec(steps=2),
             **parts,
         }
-        return run_case(Scenario(schema=1, name="case", **chosen), pool=pool, target=target)
+        scenario = Scenario(schema=1, name="case", **chosen)
+        return run_case(scenario, pool=pool, target=target, turns=turns, keep_logs=keep_logs)
 
     return run

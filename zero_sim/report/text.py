@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zero_sim.bundle import Replayed
     from zero_sim.errors import ScenarioError
     from zero_sim.report.records import Fact, Measurement
     from zero_sim.verify.records import CaseResult, Finding
@@ -45,13 +46,16 @@ def render_case_line(result: CaseResult, *, width: int = 0) -> str:
     return f"{MARKS[result.verdict]:<5} {result.id:<{width}}  {result.seconds:>8.3f} s  {outcome}"
 
 
-def render_case(result: CaseResult, *, width: int = 0, reproduce: str = "") -> str:
+def render_case(
+    result: CaseResult, *, width: int = 0, reproduce: str = "", replay: str = ""
+) -> str:
     """A case's line and, under it, everything there is to say.
 
     Args:
         result: The result.
         width: Characters for the id column.
         reproduce: Command that runs this case alone; shown unless the case passed.
+        replay: Command that repeats exactly this run; always the last line.
     """
     lines = [render_case_line(result, width=width)]
     if result.verdict == "error":
@@ -65,6 +69,34 @@ def render_case(result: CaseResult, *, width: int = 0, reproduce: str = "") -> s
     lines.extend(f"  note: {note}" for note in result.notes)
     if reproduce and result.verdict != "pass":
         lines.append(f"  reproduce: {reproduce}")
+    if replay:
+        lines.append(f"  replay: {replay}")
+    return "\n".join(lines)
+
+
+def render_replay(replayed: Replayed) -> str:
+    """What came of a replay: FIXED, FAILED or ERROR, and how it compares with the bundle."""
+    result, then = replayed.result, replayed.then
+    before = f"{then.check} at {render_place(then)}" if render_place(then) else then.check
+    match replayed.outcome:
+        case "fixed":
+            outcome = f"no finding now; in the bundle: {before}"
+        case "failed" if replayed.same:
+            events = "the same events" if replayed.same_events else "not the same events"
+            outcome = f"the same first finding after {events}"
+        case "failed":
+            outcome = f"another first finding; in the bundle: {before}"
+        case "error" if result.verdict == "inconclusive":
+            outcome = "the case is inconclusive now, so nothing is shown to be fixed"
+        case "error":
+            outcome = f"cannot run here: {(result.error.splitlines() or [''])[0]}"
+    head = f"{replayed.outcome.upper():<6} {replayed.id}  {result.id}  {result.seconds:.3f} s"
+    lines = [f"{head}  {outcome}"]
+    lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
+    if replayed.now is not None:
+        lines.extend(f"  {line}".rstrip() for line in render_finding(replayed.now).splitlines())
+    lines.extend(f"  note: {note}" for note in result.notes)
+    lines.extend(f"  differs: {difference}" for difference in replayed.differences)
     return "\n".join(lines)
 
 

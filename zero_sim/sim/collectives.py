@@ -39,6 +39,9 @@ class Call:
     """Storage offsets of the tensors that hold the same elements on all ranks."""
 
 
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
+"""Kinds that write what they read, so that `outputs` is empty."""
+
 _SMALL_BYTES = 1 << 16
 """Up to this size a buffer is moved as a whole, in few operations; above it, chunk by chunk."""
 

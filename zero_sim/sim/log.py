@@ -35,6 +35,8 @@ class CollectiveRecord(NamedTuple):
     asynchronous: bool
     file: str
     line: int
+    output_elems: int = 0
+    """Elements that the rank ends up with, counted as `elems` is."""
 
     @property
     def bytes(self) -> int:
@@ -83,6 +85,8 @@ class EventLog:
         self.moments: list[Moment] = []
         self.turns: list[int] = []
         """The ranks that got the baton, in order."""
+        self.refused: int | None = None
+        """Index of the call that did not fit the others' and so ended the run."""
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def add(self, record: CollectiveRecord) -> None:
@@ -118,8 +122,7 @@ class EventLog:
         """A hash of every event; the folder of a call site is left out, so that it travels."""
         state = hashlib.sha256()
         for record in self.collectives:
-            fields = (*record[:-2], basename(record.file), record.line)
-            state.update(repr(fields).encode())
+            state.update(repr(tuple(record._replace(file=basename(record.file)))).encode())
         state.update(repr([tuple(moment) for moment in self.moments]).encode())
         state.update(repr(self.turns).encode())
         return state.hexdigest()

@@ -172,6 +172,10 @@ class Group:
         self._messages[group_rank] = posted + 1
         return posted
 
+    def last_sequence(self, group_rank: int) -> int:
+        """Number of the collective that a member issued last."""
+        return self._issued[group_rank] - 1
+
     def send(
         self, group_rank: int, peer: int, *, tag: int, call: Call
     ) -> tuple[Message, Message | None]:

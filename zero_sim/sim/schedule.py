@@ -176,10 +176,12 @@ class Choices:
 class Replaying:
     """Picks the recorded ranks in their order."""
 
-    def __init__(self, turns: Sequence[int]) -> None:
+    def __init__(self, turns: Sequence[int], *, strict: bool) -> None:
         self._turns = turns
+        self._strict = strict
         self._position = 0
         self._ready: list[int] = []
+        self.diverged_at: int | None = None
 
     def add(self, rank: int) -> None:
         """Make the rank eligible."""
@@ -191,19 +193,23 @@ class Replaying:
         """The rank that the recording has at this turn.
 
         Raises:
-            ScheduleDiverged: It cannot run, or the recording is over.
+            ScheduleDiverged: It cannot run, or the recording is over; not where the run is to go on
+                without the recording.
         """
         if not self._ready:
             return None
-        position, ready = self._position, sorted(self._ready)
-        self._position += 1
-        if position >= len(self._turns):
-            raise _diverged(position, f"to end after {position} turns", ready)
-        rank = self._turns[position]
-        if rank not in ready:
-            raise _diverged(position, f"rank {rank} to run at turn {position}", ready)
-        self._ready.remove(rank)
-        return rank
+        position, self._position = self._position, self._position + 1
+        turn = self._turns[position] if position < len(self._turns) else None
+        if turn in self._ready and self.diverged_at is None:
+            self._ready.remove(turn)
+            return turn
+        if self._strict:
+            over = f"to end after {position} turns"
+            expected = over if turn is None else f"rank {turn} to run at turn {position}"
+            raise _diverged(position, expected, sorted(self._ready))
+        if self.diverged_at is None:
+            self.diverged_at = position
+        return self._ready.pop(0)
 
 
 def _diverged(position: int, expected: str, ready: list[int]) -> ScheduleDiverged:
@@ -214,19 +220,29 @@ def _diverged(position: int, expected: str, ready: list[int]) -> ScheduleDiverge
     )
 
 
-@dataclass(frozen=True, slots=True)
 class Replay:
     """A recorded schedule, run again turn by turn.
 
     Args:
         turns: `EventLog.turns` of the run to repeat.
+        strict: Whether a turn that cannot be taken is an error; otherwise the run goes on from
+            there, first come first served.
     """
 
-    turns: tuple[int, ...]
+    def __init__(self, turns: Sequence[int], *, strict: bool = True) -> None:
+        self.turns = tuple(turns)
+        self.strict = strict
+        self._latest: Replaying | None = None
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first turn of the latest run that differs from the recorded ones, from 0."""
+        return None if self._latest is None else self._latest.diverged_at
 
     def fresh(self) -> Schedule:
         """A schedule for one run."""
-        return Replaying(self.turns)
+        self._latest = Replaying(self.turns, strict=self.strict)
+        return self._latest
 
 
 def check_schedule(schedule: object) -> None:

@@ -16,7 +16,7 @@ from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import c10d
 from zero_sim.sim.baton import Baton
 from zero_sim.sim.callsite import call_site, raising_site
-from zero_sim.sim.collectives import Call
+from zero_sim.sim.collectives import IN_PLACE, Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
 from zero_sim.sim.flight import Flights
 from zero_sim.sim.groups import GroupBook
@@ -142,7 +142,7 @@ class World:
         races: bool | None = None,
         strict: bool | None = None,
     ) -> None:
-        """Change what the next run does; what is left out stays.
+        """Change what the next run does; what is left out stays. The arguments are the world's own.
 
         Raises:
             UsageError: An unknown order, schedule or timing, with the known ones; a depth below 1.
@@ -372,7 +372,12 @@ class World:
             with unwatched():
                 collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
-            raise self._fail(failure) from None
+            error = self._fail(failure)
+            # A log that lacks the call which ended the run would not show why it ended.
+            sequence = group.last_sequence(group_rank)
+            self._record(rank, group, call, sequence, asynchronous, _detail(call))
+            self.log.refused = len(self.log.collectives) - 1
+            raise error from None
         full = not collective.missing_count
         record = self._record(rank, group, call, sequence, asynchronous, _detail(call))
         if baton.timing is None and full:
@@ -431,12 +436,15 @@ class World:
         baton = self._baton
         baton.advance()
         call.file, call.line = call_site()
+        whom = "any" if peer is None else str(group.ranks[peer])
         try:
             with unwatched():
                 message, met = post(group_rank, peer, tag=tag, call=call)
         except WorldFailure as failure:
-            raise self._fail(failure) from None
-        whom = "any" if peer is None else str(group.ranks[peer])
+            error = self._fail(failure)
+            self._record(rank, group, call, tag, True, f"peer {whom}")
+            self.log.refused = len(self.log.collectives) - 1
+            raise error from None
         side = "to" if call.kind == "send" else "from"
         record = self._record(rank, group, call, tag, True, f"peer {whom}")
         if baton.timing is None and met is not None:
@@ -501,6 +509,8 @@ class World:
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
     ) -> CollectiveRecord:
         tensors = call.inputs or call.outputs
+        # Without outputs of their own, these write into their inputs.
+        written = call.inputs if call.kind in IN_PLACE else call.outputs
         record = CollectiveRecord(
             rank,
             call.kind,
@@ -514,6 +524,7 @@ class World:
             asynchronous,
             call.file,
             call.line,
+            sum(tensor.numel() for tensor in written),
         )
         self.log.add(record)
         self.log.note(rank, "issue", len(self.log.collectives) - 1)

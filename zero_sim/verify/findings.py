@@ -11,7 +11,10 @@ from torch import Tensor
 from zero_sim.reference import NonFinite
 from zero_sim.targets import Place
 from zero_sim.verify.compare import find_difference
-from zero_sim.verify.records import Finding
+from zero_sim.verify.records import Evidence, Finding
+
+EVIDENCE_ELEMS_MAX = 1024
+"""Elements kept of a tensor that differs: enough to see a pattern, never a whole model."""
 
 
 def loss(step: int, rank: int, micro: int) -> Finding:
@@ -107,6 +110,7 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
             at,
             message=f"{at.message}: expected {expected.numel()} elements of {expected.dtype}, "
             f"got {got.numel()} of {got.dtype}",
+            evidence=_evidence(0, expected, got),
         )
     difference = find_difference(expected, got)
     assert difference is not None, "same_bits and find_difference must agree"
@@ -123,7 +127,16 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
         ulp=difference.ulp,
         differ_count=difference.differ_count,
         compared_count=difference.compared_count,
+        evidence=_evidence(first, expected, got),
     )
+
+
+def _evidence(first: int, expected: Tensor, got: Tensor) -> Evidence:
+    start = max(0, first - EVIDENCE_ELEMS_MAX // 2)
+    stop = start + EVIDENCE_ELEMS_MAX
+    # Views of live state, which the next step overwrites.
+    kept = (tensor.detach().reshape(-1)[start:stop].clone() for tensor in (expected, got))
+    return Evidence(start=start, expected=next(kept), got=next(kept))
 
 
 def _common_factor(expected: Tensor, got: Tensor) -> str:

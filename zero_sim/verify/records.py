@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zero_sim.sim import EventLog
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
 """`pass`: all that is owed was observed and holds. `fail`: the system under test is wrong.
 `inconclusive`: nothing was wrong, but the case could not have shown it. `error`: it was not
 judged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Evidence:
+    """What was compared around the first element that differs."""
+
+    start: int
+    """Offset of the first of these elements in what was compared, flattened."""
+    expected: Tensor  # 1D
+    got: Tensor  # 1D
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +70,16 @@ class Finding:
     """Elements compared in this check."""
     detail: str = ""
     """More lines: a table, a traceback."""
+    evidence: Evidence | None = field(default=None, compare=False, repr=False)
+    """The tensors themselves, as far as they are kept."""
+
+    @property
+    def identity(self) -> tuple[str, int | None, int | None, str | None]:
+        """What makes two findings the same failure: check, step, rank and param."""
+        return self.check, self.step, self.rank, self.param
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Everything but the evidence, ready for JSON."""
         return _plain(self)
 
 
@@ -79,14 +101,17 @@ class CaseResult:
     """Digest of the event log: equal for two runs of one seed."""
     error: str = ""
     """Why the case was not judged; for verdict `error`."""
+    logs: tuple[EventLog, ...] = field(default=(), compare=False, repr=False)
+    """The event log of each world that the case ran in; kept where it failed, or on demand."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Everything but the event logs, ready for JSON."""
         return {**_plain(self), "findings": [finding.as_dict() for finding in self.findings]}
 
 
 def _plain(record: Finding | CaseResult) -> dict[str, object]:
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    names = [column.name for column in dataclasses.fields(record)]
+    values = {name: getattr(record, name) for name in names if name not in ("evidence", "logs")}
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,9 +19,11 @@ from zero_sim.sim import (
     ContractViolation,
     DataRace,
     Deadlock,
+    EventLog,
     InFlightRace,
     RankFailed,
     RankStalled,
+    Replay,
     WorldFailure,
 )
 from zero_sim.targets import Target, find_target
@@ -33,7 +35,12 @@ from zero_sim.workloads import build_workload
 
 
 def run_case(
-    scenario: Scenario, *, pool: WorldPool | None = None, target: Target | None = None
+    scenario: Scenario,
+    *,
+    pool: WorldPool | None = None,
+    target: Target | None = None,
+    turns: Sequence[Sequence[int]] = (),
+    keep_logs: bool = False,
 ) -> CaseResult:
     """Run one case and compare all state with the reference after every step.
 
@@ -41,6 +48,9 @@ def run_case(
         scenario: A validated case.
         pool: Worlds to reuse; without one, a world is made for this case and closed after it.
         target: The system under test; without one, the registered target that the scenario names.
+        turns: The turns of an earlier run to repeat, one sequence a world; where they cannot be
+            taken, the case goes on without them and a note says so.
+        keep_logs: Whether the result carries its event logs even if the case does not fail.
 
     Returns:
         The verdict with its findings. A system that raises or hangs is a finding, not an exception.
@@ -54,7 +64,11 @@ def run_case(
     torch.set_num_threads(1)
     try:
         with own_pool as worlds:
-            return _run(scenario, worlds, target, started)
+            trial = _Trial(turns=turns)
+            result = _run(scenario, worlds, target, trial)
+            seconds = time.perf_counter() - started
+            logs = tuple(trial.logs) if keep_logs or result.verdict == "fail" else ()
+            return replace(result, seconds=seconds, logs=logs)
     except UsageError as error:
         seconds = time.perf_counter() - started
         return CaseResult(id=scenario.name, verdict="error", seconds=seconds, error=str(error))
@@ -71,8 +85,10 @@ class _Trial:
     """By number of the cell; they live on when a checkpoint moves the case to another world."""
     outcome: Outcome = field(default_factory=Outcome)
     failures: list[Finding] = field(default_factory=list)
-    collectives: int = 0
-    log_digests: list[str] = field(default_factory=list)
+    logs: list[EventLog] = field(default_factory=list)
+    turns: Sequence[Sequence[int]] = ()
+    """Recorded turns to repeat, by world."""
+    notes: list[str] = field(default_factory=list)
 
     def has_started(self) -> bool:
         """Whether all engines of the first world were built: a refusal after that is a failure."""
@@ -84,11 +100,8 @@ class _Trial:
         return (*judged, *self.failures)
 
 
-def _run(
-    scenario: Scenario, worlds: WorldPool, target: Target | None, started: float
-) -> CaseResult:
+def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _Trial) -> CaseResult:
     target = target or find_target(scenario.system.target)
-    trial = _Trial()
     needs_folder = scenario.reload is not None
     with TemporaryDirectory(prefix="zero-sim-") if needs_folder else nullcontext("") as folder:
         for segment in segments_of(scenario, folder=Path(folder)):
@@ -116,12 +129,12 @@ def _run(
     return CaseResult(
         id=scenario.name,
         verdict=verdict,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         findings=found + tuple(doubts),
-        notes=(*notes, *trial.outcome.notes),
+        notes=(*notes, *trial.outcome.notes, *trial.notes),
         compared_elems=sum(judge.compared_elems for judge in trial.judges),
-        collectives=trial.collectives,
-        log_digest="+".join(trial.log_digests),
+        collectives=sum(len(log.collectives) for log in trial.logs),
+        log_digest="+".join(log.digest() for log in trial.logs),
     )
 
 
@@ -135,12 +148,20 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
     Judge.seat_together(judges)
     trial.judges.extend(judges)
     world = worlds.world_for(segment.scenario)
+    replay = None
+    if len(trial.logs) < len(trial.turns):
+        replay = Replay(trial.turns[len(trial.logs)], strict=False)
+        world.configure(schedule=replay)
     program = build_program(segment, seats=seats, target=target, outcome=trial.outcome)
     try:
         world.run(program)
     finally:
-        trial.collectives += len(world.log.collectives)
-        trial.log_digests.append(world.log.digest())
+        trial.logs.append(world.log)
+        if replay is not None and replay.diverged_at is not None:
+            trial.notes.append(
+                f"world {len(trial.logs)} left the recorded turns at turn {replay.diverged_at} of "
+                f"{len(replay.turns)}"
+            )
     crossing = check_crossing(world.log.collectives, [seat.cell for seat in seats])
     trial.failures.extend(crossing)
 

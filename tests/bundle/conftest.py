@@ -1,0 +1,73 @@
+"""A system broken by hand, and a bundle of how it failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.launch import WorldPool
+from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, WorldSpec
+from zero_sim.verify import CaseResult, run_case
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+
+@contextlib.contextmanager
+def broken_division() -> Iterator[None]:
+    """Two ranks do not divide their sums: a case that reloads fails in its second world."""
+    right = DistributedOptimizer.step
+
+    def undivided(self):
+        if dist.get_world_size() == 2:
+            with torch.no_grad():
+                self.ddp.divisor.fill_(1.0)
+        return right(self)
+
+    DistributedOptimizer.step = undivided
+    try:
+        yield
+    finally:
+        DistributedOptimizer.step = right
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorldPool]:
+    with WorldPool() as worlds:
+        yield worlds
+
+
+@pytest.fixture(scope="session")
+def scenario() -> Scenario:
+    """Three ranks, then two, that take their turns at random."""
+    return Scenario(
+        schema=1,
+        name="broken/size=3",
+        model=ModelSpec(name="mlp", dtype="bf16", hidden=5),
+        world=WorldSpec(size=3, schedule="random"),
+        run=RunSpec(steps=2, seed=7),
+        reload=ReloadSpec(step=1, world_size=2),
+    )
+
+
+@pytest.fixture(scope="session")
+def failed(scenario: Scenario, pool: WorldPool) -> CaseResult:
+    """What comes of it in the broken system."""
+    with broken_division():
+        return run_case(scenario, pool=pool)
+
+
+@pytest.fixture
+def broken() -> Iterator[None]:
+    """The broken system, for a test."""
+    with broken_division():
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where bundles go."""
+    return tmp_path / "bundles"

@@ -1,0 +1,173 @@
+"""A bundle comes back as it was, or is refused with one clear error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from zero_sim.bundle import find_bundle, read_bundle, write_bundle
+from zero_sim.errors import BundleError
+
+
+@pytest.fixture
+def path(scenario, failed, folder):
+    return write_bundle(scenario, failed, folder=folder)
+
+
+def change(path, edit):
+    """Edit the parsed head of a bundle."""
+    head = json.loads((path / "bundle.json").read_text())
+    edit(head)
+    (path / "bundle.json").write_text(json.dumps(head))
+
+
+def rewrite(path, file, data):
+    """Put other content into a file, and make the head say that it is right."""
+    (path / file).write_bytes(data)
+    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    change(path, lambda head: head["files"].update({file: facts}))
+
+
+def test_everything_comes_back(path, scenario, failed):
+    bundle = read_bundle(path)
+    assert bundle.scenario == scenario
+    assert bundle.findings == failed.findings
+    assert bundle.notes == failed.notes
+    assert [log.collectives for log in bundle.logs] == [log.collectives for log in failed.logs]
+    assert [log.turns for log in bundle.logs] == [log.turns for log in failed.logs]
+    for read, wrote in zip(bundle.findings, failed.findings, strict=True):
+        assert (read.evidence is None) == (wrote.evidence is None)
+        if wrote.evidence is not None:
+            assert read.evidence.start == wrote.evidence.start
+            assert torch.equal(read.evidence.got, wrote.evidence.got)
+            assert torch.equal(read.evidence.expected, wrote.evidence.expected)
+
+
+@pytest.mark.parametrize("file", ["turns.json", "events.jsonl", "tensors.safetensors"])
+def test_a_truncated_file_is_named(path, file):
+    data = (path / file).read_bytes()
+    (path / file).write_bytes(data[:-9])
+    with pytest.raises(BundleError, match=f"expected {len(data)} bytes in {file}"):
+        read_bundle(path)
+
+
+@pytest.mark.parametrize("file", ["turns.json", "events.jsonl", "tensors.safetensors"])
+def test_a_file_that_is_gone_is_named(path, file):
+    (path / file).unlink()
+    with pytest.raises(BundleError, match=f"expected to read {file}, got: No such file"):
+        read_bundle(path)
+
+
+def test_a_changed_file_is_named(path):
+    data = (path / "turns.json").read_bytes()
+    (path / "turns.json").write_bytes(data.replace(b"1", b"0"))
+    with pytest.raises(BundleError, match=r"turns\.json as it was written"):
+        read_bundle(path)
+
+
+def test_a_truncated_head(path):
+    text = (path / "bundle.json").read_text()
+    (path / "bundle.json").write_text(text[: len(text) // 2])
+    with pytest.raises(BundleError, match=r"bundle\.json: expected JSON"):
+        read_bundle(path)
+
+
+def set_(*keys, to):
+    def edit(head):
+        for key in keys[:-1]:
+            head = head[key]
+        head[keys[-1]] = to
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (set_("format", to="other"), 'expected a bundle, "format": "zero_sim bundle"'),
+        (set_("version", to=2), "a newer zero_sim wrote it. Upgrade"),
+        (set_("version", to="1"), "version: expected an integer, got a string"),
+        (set_("version", to=0), "version: expected 1, got 0"),
+        (set_("more", to=1), "got 'more' as well"),
+        (lambda head: head.pop("worlds"), "expected a field 'worlds', got none"),
+        (set_("id", to="0" * 12), "which goes with the scenario and the first finding"),
+        (set_("verdict", to="pass"), "verdict: expected 'fail', got 'pass'"),
+        (set_("findings", to=[]), "findings: expected at least one"),
+        (set_("findings", 0, "step", to="2"), "findings[0].step: expected an integer, got a str"),
+        (set_("findings", 0, "step", to=True), "expected an integer, got true or false"),
+        (set_("findings", 0, "evidence", to=1), "got 'evidence' as well"),
+        (set_("environment", "threads", to=1.5), "expected an integer, got a number"),
+        (set_("evidence", 0, "finding", to=99), "evidence[0].finding[0]: expected 0 to"),
+        (set_("files", "../x", to={}), "files: expected"),
+        (set_("files", to={}), "files: expected"),
+        (set_("worlds", 0, "calls", to=1), "worlds[0]: expected 1 calls"),
+        (set_("worlds", 0, "refused", to=10**6), "worlds[0].refused[0]: expected 0 to"),
+        (set_("worlds", to=[]), "turns.json: expected 0 lists"),
+        (set_("scenario", "world", "size", to=0), "world.size: expected an integer at least 1"),
+        (set_("scenario", "model", "nmae", to="mlp"), "model.nmae: unknown field"),
+        (set_("scenario", "system", "target", to="os:system"), "expected a registered target"),
+    ],
+)
+def test_a_head_that_is_not_right(path, edit, said):
+    change(path, edit)
+    with pytest.raises(BundleError) as caught:
+        read_bundle(path)
+    assert said in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "said"),
+    [
+        ("turns.json", b"[[0], [1.5]]", "turns.json[1][0]: expected an integer, got a number"),
+        ("turns.json", b"[[0], [-1]]", "turns.json[1][0]: expected 0 to"),
+        ("turns.json", b"[" * 100_000, "turns.json: expected JSON"),
+        ("turns.json", b"{}", "turns.json: expected a list, got an object"),
+        ("events.jsonl", b"[]\n", "events.jsonl line 1: expected an object, got a list"),
+        ("events.jsonl", b'{"world":0}\n', "line 1.event: expected group, call or moment"),
+        ("events.jsonl", b'{"world":9,"event":"call"}\n', "line 1.world[0]: expected 0 to 1"),
+        ("events.jsonl", b'{"world":0,"event":"call","group":0}\n', "line 1.group[0]: expected"),
+        ("events.jsonl", b"", "worlds[0]: expected"),
+        ("tensors.safetensors", b"\x80\x04junk", "tensors.safetensors: expected safetensors"),
+    ],
+)
+def test_content_that_is_not_right(path, file, data, said):
+    rewrite(path, file, data)
+    with pytest.raises(BundleError) as caught:
+        read_bundle(path)
+    assert said in str(caught.value)
+
+
+def test_a_bundle_older_than_a_field_with_a_default(path, failed):
+    def edit(head):
+        del head["findings"][0]["ulp"]
+        del head["scenario"]["world"]["races"]
+
+    change(path, edit)
+    assert read_bundle(path).findings[0].check == failed.findings[0].check
+
+
+class TestFind:
+    def test_by_id_by_its_beginning_and_by_path(self, path, folder):
+        assert find_bundle(path.name, folder=folder) == path
+        assert find_bundle(path.name[:4], folder=folder) == path
+        assert find_bundle(str(path), folder=folder / "elsewhere") == path
+
+    @pytest.mark.parametrize("name", ["zzz", ""])
+    def test_an_unknown_one_lists_those_there(self, path, folder, name):
+        with pytest.raises(BundleError, match=rf"bundles there: 1 \({path.name}\)"):
+            find_bundle(name, folder=folder)
+
+    def test_a_folder_without_any(self, folder):
+        with pytest.raises(BundleError, match="bundles there: none"):
+            find_bundle("abc", folder=folder)
+
+    def test_an_ambiguous_beginning(self, folder):
+        for name in ("abc1", "abc2"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "bundle.json").write_text("{}")
+        with pytest.raises(BundleError, match="more of the id than 'abc'"):
+            find_bundle("abc", folder=folder)

@@ -1,0 +1,221 @@
+"""`zero-sim run` with bundles and traces, `zero-sim replay` and `zero-sim export`, end to end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from zero_sim import cli
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+CASE = """schema = 1
+[model]
+name = "mlp"
+hidden = 5
+[run]
+steps = 1
+[world]
+size = 3
+schedule = "random"
+"""
+SEVERAL = CASE + '[matrix]\n"run.seed" = [1, 2]\n'
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    """Run the command line in an empty folder with two scenarios."""
+    monkeypatch.chdir(tmp_path)
+    Path("one.toml").write_text(CASE)
+    Path("several.toml").write_text(SEVERAL)
+    return lambda *arguments: CliRunner().invoke(cli.main, [str(word) for word in arguments])
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Turn on and off that sums are not divided."""
+    right = DistributedOptimizer.step
+
+    def undivided(self: DistributedOptimizer) -> object:
+        with torch.no_grad():
+            self.ddp.divisor.fill_(1.0)
+        return right(self)
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(DistributedOptimizer, "step", undivided if on else right)
+
+    return switch
+
+
+@pytest.fixture
+def bundle(invoke: Invoke, broken: Callable[[bool], None]) -> str:
+    """The id of a bundle that the broken system left; the system is whole again."""
+    broken(True)
+    invoke("run", "one.toml")
+    broken(False)
+    (path,) = Path(".zero-sim/bundles").iterdir()
+    return path.name
+
+
+class TestRun:
+    """What a run leaves behind."""
+
+    def test_a_failing_case_ends_with_the_line_that_replays_it(
+        self, invoke: Invoke, broken: Callable[[bool], None]
+    ) -> None:
+        """And that very line works."""
+        broken(True)
+        result = invoke("run", "one.toml")
+        assert result.exit_code == 1
+        last, summary = result.stdout.splitlines()[-2:]
+        assert summary.startswith("1 case")
+        command = shlex.split(last.removeprefix("  replay: "))
+        assert command[:2] == ["zero-sim", "replay"]
+        again = invoke(*command[1:])
+        assert (again.exit_code, again.stdout.split()[0]) == (1, "FAILED")
+        broken(False)
+        again = invoke(*command[1:])
+        assert (again.exit_code, again.stdout.split()[0]) == (0, "FIXED")
+
+    def test_another_folder_is_part_of_the_line(
+        self, invoke: Invoke, broken: Callable[[bool], None]
+    ) -> None:
+        """Or it would not be found again."""
+        broken(True)
+        result = invoke("run", "one.toml", "--bundles", "my bundles")
+        (path,) = Path("my bundles").iterdir()
+        assert f"  replay: zero-sim replay {path.name} --bundles 'my bundles'" in result.stdout
+        assert not Path(".zero-sim").exists()
+
+    def test_the_same_failure_is_one_bundle(
+        self, invoke: Invoke, bundle: str, broken: Callable[[bool], None]
+    ) -> None:
+        """Found in the bundle's own scenario file, too."""
+        broken(True)
+        result = invoke("run", f".zero-sim/bundles/{bundle}/case.toml", "--json")
+        (case,) = json.loads(result.stdout)["cases"]
+        assert (case["id"], case["bundle"]) == ("one", bundle)
+        assert [path.name for path in Path(".zero-sim/bundles").iterdir()] == [bundle]
+
+    @pytest.mark.parametrize("options", [(), ("--json",)])
+    def test_no_bundles(
+        self, invoke: Invoke, broken: Callable[[bool], None], options: tuple[str, ...]
+    ) -> None:
+        """Nothing is written, and nothing promised."""
+        broken(True)
+        result = invoke("run", "one.toml", "--no-bundles", *options)
+        assert result.exit_code == 1
+        assert not Path(".zero-sim").exists()
+        assert "replay:" not in result.stdout
+
+    def test_a_pass_leaves_none(self, invoke: Invoke) -> None:
+        """There is nothing to repeat."""
+        assert "replay:" not in invoke("run", "one.toml").stdout
+        assert not Path(".zero-sim").exists()
+
+    def test_json_has_the_id(self, invoke: Invoke, broken: Callable[[bool], None]) -> None:
+        """Null for a case that passed."""
+        (case,) = json.loads(invoke("run", "one.toml", "--json").stdout)["cases"]
+        assert case["bundle"] is None
+        broken(True)
+        (case,) = json.loads(invoke("run", "one.toml", "--json").stdout)["cases"]
+        assert Path(".zero-sim/bundles", case["bundle"], "bundle.json").exists()
+        assert not {"logs", "evidence"} & {*case, *case["findings"][0]}
+
+    def test_a_folder_that_cannot_be_written_costs_no_verdict(
+        self, invoke: Invoke, broken: Callable[[bool], None]
+    ) -> None:
+        """Said on stderr."""
+        Path("file").write_text("x")
+        broken(True)
+        result = invoke("run", "one.toml", "--bundles", "file/below")
+        assert result.exit_code == 1
+        assert "No bundle of one in file/below: Not a directory." in result.stderr
+        assert "FAIL" in result.stdout
+
+
+class TestTrace:
+    """`run --trace`."""
+
+    def test_one_case_is_a_file(self, invoke: Invoke) -> None:
+        """Of a case that passes, too."""
+        assert invoke("run", "one.toml", "--trace", "t.json").exit_code == 0
+        assert json.loads(Path("t.json").read_text())["traceName"] == "one"
+
+    def test_several_are_a_folder(self, invoke: Invoke) -> None:
+        """A file each."""
+        assert invoke("run", "several.toml", "--trace", "traces").exit_code == 0
+        names = sorted(path.name for path in Path("traces").iterdir())
+        assert names == ["0000-several_seed=1.json", "0001-several_seed=2.json"]
+
+    def test_a_path_that_cannot_be_written_is_a_usage_error(self, invoke: Invoke) -> None:
+        """The case runs all the same."""
+        Path("folder").mkdir()
+        result = invoke("run", "one.toml", "--trace", "folder")
+        assert result.exit_code == 2
+        assert "No trace of one: expected to write a trace to folder" in result.stderr
+        assert "1 passed" in result.stdout
+
+
+class TestReplay:
+    """`replay`."""
+
+    def test_json(self, invoke: Invoke, bundle: str) -> None:
+        """One object, for programs."""
+        result = invoke("replay", bundle[:6], "--json")
+        report = json.loads(result.stdout)
+        assert (report["id"], report["outcome"], report["exit_status"]) == (bundle, "fixed", 0)
+        assert report["then"]["check"].startswith("equality.")
+        assert report["now"] is None
+
+    def test_a_path(self, invoke: Invoke, bundle: str) -> None:
+        """Wherever it came from."""
+        path = Path(".zero-sim/bundles", bundle).rename("elsewhere")
+        assert invoke("replay", path).stdout.startswith(f"FIXED  {bundle}")
+
+    @pytest.mark.parametrize("command", [("replay",), ("export", "--chrome", "t.json")])
+    def test_a_bundle_that_is_not_whole(
+        self, invoke: Invoke, bundle: str, command: tuple[str, ...]
+    ) -> None:
+        """One error, status 2, no traceback."""
+        with Path(".zero-sim/bundles", bundle, "events.jsonl").open("a") as file:
+            file.write("x")
+        result = invoke(command[0], bundle, *command[1:])
+        assert result.exit_code == 2
+        assert result.stderr.count("Error: ") == 1
+        assert "bytes in events.jsonl, got" in result.stderr
+        assert "Traceback" not in result.output
+
+    def test_an_id_that_is_not_there(self, invoke: Invoke, bundle: str) -> None:
+        """Lists those that are."""
+        result = invoke("replay", "nothing")
+        assert result.exit_code == 2
+        assert bundle in result.stderr
+
+
+class TestExport:
+    """`export`."""
+
+    def test_both_forms(self, invoke: Invoke, bundle: str) -> None:
+        """From one bundle."""
+        options = ("--chrome", "t.json", "--flight-recorder", "dumps")
+        assert invoke("export", bundle, *options).exit_code == 0
+        assert json.loads(Path("t.json").read_text())["distributedInfo"]["world_size"] == 3
+        assert sorted(path.name for path in Path("dumps").iterdir()) == [
+            "rank_0",
+            "rank_1",
+            "rank_2",
+        ]
+
+    def test_nothing_asked(self, invoke: Invoke, bundle: str) -> None:
+        """What could be."""
+        result = invoke("export", bundle)
+        assert result.exit_code == 2
+        assert "Try --chrome FILE or --flight-recorder DIR" in result.stderr

@@ -1,0 +1,136 @@
+"""The trace is one that torch's own validator passes, and that a reader can follow."""
+
+import gzip
+import itertools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.errors import UsageError
+from zero_sim.report.chrome_trace import chrome_trace, write_chrome_trace
+from zero_sim.sim import Moment
+
+validator = pytest.importorskip("torch.profiler._trace_validator")
+
+
+@pytest.fixture
+def log(world_of):
+    def program(rank):
+        pair = dist.new_group([0, 1])
+        work = dist.all_reduce(torch.ones(4, dtype=torch.bfloat16), async_op=True)
+        dist.all_gather_single(torch.zeros(9), torch.ones(3))
+        work.wait()
+        if rank < 2:
+            dist.all_reduce(torch.ones(2), group=pair)
+        if rank == 2:
+            dist.send(torch.ones(2), 0)
+        if rank == 0:
+            dist.recv(torch.ones(2), 2)
+
+    world = world_of(3)
+    world.run(program)
+    return world.log
+
+
+def comms(trace):
+    return [event for event in trace["traceEvents"] if event["name"] == "record_param_comms"]
+
+
+def test_torchs_validator_passes_it(log, tmp_path):
+    write_chrome_trace(tmp_path / "trace.json", [log, log], name="case")
+    assert validator.validate_trace(str(tmp_path / "trace.json")) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "field", ["Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size"]
+)
+def test_torchs_validator_fails_it_without_a_field(log, tmp_path, field):
+    trace = chrome_trace([log], name="case")
+    del comms(trace)[0]["args"][field]
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    passed, violations = validator.validate_trace(str(tmp_path / "trace.json"))
+    assert not passed
+    assert field in str(violations[0])
+
+
+def test_top_level_fields_are_kinetos(log):
+    trace = chrome_trace([log], name="case")
+    assert {"schemaVersion", "deviceProperties", "distributedInfo", "traceEvents"} <= set(trace)
+    info = trace["distributedInfo"]
+    assert (info["backend"], info["world_size"], info["pg_count"]) == ("sim", 3, 2)
+    assert sorted(group["ranks"] for group in info["pg_config"]) == [[0, 1], [0, 1, 2]]
+
+
+def test_one_event_a_call_with_kinetos_arguments(log):
+    events = comms(chrome_trace([log], name="case"))
+    assert len(events) == len(log.collectives)
+    reduced = next(e for e in events if e["args"]["dtype"] == "BFloat16" and e["pid"] == 1)
+    wanted = {
+        "Collective name": "allreduce",
+        "In msg nelems": 4,
+        "Out msg nelems": 4,
+        "Group size": 3,
+        "Process Group Name": "world",
+        "Process Group Description": "undefined",
+        "Process Group Ranks": "[0, 1, 2]",
+        "Is asynchronized op": True,
+        "Completed": True,
+    }
+    assert wanted.items() <= reduced["args"].items()
+    gathered = next(e for e in events if e["args"]["Collective name"] == "_allgather_base")
+    assert (gathered["args"]["In msg nelems"], gathered["args"]["Out msg nelems"]) == (3, 9)
+    received = next(e for e in events if e["args"]["Collective name"] == "recv")
+    assert (received["args"]["Src Rank"], received["args"]["Dst Rank"]) == (2, 0)
+
+
+def test_who_holds_the_baton(log):
+    trace = chrome_trace([log], name="case")
+    turns = [event for event in trace["traceEvents"] if event["name"] == "turn"]
+    assert [event["pid"] for event in turns] == log.turns
+    names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    assert {event["args"]["name"] for event in names} == {"baton", "issue"}
+
+
+def test_flights_are_drawn_where_moments_are_known(log):
+    log.moments = [
+        moment
+        for index, record in enumerate(log.collectives)
+        for moment in (
+            Moment(index, record.rank, "issue", index),
+            Moment(100, record.rank, "land", index),
+        )
+        if index != 0 or moment.what == "issue"
+    ]
+    trace = chrome_trace([log], name="case")
+    flights = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] >= 2]
+    assert len(flights) == len(log.collectives)
+    assert flights[1]["ts"] + flights[1]["dur"] == 100
+    assert flights[0]["ts"] + flights[0]["dur"] == 101  # It never landed.
+    # Those that overlap lie in lanes of their own.
+    by_lane = {}
+    for event in flights:
+        by_lane.setdefault((event["pid"], event["tid"]), []).append(event)
+    for events in by_lane.values():
+        for before, after in itertools.pairwise(events):
+            assert before["ts"] + before["dur"] <= after["ts"]
+
+
+def test_several_worlds_come_one_after_another(log):
+    once, twice = chrome_trace([log], name="x"), chrome_trace([log, log], name="x")
+    first = comms(once)
+    assert len(comms(twice)) == 2 * len(first)
+    assert comms(twice)[len(first)]["ts"] > first[-1]["ts"]
+
+
+def test_a_compressed_trace(log, tmp_path):
+    path = tmp_path / "sub" / "trace.json.gz"
+    write_chrome_trace(path, [log], name="case")
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceName"] == "case"
+    assert validator.validate_trace(str(path))[0]
+
+
+def test_a_path_that_cannot_be_written(log, tmp_path):
+    with pytest.raises(UsageError, match="expected to write a trace"):
+        write_chrome_trace(tmp_path, [log], name="case")

@@ -1,0 +1,102 @@
+"""What a log says of time and of which calls completed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.report.timeline import read_timeline
+from zero_sim.sim import ContractViolation, Deadlock, Moment
+
+
+def logged(world, program, failure=None):
+    if failure is None:
+        world.run(program)
+    else:
+        with pytest.raises(failure):
+            world.run(program)
+    return world.log
+
+
+def test_every_call_lies_within_a_turn_of_its_rank(world_of):
+    def program(rank):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(2), async_op=True)
+            dist.all_reduce(torch.ones(2))
+
+    timeline = read_timeline(logged(world_of(3, schedule="random", seed=1), program))
+    assert timeline.world_size == 3
+    assert [turn.stop_tick for turn in timeline.turns[:-1]] == [
+        turn.start_tick for turn in timeline.turns[1:]
+    ]
+    for call in timeline.calls:
+        (turn,) = [t for t in timeline.turns if t.start_tick <= call.issue_tick < t.stop_tick]
+        assert turn.rank == call.record.rank
+    ticks = [call.issue_tick for call in timeline.calls]
+    assert ticks == sorted(set(ticks))
+
+
+def test_moments_are_the_clock_where_there_are_any(world_of):
+    log = logged(world_of(2), lambda rank: dist.all_reduce(torch.ones(2)))
+    log.moments = [
+        Moment(10, 0, "issue", 0),
+        Moment(20, 1, "issue", 1),
+        Moment(30, 1, "land", 1),
+        Moment(40, 0, "land", 0),
+    ]
+    timeline = read_timeline(log)
+    assert [(call.issue_tick, call.land_tick) for call in timeline.calls] == [(10, 40), (20, 30)]
+    assert timeline.stop_tick == 41
+    spans = [(turn.rank, turn.start_tick, turn.stop_tick) for turn in timeline.turns]
+    assert spans[:2] == [(0, 10, 20), (1, 20, 41)]
+
+
+def test_what_nobody_came_to_is_not_completed(world_of):
+    def program(rank):
+        dist.barrier()
+        if rank != 2:
+            dist.all_reduce(torch.ones(2))
+
+    timeline = read_timeline(logged(world_of(3), program, Deadlock))
+    done = {(call.record.kind, call.record.rank): call.completed for call in timeline.calls}
+    assert done == {
+        ("barrier", 0): True,
+        ("barrier", 1): True,
+        ("barrier", 2): True,
+        ("all_reduce", 0): False,
+        ("all_reduce", 1): False,
+    }
+    assert timeline.calls[-1].came == (0, 1)
+
+
+def test_a_refused_collective_is_not_completed_though_all_came(world_of):
+    program = lambda rank: dist.all_reduce(torch.ones(2 + rank))  # noqa: E731
+    timeline = read_timeline(logged(world_of(2), program, ContractViolation))
+    assert [(call.completed, call.refused) for call in timeline.calls] == [
+        (False, False),
+        (False, True),
+    ]
+
+
+def test_messages_meet_as_the_world_pairs_them(world_of):
+    def program(rank):
+        if rank == 0:
+            dist.isend(torch.ones(1), 2, tag=5)
+            dist.send(torch.ones(1), 2)
+            dist.send(torch.ones(1), 2)
+        if rank == 1:
+            dist.send(torch.ones(1), 2)
+        if rank == 2:
+            dist.recv(torch.ones(1), 0)
+            dist.recv(torch.ones(1))
+            dist.recv(torch.ones(1))
+            dist.recv(torch.ones(1), 1, tag=9)
+
+    timeline = read_timeline(logged(world_of(3), program, Deadlock))
+    said = [(c.record.kind, c.record.rank, c.peer, c.number, c.completed) for c in timeline.calls]
+    assert ("send", 0, 2, 0, False) in said  # Nobody receives its tag.
+    received = [entry for entry in said if entry[:2] == ("recv", 2)]
+    assert {entry[2] for entry in received[:3]} == {0, 1}
+    assert received[3][4] is False
+    for kind, rank, peer, number, completed in said:
+        if kind == "recv" and completed:
+            assert ("send", peer, rank, number, True) in said

@@ -1,0 +1,55 @@
+"""A scenario written as a file is the same scenario when read again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from zero_sim.scenario.discover import discover
+from zero_sim.scenario.dump import to_data, to_toml
+from zero_sim.scenario.load import parse_cases
+from zero_sim.scenario.spec import FreezeSpec, ModelSpec, OptimizerSpec, Scenario
+
+SCENARIOS = Path(__file__).parents[2] / "scenarios"
+
+
+def test_every_shipped_case_comes_back_equal() -> None:
+    """All fields of all features, through text."""
+    cases = discover([SCENARIOS]).cases[::7]
+    assert len(cases) > 20
+    for case in cases:
+        (read,) = parse_cases(to_toml(case.scenario), source="case.toml", stem="case")
+        assert read == case.scenario
+
+
+@pytest.mark.parametrize("name", ['a "quoted" name', "tab\tand\x7fdelete", "naïve ☃ 🙂", "a\\b"])
+def test_awkward_strings_come_back(name: str) -> None:
+    """Whatever TOML can say."""
+    scenario = Scenario(schema=1, name=name, model=ModelSpec(name="mlp"))
+    (read,) = parse_cases(to_toml(scenario), source="case.toml", stem="case")
+    assert read.name == name
+
+
+def test_arrays_of_tables_and_shapes_come_back() -> None:
+    """Inline, as a person would write them."""
+    model = ModelSpec(
+        name="params", shapes=((5,), (), (2, 3)), freeze=(FreezeSpec(param="p0", start=0, stop=1),)
+    )
+    scenario = Scenario(schema=1, name="x", model=model, optimizer=OptimizerSpec(eps=1e-30))
+    text = to_toml(scenario)
+    assert 'freeze = [{ param = "p0", start = 0, stop = 1 }]' in text
+    (read,) = parse_cases(text, source="case.toml", stem="case")
+    assert read == scenario
+
+
+def test_data_is_complete_and_fit_for_json() -> None:
+    """Defaults are written out, so that a later version's defaults change nothing."""
+    data = to_data(Scenario(schema=1, model=ModelSpec(name="mlp")))
+    assert json.loads(json.dumps(data)) == data
+    world = data["world"]
+    assert isinstance(world, dict)
+    spec = Scenario(schema=1, model=ModelSpec(name="mlp")).world
+    assert set(world) == {field.name for field in dataclasses.fields(spec)}

@@ -1,0 +1,17 @@
+"""Bundles: a failed case as a folder that anyone can look at and repeat. JSON and safetensors."""
+
+from zero_sim.bundle.read import find_bundle, read_bundle
+from zero_sim.bundle.records import Bundle, Environment, bundle_id
+from zero_sim.bundle.replay import Replayed, replay_bundle
+from zero_sim.bundle.write import write_bundle
+
+__all__ = [
+    "Bundle",
+    "Environment",
+    "Replayed",
+    "bundle_id",
+    "find_bundle",
+    "read_bundle",
+    "replay_bundle",
+    "write_bundle",
+]

@@ -1,0 +1,125 @@
+"""From parsed JSON to records: every value must be there and be of its field's type."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Literal, TypeVar
+
+Record = TypeVar("Record")
+
+_WORDS: dict[type, str] = {
+    int: "an integer",
+    str: "a string",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    types.NoneType: "null",
+}
+
+
+class Unfit(Exception):
+    """A value is not what was expected; the message says where and what."""
+
+
+def record_of(
+    cls: type[Record], value: object, *, where: str, besides: Collection[str] = ()
+) -> Record:
+    """Make a record from a JSON object.
+
+    A field with a default may be missing: the file may be older than the field.
+
+    Args:
+        cls: A dataclass or a NamedTuple.
+        value: What was parsed.
+        where: Place in the file, for the message.
+        besides: Fields that are never in a file.
+
+    Raises:
+        Unfit: A field is missing, unknown or of another type.
+    """
+    hints = {name: hint for name, hint in _hints(cls).items() if name not in besides}
+    given = typed(value, dict, where=where).keys()
+    names = [name for name in hints if name in given or name not in _defaulted(cls)]
+    table = fields_of(value, names, where=where)
+    checked = {name: _checked(table[name], hints[name], f"{where}.{name}") for name in names}
+    return cls(**checked)
+
+
+def fields_of(value: object, names: Collection[str], *, where: str) -> Mapping[str, object]:
+    """A JSON object that has exactly these fields.
+
+    Raises:
+        Unfit: It is none, or has others.
+    """
+    table = typed(value, dict, where=where)
+    for name in names:
+        if name not in table:
+            raise Unfit(f"{where}: expected a field {name!r}, got none")
+    for name in table:
+        if name not in names:
+            raise Unfit(f"{where}: expected the fields {', '.join(names)}, got {name!r} as well")
+    return table
+
+
+def typed(value: object, kind: type[Record], *, where: str) -> Record:
+    """A value that is of one plain type, `True` being no integer.
+
+    Raises:
+        Unfit: It is of another.
+    """
+    if type(value) is not kind:
+        got = _WORDS.get(type(value), "a number")
+        raise Unfit(f"{where}: expected {_WORDS[kind]}, got {got}")
+    return value
+
+
+def integers(value: object, *, stop: int, where: str) -> list[int]:
+    """A list of integers from 0 up to but without `stop`.
+
+    Raises:
+        Unfit: It is none.
+    """
+    found = typed(value, list, where=where)
+    for index, item in enumerate(found):
+        if not 0 <= typed(item, int, where=f"{where}[{index}]") < stop:
+            raise Unfit(f"{where}[{index}]: expected 0 to {stop - 1}, got {item}")
+    return found
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, object]:
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
+def _defaulted(cls: type) -> Collection[str]:
+    if not dataclasses.is_dataclass(cls):
+        return frozenset(getattr(cls, "_field_defaults", ()))
+    missing = dataclasses.MISSING
+    return frozenset(
+        column.name
+        for column in dataclasses.fields(cls)
+        if column.default is not missing or column.default_factory is not missing
+    )
+
+
+def _checked(value: object, hint: object, where: str) -> object:
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise Unfit(f"{where}: expected one of {', '.join(choices)}, got {value!r}")
+        return value
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        items = typed(value, list, where=where)
+        return tuple(_checked(item, inner, f"{where}[{i}]") for i, item in enumerate(items))
+    assert isinstance(hint, type), hint
+    return typed(value, hint, where=where)

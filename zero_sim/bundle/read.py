@@ -1,0 +1,283 @@
+"""Reads a bundle, which may come from anybody: everything is checked and nothing is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from zero_sim.bundle.decode import Unfit, fields_of, integers, record_of, typed
+from zero_sim.bundle.records import (
+    BUNDLE_FILE,
+    EVENTS_FILE,
+    FORMAT,
+    TENSORS_FILE,
+    TURNS_FILE,
+    VERSION,
+    Bundle,
+    Environment,
+    bundle_id,
+)
+from zero_sim.errors import BundleError
+from zero_sim.scenario.decode import decode
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import CollectiveRecord, EventLog, Moment
+from zero_sim.sim.world import WORLD_SIZE_MAX
+from zero_sim.targets import target_names
+from zero_sim.verify.records import Evidence, Finding, Verdict
+
+HEAD_BYTES_MAX = 1 << 26
+FILE_BYTES_MAX = 1 << 30
+"""What is larger was not written by us, and need not be read to know it."""
+
+_FIELDS = (
+    "format",
+    "version",
+    "id",
+    "verdict",
+    "scenario",
+    "seed",
+    "findings",
+    "evidence",
+    "notes",
+    "environment",
+    "worlds",
+    "files",
+)
+_IDS_SHOWN = 5
+
+
+def find_bundle(name: str, *, folder: Path) -> Path:
+    """The folder of a bundle.
+
+    Args:
+        name: A path to it, or its id or the beginning of it.
+        folder: Where bundles are kept.
+
+    Raises:
+        BundleError: There is none, or several begin like this.
+    """
+    if name and Path(name).is_dir():
+        return Path(name)
+    known = sorted(path.parent.name for path in folder.glob(f"*/{BUNDLE_FILE}"))
+    known = [entry for entry in known if not entry.startswith(".")]
+    found = [entry for entry in known if name and entry.startswith(name)]
+    if len(found) == 1:
+        return folder / found[0]
+    shown = ", ".join((found or known)[:_IDS_SHOWN])
+    have = f"{len(found or known)} ({shown})" if known else "none"
+    wanted = "the id of one bundle" if not found else f"more of the id than {name!r}"
+    raise BundleError(
+        f"{folder}: expected {wanted} or a path to one, got {name!r}; bundles there: {have}. "
+        "Try --bundles with the folder that `zero-sim run` wrote to."
+    )
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read a bundle and check all of it.
+
+    Args:
+        path: Its folder.
+
+    Raises:
+        BundleError: It is not whole, was changed, is of a newer version, or is no bundle; or its
+            scenario is not valid here.
+    """
+    try:
+        return _read(path)
+    except Unfit as unfit:
+        raise BundleError(
+            f"{path}: {unfit}. Try to write the bundle anew with `zero-sim run`."
+        ) from None
+
+
+class _World(NamedTuple):
+    digest: str
+    calls: int
+    moments: int
+    turns: int
+    refused: int | None
+
+
+def _read(path: Path) -> Bundle:
+    head = _read_head(path)
+    files = _read_files(path, head["files"])
+    scenario = _scenario(path, head["scenario"])
+    findings = [
+        record_of(Finding, entry, where=f"findings[{i}]", besides=("evidence",))
+        for i, entry in enumerate(typed(head["findings"], list, where="findings"))
+    ]
+    if not findings:
+        raise Unfit("findings: expected at least one, got none")
+    name = typed(head["id"], str, where="id")
+    if name != bundle_id(scenario, findings[0]):
+        raise Unfit(
+            f"id: expected {bundle_id(scenario, findings[0])}, which goes with the scenario and "
+            f"the first finding, got {name!r}"
+        )
+    verdict: Verdict = "fail"
+    if head["verdict"] != verdict:
+        raise Unfit(f"verdict: expected {verdict!r}, got {head['verdict']!r}")
+    for index, evidence in _evidence(head["evidence"], files, finding_count=len(findings)).items():
+        findings[index] = dataclasses.replace(findings[index], evidence=evidence)
+    notes = typed(head["notes"], list, where="notes")
+    return Bundle(
+        id=name,
+        scenario=scenario,
+        verdict=verdict,
+        findings=tuple(findings),
+        notes=tuple(typed(note, str, where="notes") for note in notes),
+        environment=record_of(Environment, head["environment"], where="environment"),
+        logs=_logs(head["worlds"], files),
+    )
+
+
+def _read_head(path: Path) -> Mapping[str, object]:
+    table = _parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), BUNDLE_FILE)
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise Unfit(f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else')
+    version = typed(table.get("version"), int, where="version")
+    if version > VERSION:
+        raise Unfit(
+            f"version: expected at most {VERSION}, got {version}: a newer zero_sim wrote it. "
+            "Upgrade zero_sim to read it"
+        )
+    if version != VERSION:
+        raise Unfit(f"version: expected {VERSION}, got {version}")
+    return fields_of(table, _FIELDS, where=BUNDLE_FILE)
+
+
+def _read_file(path: Path, *, bytes_max: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
+    except OSError as error:
+        raise Unfit(f"expected to read {path.name}, got: {error.strerror}") from None
+    if len(data) > bytes_max:
+        raise Unfit(f"expected at most {bytes_max} bytes in {path.name}, got more")
+    return data
+
+
+def _read_files(path: Path, table: object) -> dict[str, bytes]:
+    """The files that the head names, each as it was written."""
+    named = typed(table, dict, where="files")
+    needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
+    if not needed <= named.keys() <= known:
+        raise Unfit(f"files: expected {', '.join(sorted(known))}, got {', '.join(sorted(named))}")
+    found: dict[str, bytes] = {}
+    for file, facts in named.items():
+        facts = fields_of(facts, ("bytes", "sha256"), where=f"files.{file}")
+        size = typed(facts["bytes"], int, where=f"files.{file}.bytes")
+        data = _read_file(path / file, bytes_max=FILE_BYTES_MAX)
+        if len(data) != size:
+            raise Unfit(f"expected {size} bytes in {file}, got {len(data)}")
+        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            raise Unfit(f"expected {file} as it was written, got one that was changed since")
+        found[file] = data
+    return found
+
+
+def _parse(data: bytes, where: str) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"{where}: expected JSON, got an error: {error}") from None
+
+
+def _scenario(path: Path, raw: object) -> Scenario:
+    scenario, problems = decode(typed(raw, dict, where="scenario"))
+    if scenario is None:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise BundleError(f"{path}: expected a valid scenario in {BUNDLE_FILE}, got:\n{lines}")
+    if scenario.system.target not in target_names():
+        raise Unfit(
+            f"scenario.system.target: expected a registered target ({', '.join(target_names())}), "
+            f"got {scenario.system.target!r}"
+        )
+    return scenario
+
+
+def _evidence(
+    table: object, files: Mapping[str, bytes], *, finding_count: int
+) -> dict[int, Evidence]:
+    tensors: dict[str, Tensor] = {}
+    if TENSORS_FILE in files:
+        try:
+            tensors = load(files[TENSORS_FILE])
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise Unfit(f"{TENSORS_FILE}: expected safetensors, got an error: {error}") from None
+    found: dict[int, Evidence] = {}
+    for i, entry in enumerate(typed(table, list, where="evidence")):
+        where = f"evidence[{i}]"
+        facts = fields_of(entry, ("finding", "start"), where=where)
+        (index,) = integers([facts["finding"]], stop=finding_count, where=f"{where}.finding")
+        sides = [tensors.get(f"{index}.{side}") for side in ("expected", "got")]
+        if sides[0] is None or sides[1] is None:
+            raise Unfit(f"{where}: expected {index}.expected and {index}.got in {TENSORS_FILE}")
+        start = typed(facts["start"], int, where=f"{where}.start")
+        found[index] = Evidence(start=start, expected=sides[0], got=sides[1])
+    return found
+
+
+def _logs(table: object, files: Mapping[str, bytes]) -> tuple[EventLog, ...]:
+    worlds = [
+        record_of(_World, entry, where=f"worlds[{i}]")
+        for i, entry in enumerate(typed(table, list, where="worlds"))
+    ]
+    turns = typed(_parse(files[TURNS_FILE], TURNS_FILE), list, where=TURNS_FILE)
+    if len(turns) != len(worlds):
+        raise Unfit(f"{TURNS_FILE}: expected {len(worlds)} lists, got {len(turns)}")
+    logs = tuple(EventLog() for _ in worlds)
+    for i, log in enumerate(logs):
+        log.turns = integers(turns[i], stop=WORLD_SIZE_MAX, where=f"{TURNS_FILE}[{i}]")
+    groups: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in worlds]
+    for number, line in enumerate(files[EVENTS_FILE].splitlines(), 1):
+        where = f"{EVENTS_FILE} line {number}"
+        event = dict(typed(_parse(line, where), dict, where=where))
+        (world,) = integers([event.pop("world", None)], stop=len(logs), where=f"{where}.world")
+        _add_event(logs[world], groups[world], event, where)
+    for i, (world, log) in enumerate(zip(worlds, logs, strict=True)):
+        counts = (len(log.collectives), len(log.moments), len(log.turns))
+        if counts != (world.calls, world.moments, world.turns):
+            raise Unfit(
+                f"worlds[{i}]: expected {world.calls} calls, {world.moments} moments and "
+                f"{world.turns} turns, got {counts[0]}, {counts[1]} and {counts[2]}"
+            )
+        if world.refused is not None:
+            integers([world.refused], stop=len(log.collectives), where=f"worlds[{i}].refused")
+        log.refused = world.refused
+    return logs
+
+
+def _add_event(
+    log: EventLog,
+    groups: list[tuple[str, tuple[int, ...]]],
+    event: dict[str, object],
+    where: str,
+) -> None:
+    kind = event.pop("event", None)
+    if kind == "group":
+        group = fields_of(event, ("name", "ranks"), where=where)
+        ranks = integers(group["ranks"], stop=WORLD_SIZE_MAX, where=f"{where}.ranks")
+        groups.append((typed(group["name"], str, where=f"{where}.name"), tuple(ranks)))
+    elif kind == "call":
+        (index,) = integers([event.pop("group", None)], stop=len(groups), where=f"{where}.group")
+        name, ranks = groups[index]
+        whole = event | {"group": name, "group_ranks": []}
+        record = record_of(CollectiveRecord, whole, where=where)._replace(group_ranks=ranks)
+        if record.rank not in ranks:
+            raise Unfit(f"{where}.rank: expected one of the group's, got {record.rank}")
+        log.collectives.append(record)
+    elif kind == "moment":
+        moment = record_of(Moment, event, where=where)
+        integers([moment.record], stop=len(log.collectives), where=f"{where}.record")
+        log.moments.append(moment)
+    else:
+        raise Unfit(f"{where}.event: expected group, call or moment, got {kind!r}")

@@ -1,0 +1,89 @@
+"""What a bundle holds, and the id that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+import zero_sim
+from zero_sim.scenario.dump import to_chosen_data
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import EventLog
+from zero_sim.verify.records import Finding, Verdict
+
+FORMAT = "zero_sim bundle"
+VERSION = 1
+ID_CHARS = 12
+
+BUNDLE_FILE = "bundle.json"
+CASE_FILE = "case.toml"
+TURNS_FILE = "turns.json"
+EVENTS_FILE = "events.jsonl"
+TENSORS_FILE = "tensors.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """What a case ran on, as far as its bits may depend on it."""
+
+    zero_sim: str
+    torch: str
+    python: str
+    numpy: str
+    platform: str
+    cpu_capability: str
+    """Vector instructions that torch's kernels use."""
+    threads: int
+    """Compute threads of torch outside of cases, within which it is always one."""
+
+    def differences(self, here: Environment) -> Iterator[str]:
+        """What differs here, one line each."""
+        for column in dataclasses.fields(self):
+            then, now = getattr(self, column.name), getattr(here, column.name)
+            if then != now:
+                yield f"{column.name}: {then} in the bundle, {now} here"
+
+
+def current_environment() -> Environment:
+    """The environment of this process."""
+    return Environment(
+        zero_sim=zero_sim.__version__,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        numpy=numpy.__version__,
+        platform=platform.platform(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """A failed case, complete."""
+
+    id: str
+    scenario: Scenario
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    """At least one; evidence is attached where there is any."""
+    notes: tuple[str, ...]
+    environment: Environment
+    logs: tuple[EventLog, ...]
+    """The event log of each world that the case ran in."""
+
+
+def bundle_id(scenario: Scenario, finding: Finding) -> str:
+    """The id of a failure: 12 hex digits over what the case is and what was found first.
+
+    What the case is called does not count: the same failure has the same id wherever it is found.
+    """
+    anonymous = dataclasses.replace(scenario, name="", description="")
+    text = json.dumps([to_chosen_data(anonymous), finding.identity], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_CHARS]

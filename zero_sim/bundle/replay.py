@@ -1,0 +1,103 @@
+"""Repeats the case of a bundle and says whether it still fails."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from zero_sim.bundle.records import Bundle, current_environment
+from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.launch import WorldPool
+from zero_sim.targets import Target
+from zero_sim.verify.records import CaseResult, Finding
+from zero_sim.verify.runner import run_case
+
+Outcome = Literal["fixed", "failed", "error"]
+"""`fixed`: nothing is wrong now; `failed`: something still is; `error`: that could not be found
+out here."""
+
+_INCONCLUSIVE_STATUS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """What came of a replay."""
+
+    id: str
+    outcome: Outcome
+    result: CaseResult
+    then: Finding
+    """The first finding in the bundle."""
+    same_events: bool
+    """Whether every rank took the same turns and made the same calls."""
+    differences: tuple[str, ...]
+    """How this environment differs from the bundle's, one line each."""
+    exit_status: int
+
+    @property
+    def now(self) -> Finding | None:
+        """The first finding of the replay."""
+        return self.result.findings[0] if self.result.findings else None
+
+    @property
+    def same(self) -> bool:
+        """Whether the first finding is the one in the bundle: check, step, rank and param."""
+        return self.now is not None and self.now.identity == self.then.identity
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return {
+            "id": self.id,
+            "outcome": self.outcome,
+            "same": self.same,
+            "same_events": self.same_events,
+            "then": self.then.as_dict(),
+            "now": None if self.now is None else self.now.as_dict(),
+            "differences": list(self.differences),
+            "result": self.result.as_dict(),
+            "exit_status": self.exit_status,
+        }
+
+
+def replay_bundle(
+    bundle: Bundle, *, pool: WorldPool | None = None, target: Target | None = None
+) -> Replayed:
+    """Run the case of a bundle again, under the turns that it recorded.
+
+    Args:
+        bundle: What to repeat.
+        pool: Worlds to reuse.
+        target: The system under test; without one, the registered target that the scenario names.
+    """
+    started = time.perf_counter()
+    outcome: Outcome
+    try:
+        turns = [log.turns for log in bundle.logs]
+        result = run_case(bundle.scenario, pool=pool, target=target, turns=turns)
+    except ZeroSimError as error:
+        seconds = time.perf_counter() - started
+        result = CaseResult(
+            id=bundle.scenario.name, verdict="error", seconds=seconds, error=str(error)
+        )
+        outcome, status = "error", error.exit_status
+    else:
+        match result.verdict:
+            case "pass":
+                outcome, status = "fixed", 0
+            case "fail":
+                outcome, status = "failed", 1
+            case "inconclusive":
+                # A run that could not have failed does not show that anything was fixed.
+                outcome, status = "error", _INCONCLUSIVE_STATUS
+            case "error":
+                outcome, status = "error", UsageError.exit_status
+    return Replayed(
+        id=bundle.id,
+        outcome=outcome,
+        result=result,
+        then=bundle.findings[0],
+        same_events=result.log_digest == "+".join(log.digest() for log in bundle.logs),
+        differences=tuple(bundle.environment.differences(current_environment())),
+        exit_status=status,
+    )

@@ -1,0 +1,158 @@
+"""Writes a bundle: all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import save
+from torch import Tensor
+
+from zero_sim.bundle.records import (
+    BUNDLE_FILE,
+    CASE_FILE,
+    EVENTS_FILE,
+    FORMAT,
+    TENSORS_FILE,
+    TURNS_FILE,
+    VERSION,
+    bundle_id,
+    current_environment,
+)
+from zero_sim.scenario.dump import to_data, to_toml
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import EventLog
+from zero_sim.verify.records import CaseResult, Finding
+
+_REPLACE_TRIES = 5
+
+
+def write_bundle(scenario: Scenario, result: CaseResult, *, folder: Path) -> Path:
+    """Write the bundle of a failed case; one of the same failure that is there is replaced.
+
+    Args:
+        scenario: The case.
+        result: What came of it, with at least one finding and its event logs.
+        folder: Where bundles go.
+
+    Returns:
+        The bundle's own folder, called by its id.
+
+    Raises:
+        OSError: It cannot be written; whatever was there before is as it was.
+    """
+    name = bundle_id(scenario, result.findings[0])
+    files = {
+        TURNS_FILE: json.dumps([log.turns for log in result.logs]).encode(),
+        EVENTS_FILE: "".join(f"{line}\n" for line in _events(result.logs)).encode(),
+    }
+    tensors = _tensors(result.findings)
+    if tensors:
+        files[TENSORS_FILE] = save(tensors)
+    head = _head(scenario, result, name=name, files=files)
+    files[BUNDLE_FILE] = (json.dumps(head, indent=2) + "\n").encode()
+    comment = f"# The case of bundle {name}, every default written out.\n"
+    # A name may come from that of a file, which need not be valid Unicode.
+    files[CASE_FILE] = (comment + to_toml(scenario)).encode(errors="replace")
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
+    unfinished.mkdir()
+    try:
+        for file, data in files.items():
+            (unfinished / file).write_bytes(data)
+        _move(unfinished, folder / name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder / name
+
+
+def _move(source: Path, target: Path) -> None:
+    """Put a folder in the place of another one; a folder that holds files cannot be overwritten."""
+    for _ in range(_REPLACE_TRIES):
+        old = source.with_name(f"{source.name}-old")
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old)
+        try:
+            source.rename(target)
+        except OSError:
+            # Another process was quicker with the same failure; or nothing can be written here.
+            if not target.exists():
+                if old.exists():
+                    old.rename(target)
+                raise
+        else:
+            return
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _head(
+    scenario: Scenario, result: CaseResult, *, name: str, files: Mapping[str, bytes]
+) -> dict[str, object]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": name,
+        "verdict": result.verdict,
+        "scenario": to_data(scenario),
+        "seed": scenario.run.seed,
+        "findings": [finding.as_dict() for finding in result.findings],
+        "evidence": [
+            {"finding": index, "start": finding.evidence.start}
+            for index, finding in enumerate(result.findings)
+            if finding.evidence is not None
+        ],
+        "notes": list(result.notes),
+        "environment": dataclasses.asdict(current_environment()),
+        "worlds": [
+            {
+                "digest": log.digest(),
+                "calls": len(log.collectives),
+                "moments": len(log.moments),
+                "turns": len(log.turns),
+                "refused": log.refused,
+            }
+            for log in result.logs
+        ],
+        "files": {
+            file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for file, data in files.items()
+        },
+    }
+
+
+def _tensors(findings: Sequence[Finding]) -> dict[str, Tensor]:
+    return {
+        f"{index}.{side}": getattr(finding.evidence, side).contiguous()
+        for index, finding in enumerate(findings)
+        if finding.evidence is not None
+        for side in ("expected", "got")
+    }
+
+
+def _events(logs: Sequence[EventLog]) -> Iterator[str]:
+    """One JSON object a line; a group's ranks once only, or large worlds would fill the disk."""
+    for world, log in enumerate(logs):
+        groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        for record in log.collectives:
+            key = (record.group, record.group_ranks)
+            if key not in groups:
+                groups[key] = len(groups)
+                ranks = list(record.group_ranks)
+                yield _line(world, "group", {"name": record.group, "ranks": ranks})
+            fields = record._asdict() | {"group": groups[key]}
+            del fields["group_ranks"]
+            yield _line(world, "call", fields)
+        for moment in log.moments:
+            yield _line(world, "moment", moment._asdict())
+
+
+def _line(world: int, event: str, fields: Mapping[str, object]) -> str:
+    return json.dumps({"world": world, "event": event, **fields}, separators=(",", ":"))

@@ -1,0 +1,221 @@
+"""What an event log says of time: when each call was issued, when it ended, and whether it did.
+
+The one reading of a log that all exporters share.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zero_sim.sim import CollectiveRecord, EventLog
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallSpan:
+    """One rank's call, in its place."""
+
+    record: CollectiveRecord
+    refused: bool
+    """Whether it did not fit the others' calls and so ended the run."""
+    completed: bool
+    """Whether all who had to come did come, with calls that fit."""
+    came: tuple[int, ...]
+    """World ranks that came to this collective or message, in rank order."""
+    number: int
+    """Number within the group, or within the mail of a pair of ranks: equal for all who came."""
+    peer: int | None
+    """World rank at the other end of a message; None for collectives, and where nobody was named
+    and nobody came."""
+    issue_tick: int
+    land_tick: int | None
+    """When its rank was done waiting for it; None where the log does not know or it never was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A rank holds the baton; the span is half-open."""
+
+    rank: int
+    start_tick: int
+    stop_tick: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """One run."""
+
+    world_size: int
+    calls: tuple[CallSpan, ...]
+    """In the order in which they were issued."""
+    turns: tuple[Turn, ...]
+    stop_tick: int
+    """When all was over."""
+    knows_landing: bool
+    """Whether the log tells when calls landed."""
+
+
+def read_timeline(log: EventLog) -> Timeline:
+    """Place every call and every turn of a log on one clock.
+
+    Args:
+        log: The log of one run. Where it has moments, their ticks are the clock; where not, the
+            clock ticks once a turn and once a call.
+    """
+    groups = {record.group_ranks for record in log.collectives}
+    ranks = [rank for group in groups for rank in group]
+    issue, turns, stop = _from_moments(log) if log.moments else _from_order(log)
+    landed = {moment.record: moment.tick for moment in log.moments if moment.what == "land"}
+    meetings = _meetings(log)
+    calls = tuple(
+        CallSpan(
+            record=record,
+            refused=index == log.refused,
+            completed=meetings[index].completed,
+            came=tuple(sorted(meetings[index].came)),
+            number=meetings[index].number,
+            peer=meetings[index].peer_of(record),
+            issue_tick=issue[index],
+            land_tick=landed.get(index),
+        )
+        for index, record in enumerate(log.collectives)
+    )
+    return Timeline(
+        world_size=max((*ranks, *log.turns, -1)) + 1,
+        calls=calls,
+        turns=turns,
+        stop_tick=stop,
+        knows_landing=bool(landed),
+    )
+
+
+def _assign_turns(log: EventLog) -> list[int]:
+    """The turn in which each call was issued: the first one that fits, since calls keep order."""
+    assigned: list[int] = []
+    turn = 0
+    for record in log.collectives:
+        later = turn
+        while later < len(log.turns) and log.turns[later] != record.rank:
+            later += 1
+        turn = later if later < len(log.turns) else turn
+        assigned.append(turn)
+    return assigned
+
+
+def _from_order(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
+    issue: list[int] = []
+    starts: list[int] = []
+    tick = 0
+    for turn in _assign_turns(log):
+        while len(starts) <= turn < len(log.turns):
+            starts.append(tick)
+            tick += 1
+        issue.append(tick)
+        tick += 1
+    while len(starts) < len(log.turns):
+        starts.append(tick)
+        tick += 1
+    return issue, _spans(log.turns, starts, tick), tick
+
+
+def _from_moments(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
+    ticks = {moment.record: moment.tick for moment in log.moments if moment.what == "issue"}
+    stop = max(moment.tick for moment in log.moments) + 1
+    issue: list[int] = []
+    for index in range(len(log.collectives)):
+        issue.append(ticks.get(index, issue[-1] if issue else 0))
+    first: dict[int, int] = {}
+    for index, turn in enumerate(_assign_turns(log)):
+        first.setdefault(turn, issue[index])
+    starts: list[int] = []
+    # A turn without a call of its own takes no time before the next one that has.
+    following = stop
+    for turn in reversed(range(len(log.turns))):
+        following = min(following, first.get(turn, following))
+        starts.append(following)
+    starts.reverse()
+    return issue, _spans(log.turns, starts, stop), stop
+
+
+def _spans(ranks: Sequence[int], starts: Sequence[int], stop: int) -> tuple[Turn, ...]:
+    stops = [*starts[1:], stop]
+    return tuple(
+        Turn(rank=rank, start_tick=start, stop_tick=end)
+        for rank, start, end in zip(ranks, starts, stops, strict=True)
+    )
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """One collective or message, as far as it came."""
+
+    number: int
+    came: set[int]
+    completed: bool = False
+    ends: tuple[int | None, int | None] = (None, None)
+    """Sender and receiver of a message."""
+
+    def peer_of(self, record: CollectiveRecord) -> int | None:
+        sender, receiver = self.ends
+        return receiver if record.kind == "send" else sender if record.kind == "recv" else None
+
+
+def _meetings(log: EventLog) -> list[_Meeting]:
+    """The meeting that each call belongs to, found as the world finds it."""
+    mail = _Mail()
+    open_: dict[tuple[str, tuple[int, ...], int], _Meeting] = {}
+    found: list[_Meeting] = []
+    for index, record in enumerate(log.collectives):
+        if record.kind in ("send", "recv"):
+            meeting = mail.post(record)
+        else:
+            key = (record.group, record.group_ranks, record.sequence)
+            meeting = open_.setdefault(key, _Meeting(record.sequence, set()))
+            meeting.came.add(record.rank)
+            meeting.completed = len(meeting.came) == len(record.group_ranks)
+        found.append(meeting)
+        if index == log.refused:
+            meeting.completed = False
+    mail.number()
+    return found
+
+
+class _Mail:
+    """Sends and receives, paired first come first served as the world pairs them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, str, int, int], deque[_Meeting]] = defaultdict(deque)
+        self._posted: list[tuple[str, _Meeting]] = []
+
+    def post(self, record: CollectiveRecord) -> _Meeting:
+        named = record.detail.removeprefix("peer ")
+        peer = int(named) if named.isdigit() else None
+        sends = record.kind == "send"
+        tag = record.sequence
+        if sends:
+            waiting = self._waiting[record.group, "recv", peer or 0, tag]
+        else:
+            waiting = self._waiting[record.group, "send", record.rank, tag]
+        for other in waiting:
+            source, _ = other.ends
+            if (source in (None, record.rank)) if sends else (peer in (None, source)):
+                waiting.remove(other)
+                other.came.add(record.rank)
+                other.completed = True
+                other.ends = (record.rank, peer) if sends else (source, record.rank)
+                return other
+        ends = (record.rank, peer) if sends else (peer, record.rank)
+        meeting = _Meeting(0, {record.rank}, ends=ends)
+        self._posted.append((record.group, meeting))
+        to = peer if sends else record.rank
+        self._waiting[record.group, record.kind, to or 0, tag].append(meeting)
+        return meeting
+
+    def number(self) -> None:
+        """Count the messages of each pair of ranks, once it is known who received from whom."""
+        counts: dict[tuple[str, frozenset[int | None]], int] = defaultdict(int)
+        for group, meeting in self._posted:
+            pair = (group, frozenset(meeting.ends))
+            meeting.number = counts[pair]
+            counts[pair] += 1
