@@ -8,7 +8,8 @@ from zero_sim.sim.failures import (
     RankStatus,
     WorldFailure,
 )
-from zero_sim.sim.log import CollectiveRecord, EventLog
+from zero_sim.sim.faults import Fault, InjectedCrash
+from zero_sim.sim.log import CollectiveRecord, EventLog, FaultRecord
 from zero_sim.sim.world import World
 
 __all__ = [
@@ -16,6 +17,9 @@ __all__ = [
     "ContractViolation",
     "Deadlock",
     "EventLog",
+    "Fault",
+    "FaultRecord",
+    "InjectedCrash",
     "RankFailed",
     "RankStalled",
     "RankStatus",

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from zero_sim.sim.order import Fold, Order
+
+if TYPE_CHECKING:
+    from zero_sim.sim.faults import Strike
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,6 +37,8 @@ class Call:
     output_splits: Sequence[int] = ()
     file: str = ""
     line: int = 0
+    strikes: Sequence[Strike] = ()
+    """Planned faults that act on the data of this call."""
 
 
 _SMALL_BYTES = 1 << 16

@@ -40,6 +40,33 @@ class CollectiveRecord(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
+class FaultRecord(NamedTuple):
+    """What came of one planned fault."""
+
+    index: int
+    """Its place in the plan."""
+    kind: str
+    rank: int
+    fired: bool
+    """Whether it happened."""
+    when: str
+    """The call at which it was due, in words; empty where that never came, and for `slow`."""
+    effect: str
+    """What it did, or why it did nothing."""
+    file: str
+    line: int
+
+    @property
+    def site(self) -> str:
+        """Where that call was made, `file:line`; empty without one."""
+        return f"{self.file}:{self.line}" if self.file else ""
+
+    def __str__(self) -> str:
+        when = f" {self.when}" if self.when else ""
+        site = f", {self.site}" if self.site else ""
+        return f"{self.kind} of rank {self.rank}{when}{site}: {self.effect}"
+
+
 class EventLog:
     """The events of one run, in the one order in which they happened."""
 
@@ -47,6 +74,8 @@ class EventLog:
         self.collectives: list[CollectiveRecord] = []
         self.turns: list[int] = []
         """The ranks that got the baton, in order."""
+        self.faults: list[FaultRecord] = []
+        """One for each planned fault, in the order in which they happened or could not."""
 
     def of_rank(self, rank: int) -> list[CollectiveRecord]:
         """The calls of one rank, in its program's order."""
@@ -59,4 +88,6 @@ class EventLog:
             fields = (*record[:-2], basename(record.file), record.line)
             state.update(repr(fields).encode())
         state.update(repr(self.turns).encode())
+        for fault in self.faults:
+            state.update(repr((*fault[:-2], basename(fault.file), fault.line)).encode())
         return state.hexdigest()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero_sim.sim import contract
+from zero_sim.sim.carriage import Carriage
 from zero_sim.sim.collectives import PERFORM, Call
 from zero_sim.sim.failures import ContractViolation
 from zero_sim.sim.order import Order
@@ -62,7 +63,9 @@ class Collective:
         calls = [call for call in self.calls if call is not None]
         if call.kind.startswith("all_to_all"):
             contract.check_all_to_all(calls, ranks=ranks)
-        PERFORM[call.kind](calls, order)
+        carriage = Carriage(calls)
+        PERFORM[call.kind](carriage.calls, order)
+        carriage.deliver()
         self.done = True
         # The data has moved; keeping the tensors would keep the ranks' memory alive.
         self.calls = []
@@ -124,6 +127,10 @@ class Group:
         self._open: dict[int, Collective] = {}
         self._sends: dict[tuple[int, int], deque[Message]] = {}
         self._receives: dict[tuple[int, int], deque[Message]] = {}
+
+    def issued_by(self, group_rank: int) -> int:
+        """How many collectives a member has issued; the number of its next one."""
+        return self._issued[group_rank]
 
     def issue(self, group_rank: int, call: Call, order: Order) -> tuple[Collective, int]:
         """Take a member's next collective; its number on this group pairs it with the others'.

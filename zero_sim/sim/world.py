@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from zero_sim.sim.baton import Baton
 from zero_sim.sim.callsite import call_site
 from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
+from zero_sim.sim.faults import Fault, InjectedCrash, Injector, StalledByPlan, check_faults
 from zero_sim.sim.log import CollectiveRecord, EventLog
 from zero_sim.sim.meeting import Group, Message
 from zero_sim.sim.order import ORDERS
@@ -43,6 +45,7 @@ class World:
             program as after `manual_seed(seed + r)`.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
+        faults: What goes wrong by plan in every run; see `Fault`.
 
     Raises:
         UsageError: An argument is out of range.
@@ -66,15 +69,18 @@ class World:
         schedule: str = "round-robin",
         seed: int = 0,
         stall_seconds: float = 60.0,
+        faults: Sequence[Fault] = (),
     ) -> None:
         if not 1 <= world_size <= WORLD_SIZE_MAX:
             raise UsageError(
                 f"expected world_size between 1 and {WORLD_SIZE_MAX}, got {world_size}"
             )
         self.world_size = world_size
-        self.stall_seconds = stall_seconds
-        self.configure(order=order, schedule=schedule, seed=seed)
+        self.configure(
+            order=order, schedule=schedule, seed=seed, stall_seconds=stall_seconds, faults=faults
+        )
         self.log = EventLog()
+        self._injector = Injector((), seed=seed, log=self.log)
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
         self._gates = [threading.Lock() for _ in range(world_size)]
@@ -96,12 +102,19 @@ class World:
             ) from error
 
     def configure(
-        self, *, order: str | None = None, schedule: str | None = None, seed: int | None = None
+        self,
+        *,
+        order: str | None = None,
+        schedule: str | None = None,
+        seed: int | None = None,
+        stall_seconds: float | None = None,
+        faults: Sequence[Fault] | None = None,
     ) -> None:
         """Change what the next run does; what is left out stays.
 
         Raises:
-            UsageError: An unknown order or schedule, with the known ones.
+            UsageError: An unknown order or schedule, with the known ones; a stall limit that is not
+                positive; a fault that cannot be in this world.
         """
         if order is not None:
             if order not in ORDERS:
@@ -115,6 +128,13 @@ class World:
             self.schedule = schedule
         if seed is not None:
             self.seed = seed
+        if stall_seconds is not None:
+            if not stall_seconds > 0:
+                raise UsageError(f"expected stall_seconds to be positive, got {stall_seconds}")
+            self.stall_seconds = stall_seconds
+        if faults is not None:
+            check_faults(faults, world_size=self.world_size)
+            self.faults = tuple(faults)
 
     def __enter__(self) -> Self:
         return self
@@ -137,12 +157,16 @@ class World:
             ContractViolation: Two ranks' calls did not fit each other.
             RankStalled: A rank ran on without ever calling torch.distributed.
             UsageError: The world is closed, or a rank called this.
+
+        A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells what
+        came of every fault.
         """
         if self._closed:
             raise UsageError("expected an open world, got one that is closed; make a new World")
         if c10d.rank_state.c10d_world is not None:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         self.log = EventLog()
+        self._injector = Injector(self.faults, seed=self.seed, log=self.log)
         self._baton = self._new_baton()
         self._store.clear()
         # Names of groups depend on the program, so only the default group outlives it.
@@ -155,7 +179,10 @@ class World:
             self._randomness.seed(rank, self.seed + rank)
         self._program, self._results = program, [None] * self.world_size
         self._baton.start()
-        self._await_end()
+        try:
+            self._await_end()
+        finally:
+            self._injector.close()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
         if self._baton.failure is not None:
@@ -173,13 +200,30 @@ class World:
             thread.join(_UNWIND_SECONDS)
         c10d.uninstall()
 
+    @contextlib.contextmanager
+    def excused(self, excuse: bool = True) -> Iterator[None]:
+        """Do not count against `stall_seconds` what the calling rank does inside this block.
+
+        For a harness that runs code of its own in a rank's turn.
+
+        Args:
+            excuse: False counts again what is done inside, within a block that does not.
+        """
+        baton = self._baton
+        rank = baton.holder
+        before = baton.excuse(rank, excuse)
+        try:
+            yield
+        finally:
+            baton.excuse(rank, before)
+
     @property
     def closed(self) -> bool:
         """Whether it can no longer run anything."""
         return self._closed
 
     def _new_baton(self) -> Baton:
-        schedule = build_schedule(self.schedule, seed=self.seed)
+        schedule = self._injector.slow_down(build_schedule(self.schedule, seed=self.seed))
         return Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
 
     def _start_threads(self) -> None:
@@ -251,6 +295,7 @@ class World:
         rank = group.ranks[group_rank]
         self._baton.check_alive()
         call.file, call.line = call_site()
+        self._strike(rank, group, group_rank, call)
         try:
             collective, sequence = group.issue(group_rank, call, self.order)
         except WorldFailure as failure:
@@ -259,6 +304,20 @@ class World:
         if collective.done:
             self._baton.finish(collective)
         return SimWork(self._baton, rank, [collective], call.outputs or call.inputs)
+
+    def _strike(self, rank: int, group: Group, group_rank: int, call: Call) -> None:
+        """Let the faults happen that are due at a call; those of its data go with it."""
+        what = f"{call.kind} #{group.issued_by(group_rank)} of group {group.label}"
+        strikes = self._injector.due(rank, call, what=what)
+        for strike in strikes:
+            if strike.fault.kind == "crash":
+                strike.fired("the rank raised InjectedCrash")
+                raise InjectedCrash(f"crashed by plan {strike.when}")
+            if strike.fault.kind == "stall":
+                strike.fired("the rank never came to it")
+                stalled = StalledByPlan(strike.when)
+                self._baton.wait_for(rank, stalled, f"{call.file}:{call.line}")
+        call.strikes = strikes
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
@@ -328,12 +387,12 @@ class World:
 
     def _await_end(self) -> None:
         """Wait until every rank has ended; a rank that never lets go is interrupted and named."""
-        baton, turns = self._baton, -1
+        baton, progress = self._baton, (-1, -1)
         try:
             while not baton.all_ended.wait(self.stall_seconds):
-                if baton.turns == turns:
+                if baton.progress == progress and not baton.holder_is_excused:
                     self._interrupt(_stalled(baton.holder, self._threads, self.stall_seconds))
-                turns = baton.turns
+                progress = baton.progress
         except KeyboardInterrupt as interrupt:
             try:
                 self._interrupt(WorldFailure("interrupted from outside"))
