@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Self
 
-from zero_sim.scenario.spec import Scenario
-from zero_sim.sim import World
+from zero_sim.scenario.spec import FaultSpec, Scenario
+from zero_sim.sim import Fault, World
 
 WORLDS_OPEN_MAX = 8
 
@@ -24,7 +24,7 @@ class WorldPool:
         self.close()
 
     def world_for(self, scenario: Scenario) -> World:
-        """A world of the scenario's size, set to its order, schedule and seed.
+        """A world of the scenario's size, set to its order, schedule, seed, stall limit and faults.
 
         Args:
             scenario: The case that will run on it; only one case may at a time.
@@ -39,7 +39,11 @@ class WorldPool:
                 self._worlds.pop(next(iter(self._worlds))).close()
         self._worlds[size] = world
         world.configure(
-            order=scenario.world.order, schedule=scenario.world.schedule, seed=scenario.run.seed
+            order=scenario.world.order,
+            schedule=scenario.world.schedule,
+            seed=scenario.run.seed,
+            stall_seconds=scenario.run.stall_seconds,
+            faults=[_planned(spec) for spec in scenario.faults],
         )
         return world
 
@@ -48,3 +52,17 @@ class WorldPool:
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()
+
+
+def _planned(spec: FaultSpec) -> Fault:
+    return Fault(
+        kind=spec.kind,
+        rank=spec.rank,
+        call=spec.call,
+        at=spec.at,
+        call_stop=spec.call_stop,
+        collective=spec.collective,
+        side=spec.side,
+        element=spec.element,
+        bit=spec.bit,
+    )

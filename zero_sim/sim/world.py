@@ -158,8 +158,8 @@ class World:
             RankStalled: A rank ran on without ever calling torch.distributed.
             UsageError: The world is closed, or a rank called this.
 
-        A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells what
-        came of every fault.
+        A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells
+        what came of every fault.
         """
         if self._closed:
             raise UsageError("expected an open world, got one that is closed; make a new World")
