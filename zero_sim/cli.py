@@ -10,6 +10,7 @@ torch is imported inside commands only, so that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import json
@@ -77,10 +78,21 @@ def main() -> None:
     show_default=True,
     help="What carries the collectives.",
 )
+@click.option(
+    "--stall-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Longest time without a call of torch.distributed, whatever the scenarios say.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
 def run(
-    ctx: click.Context, paths: tuple[str, ...], expression: str, backend: str, as_json: bool
+    ctx: click.Context,
+    paths: tuple[str, ...],
+    expression: str,
+    backend: str,
+    stall_seconds: float | None,
+    as_json: bool,
 ) -> None:
     """Run every scenario in PATH..., files or folders, and judge it.
 
@@ -96,7 +108,7 @@ def run(
         if as_json:
             _echo_json(_Session().as_dict(status=EXIT_NOTHING_SELECTED))
         ctx.exit(EXIT_NOTHING_SELECTED)
-    session = _Session(as_json=as_json, errors=found.errors)
+    session = _Session(as_json=as_json, errors=found.errors, stall_seconds=stall_seconds)
     session.report_problems()
     if found.cases:
         with open_judge(backend=backend) as judge:
@@ -171,6 +183,8 @@ class _Session:
 
     as_json: bool = False
     errors: Sequence[ScenarioError] = ()
+    stall_seconds: float | None = None
+    """In place of what the scenarios say; None for theirs."""
     results: list[CaseResult] = field(default_factory=list)
     sources: list[dict[str, str]] = field(default_factory=list)
     """Of each result: the file, and the command that runs it alone."""
@@ -194,7 +208,7 @@ class _Session:
             for index, case in enumerate(cases):
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
-                command = _reproduce(case)
+                command = _reproduce(case, stall_seconds=self.stall_seconds)
                 self.results.append(result)
                 self.statuses.append(status)
                 self.sources.append({"source": str(case.source), "reproduce": command})
@@ -254,11 +268,12 @@ class _Session:
         from zero_sim.verify.records import CaseResult, Finding
 
         started = time.perf_counter()
+        scenario = _with_stall_limit(case.scenario, self.stall_seconds)
         # What a model prints must not end up in the middle of the JSON.
         out = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
         try:
             with out:
-                result = judge(case.scenario)
+                result = judge(scenario)
         except ZeroSimError as error:
             seconds = time.perf_counter() - started
             failed = CaseResult(id=case.id, verdict="error", seconds=seconds, error=str(error))
@@ -285,11 +300,20 @@ def _gravest(statuses: Sequence[int]) -> int:
     return min(statuses, key=_GRAVITY.index, default=0)
 
 
-def _reproduce(case: Case) -> str:
+def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
+    if seconds is None:
+        return scenario
+    return dataclasses.replace(
+        scenario, run=dataclasses.replace(scenario.run, stall_seconds=seconds)
+    )
+
+
+def _reproduce(case: Case, *, stall_seconds: float | None) -> str:
     words = case.file_id
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
-    return shlex.join(["zero-sim", "run", str(case.source), "-k", words])
+    limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
+    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit])
 
 
 def _coloured(text: str, verdict: str) -> str:

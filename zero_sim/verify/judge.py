@@ -13,9 +13,10 @@ from torch import Tensor
 
 from zero_sim.reference import Addresses, Reference, ReferenceStep, place_of
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Engine, OwnedPart, Place, StepResult
+from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
+from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.positions import ring_spans
 from zero_sim.verify.records import Finding
 
@@ -47,13 +48,15 @@ class Judge:
         self.same_data = scenario.world.size > 1
         self.has_stepped = False
         """Whether any step was taken, and on finite gradients: others prove nothing."""
+        self.unobserved: set[str] = set()
+        """What the engine could tell and does not, so that nothing is known of it."""
         self.uncertified_step: int | None = None
         """First step whose norm may round either way, so that nothing after clipping is owed."""
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
         self._observed = [first_step - 1] * scenario.world.size
-        self._first_step = first_step
-        self._world_ranks = world_ranks or range(scenario.world.size)
+        self.first_step = first_step
+        self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self._places: dict[int, list[Place]] = {}
         self._parts: dict[int, list[OwnedPart]] = {}
         self._addresses: dict[int, Addresses] = {}
@@ -65,12 +68,12 @@ class Judge:
         """What was found at the first bad step, in the order in which an error travels."""
         placed = (findings.with_index(found, self._shapes) for found in self._findings)
         named = [
-            found if found.rank is None else replace(found, rank=self._world_ranks[found.rank])
+            found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
             for found in placed
         ]
         return findings.sort_and_merge(named, phases=PHASES)
 
-    def built(self, rank: int, engine: Engine) -> None:
+    def built(self, rank: int, engine: AskedEngine) -> None:
         """Look at a rank's engine before the first step: who owns what."""
         params = engine.params()
         self._places[rank] = [part.place for part in engine.parts()]
@@ -79,9 +82,9 @@ class Judge:
             self._shapes = {name: tuple(param.shape) for name, param in params.items()}
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
             owned = invariants.check_ownership(
-                self._replicas(), shapes=self._shapes, step=self._first_step
+                self._replicas(), shapes=self._shapes, step=self.first_step
             )
-            self._report(self._first_step, owned)
+            self._report(self.first_step, owned)
 
     @property
     def has_started(self) -> bool:
@@ -99,12 +102,17 @@ class Judge:
             for start in range(0, len(ranks), share)
         ]
 
-    def before_backward(self, rank: int, step: int, engine: Engine) -> None:
+    def before_backward(self, rank: int, step: int, engine: AskedEngine) -> None:
         """Look at a rank right before the first backward of a step."""
         self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
     def observe(
-        self, rank: int, step: int, losses: Sequence[Tensor], result: StepResult, engine: Engine
+        self,
+        rank: int,
+        step: int,
+        losses: Sequence[Tensor],
+        result: StepResult,
+        engine: AskedEngine,
     ) -> None:
         """Judge all of a rank's state after a step.
 
@@ -122,7 +130,7 @@ class Judge:
             self._report(step, self._compare_result(rank, step, result, expected))
             self._report(step, self._compare(rank, step, losses, engine, expected))
 
-    def observe_params(self, rank: int, step: int, engine: Engine) -> None:
+    def observe_params(self, rank: int, step: int, engine: AskedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         if (self._bad_step is None or step <= self._bad_step) and self.uncertified_step is None:
             self._report(step, self._compare_params(rank, step, engine, self._expected(step)))
@@ -173,6 +181,8 @@ class Judge:
         norm = result.norm if expected.norm_certified else None
         if norm is not None and self._differs(expected.norm, norm):
             yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        told = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
+        self.unobserved.update(name for name, got in told.items() if got is None)
         spec = self.scenario.optimizer
         if result.norm is None and spec.clip_norm is not None:
             yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
@@ -193,7 +203,7 @@ class Judge:
         rank: int,
         step: int,
         losses: Sequence[Tensor],
-        engine: Engine,
+        engine: AskedEngine,
         expected: ReferenceStep,
     ) -> Iterator[Finding]:
         for micro, loss in enumerate(losses):
@@ -209,16 +219,21 @@ class Judge:
         yield from invariants.check_padding(engine, step=step, rank=rank)
 
     def _compare_params(
-        self, rank: int, step: int, engine: Engine, expected: ReferenceStep
+        self, rank: int, step: int, engine: AskedEngine, expected: ReferenceStep
     ) -> Iterator[Finding]:
         params = engine.params()
         for part in self._parts[rank]:
             place = part.place
+            if place.param not in params:
+                continue  # Said below, for the whole param.
             working = params[place.param].reshape(-1)[place.start : place.stop]
             cast = part.master.to(working.dtype)
             if self._differs(cast, working):
                 at = findings.owned("invariant.cast", "", step, rank, place)
                 yield findings.differing(at, cast, working)
+        if not engine.tells_padding:
+            self.unobserved.add("padding of params and masters")
+        yield from invariants.check_param_padding(engine, step=step, rank=rank)
         for name, value in expected.params.items():
             if name not in params:
                 at = findings.param(step, rank, name)
