@@ -426,7 +426,7 @@ class TestExcused:
             with pytest.raises(RankStalled):
                 world.run(program)
 
-    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
     def test_a_limit_that_is_none_is_refused(self, world_of, seconds):
         with pytest.raises(UsageError, match="stall_seconds"):
             world_of(2).configure(stall_seconds=seconds)

@@ -77,7 +77,7 @@ BOUNDS = (
     Bound(path="run.steps", least=1),
     Bound(path="run.micro_batches", least=1),
     Bound(path="run.seed", least=0, most=2**63 - 1),
-    Bound(path="run.stall_seconds", least=0, open_least=True),
+    Bound(path="run.stall_seconds", least=0, most=10**6, open_least=True),
     Bound(path="expect.accuracy_min", least=0, most=1),
     Bound(path="expect.nonzero_min", least=0, most=1),
 )

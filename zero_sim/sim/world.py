@@ -129,8 +129,11 @@ class World:
         if seed is not None:
             self.seed = seed
         if stall_seconds is not None:
-            if not stall_seconds > 0:
-                raise UsageError(f"expected stall_seconds to be positive, got {stall_seconds}")
+            if not 0 < stall_seconds <= threading.TIMEOUT_MAX:
+                raise UsageError(
+                    f"expected stall_seconds to be more than 0 and at most "
+                    f"{threading.TIMEOUT_MAX:g}, got {stall_seconds}"
+                )
             self.stall_seconds = stall_seconds
         if faults is not None:
             check_faults(faults, world_size=self.world_size)
