@@ -110,7 +110,7 @@ def check_param_padding(engine: AskedEngine, *, step: int, rank: int) -> Iterato
     """Check that the padding of param buffers and master shards is still zero after a step."""
     where = engine.stray_padding()
     if where:
-        yield _written_padding("params or masters", where, step=step, rank=rank, phase="write-back")
+        yield _written_padding("params or masters", where, step=step, rank=rank, phase="gather")
 
 
 def _written_padding(what: str, where: str, *, step: int, rank: int, phase: str) -> Finding:

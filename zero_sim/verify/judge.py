@@ -231,15 +231,15 @@ class Judge:
             if self._differs(cast, working):
                 at = findings.owned("invariant.cast", "", step, rank, place)
                 yield findings.differing(at, cast, working)
-        if not engine.tells_padding:
-            self.unobserved.add("padding of params and masters")
-        yield from invariants.check_param_padding(engine, step=step, rank=rank)
         for name, value in expected.params.items():
             if name not in params:
                 at = findings.param(step, rank, name)
                 yield replace(at, message="the system does not have this param")
             elif self._differs(value, params[name]):
                 yield findings.differing(findings.param(step, rank, name), value, params[name])
+        if not engine.tells_padding:
+            self.unobserved.add("padding of params and masters")
+        yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_part(
         self,
