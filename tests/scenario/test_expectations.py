@@ -154,6 +154,16 @@ def test_a_plan_reaches_the_world_field_by_field() -> None:
         assert pool.world_for(CASE).faults == ()
 
 
+def test_each_case_has_its_own_stall_limit() -> None:
+    """Though the world is the one of the case before."""
+    from zero_sim.launch import WorldPool
+
+    with WorldPool() as pool:
+        short = dataclasses.replace(CASE, run=RunSpec(stall_seconds=2.5))
+        assert pool.world_for(short).stall_seconds == 2.5
+        assert pool.world_for(CASE).stall_seconds == 60.0
+
+
 def test_no_more_ranks_than_the_simulator_takes() -> None:
     """Two floors hold the limit; both say the same."""
     from zero_sim.scenario import rules

@@ -309,8 +309,8 @@ class TestPlan:
 
     def test_one_kind_of_call_is_counted_alone(self, struck):
         def program(rank):
-            dist.barrier()
             all_reduce(rank)
+            dist.barrier()
             return all_reduce(rank)
 
         fault = Fault(kind="drop", rank=0, call=1, collective="all_reduce")
@@ -390,19 +390,19 @@ class TestExcused:
             pass
 
     def test_a_long_block_is_not_a_stall(self):
-        with World(2, stall_seconds=0.2) as world:
+        with World(2, stall_seconds=0.5) as world:
 
             def program(rank):
                 if rank == 0:
                     with world.excused():
-                        self.busy(1.0)
+                        self.busy(1.5)
                 dist.barrier()
                 return rank
 
             assert world.run(program) == [0, 1]
 
     def test_what_is_the_programs_own_within_it_counts_again(self):
-        with World(2, stall_seconds=0.2) as world:
+        with World(2, stall_seconds=0.5) as world:
 
             def program(rank):
                 if rank == 0:
@@ -414,7 +414,7 @@ class TestExcused:
                 world.run(program)
 
     def test_after_it_a_stall_is_one_again(self):
-        with World(2, stall_seconds=0.2) as world:
+        with World(2, stall_seconds=0.5) as world:
 
             def program(rank):
                 if rank == 0:

@@ -133,7 +133,7 @@ class TestFailures:
 class TestTime:
     """The stall limit is for the system."""
 
-    LIMIT = RunSpec(steps=2, stall_seconds=0.3)
+    LIMIT = RunSpec(steps=1, stall_seconds=1.0)
 
     @staticmethod
     def slowed(right, seconds):
@@ -146,24 +146,19 @@ class TestTime:
         return slow
 
     def test_a_slow_reference_is_no_stall(self, judged, monkeypatch):
-        monkeypatch.setattr(Reference, "step", self.slowed(Reference.step, 1.0))
+        monkeypatch.setattr(Reference, "step", self.slowed(Reference.step, 2.5))
         assert judged(run=self.LIMIT).verdict == "pass"
 
     def test_a_slow_system_is_one(self, judged, monkeypatch):
         monkeypatch.setattr(ZeroSimEngine, "step", self.slowed(ZeroSimEngine.step, 30.0))
         result = judged(run=self.LIMIT)
         assert [finding.check for finding in result.findings] == ["world.stalled"]
-        assert "more than 0.3 s" in result.findings[0].message
+        assert "more than 1 s" in result.findings[0].message
 
     def test_an_engine_that_is_slow_to_answer_is_one(self, judged, monkeypatch):
         monkeypatch.setattr(ZeroSimEngine, "parts", self.slowed(ZeroSimEngine.parts, 30.0))
         result = judged(run=self.LIMIT)
         assert [finding.check for finding in result.findings] == ["world.stalled"]
-
-    def test_the_next_case_has_its_own_limit(self, judged, monkeypatch):
-        judged(run=self.LIMIT)
-        monkeypatch.setattr(ZeroSimEngine, "step", self.slowed(ZeroSimEngine.step, 0.4))
-        assert judged(run=RunSpec(steps=1)).verdict == "pass"
 
 
 class TestNotObserved:
