@@ -100,6 +100,12 @@ bundles_option = click.option(
     metavar="FILE",
     help="Write a Chrome trace: a file for one case, a folder for several.",
 )
+@click.option(
+    "--stall-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Longest time without a call of torch.distributed, whatever the scenarios say.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
 def run(
@@ -110,6 +116,7 @@ def run(
     bundles: Path,
     no_bundles: bool,
     trace: Path | None,
+    stall_seconds: float | None,
     as_json: bool,
 ) -> None:
     """Run every scenario in PATH..., files or folders, and judge it.
@@ -131,6 +138,7 @@ def run(
         errors=found.errors,
         bundles=None if no_bundles else bundles,
         trace=trace,
+        stall_seconds=stall_seconds,
     )
     session.report_problems()
     if found.cases:
@@ -279,6 +287,8 @@ class _Session:
     """Where bundles of failing cases go, if anywhere."""
     trace: Path | None = None
     """Where Chrome traces go, if anywhere."""
+    stall_seconds: float | None = None
+    """In place of what the scenarios say; None for theirs."""
     results: list[CaseResult] = field(default_factory=list)
     sources: list[dict[str, str | None]] = field(default_factory=list)
     """Of each result: the file, the command that runs it alone, and the id of its bundle."""
@@ -302,7 +312,7 @@ class _Session:
             for index, case in enumerate(cases):
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
-                command = _reproduce(case)
+                command = _reproduce(case, stall_seconds=self.stall_seconds)
                 bundle = self._write_bundle(case, result)
                 if self.trace is not None and result.logs:
                     self._write_trace(case, result, number=index if len(cases) > 1 else None)
@@ -398,11 +408,12 @@ class _Session:
         from zero_sim.verify.records import CaseResult, Finding
 
         started = time.perf_counter()
+        scenario = _with_stall_limit(case.scenario, self.stall_seconds)
         # What a model prints must not end up in the middle of the JSON.
         out = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
         try:
             with out:
-                result = judge(case.scenario)
+                result = judge(scenario)
         except ZeroSimError as error:
             seconds = time.perf_counter() - started
             failed = CaseResult(id=case.id, verdict="error", seconds=seconds, error=str(error))
@@ -429,11 +440,20 @@ def _gravest(statuses: Sequence[int]) -> int:
     return min(statuses, key=_GRAVITY.index, default=0)
 
 
-def _reproduce(case: Case) -> str:
+def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
+    if seconds is None:
+        return scenario
+    return dataclasses.replace(
+        scenario, run=dataclasses.replace(scenario.run, stall_seconds=seconds)
+    )
+
+
+def _reproduce(case: Case, *, stall_seconds: float | None) -> str:
     words = case.file_id
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
-    return shlex.join(["zero-sim", "run", str(case.source), "-k", words])
+    limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
+    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit])
 
 
 def _coloured(text: str, verdict: str) -> str:

@@ -121,6 +121,30 @@ def test_failure_says_how_to_run_it_again(invoke: Callable[..., Result]) -> None
     assert "  reproduce: zero-sim run fail.toml -k fail" in invoke("fail").stdout
 
 
+def test_the_stall_limit_goes_into_every_case(
+    invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And into the command that runs one again."""
+    seen = []
+
+    @contextlib.contextmanager
+    def open_judge(*, backend: str) -> Iterator[Judge]:
+        yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
+
+    monkeypatch.setattr(cli, "open_judge", open_judge)
+    result = invoke("fail", options=("--stall-seconds", "2.5"))
+    assert seen == [2.5]
+    assert "reproduce: zero-sim run fail.toml -k fail --stall-seconds 2.5" in result.stdout
+    invoke("fail")
+    assert seen == [2.5, 60.0]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
+def test_a_stall_limit_that_is_none(invoke: Callable[..., Result], seconds: str) -> None:
+    """A usage error, before anything is run."""
+    assert invoke("pass", options=("--stall-seconds", seconds)).exit_code == 2
+
+
 def test_expression_selects(invoke: Callable[..., Result]) -> None:
     """Only what it names is run."""
     result = invoke("pass", "fail", options=("-k", "not fail"))

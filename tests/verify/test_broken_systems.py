@@ -163,6 +163,39 @@ def test_written_padding(judged, monkeypatch):
     assert "invariant.padding" in {finding.check for finding in result.findings}
 
 
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ("params", "of params or masters was written: element 453 of param buffer 0, in bucket 0"),
+        ("masters", "was written: element 453 of the masters of buffer 0, in bucket 0"),
+        ("sums", "a gradient buffer was written: element 453 of the sums of gradient buffer 0"),
+    ],
+)
+def test_written_padding_elsewhere(judged, monkeypatch, memory, message):
+    right = DistributedOptimizer.step
+
+    def dirty(self):
+        result = right(self)
+        buffer, last = self.ddp.buffers[0], self.ddp.rank == 2
+        written = {
+            "params": buffer.param_data,
+            "masters": self.master_shards.get((0, 0)) if last else None,
+            "sums": buffer.total_data if last else None,
+        }[memory]
+        if written is not None:
+            padding = buffer.plan.buckets[0].padding
+            written[written.numel() - padding.numel :][3] = 1.0
+        return result
+
+    monkeypatch.setattr(DistributedOptimizer, "step", dirty)
+    result = judged(
+        system=SystemSpec(align_elems=8, sync="every"), run=RunSpec(steps=2, micro_batches=2)
+    )
+    (finding,) = [found for found in result.findings if found.check == "invariant.padding"]
+    assert message in finding.message
+    assert finding.step == 0
+
+
 def test_stage_0_with_a_forgotten_all_reduce(judged, monkeypatch):
     monkeypatch.setattr(buffer_module, "all_reduce_sum", lambda *args, **kwargs: None)
     finding = first_finding(judged(system=SystemSpec(stage=0)), "equality.grad")

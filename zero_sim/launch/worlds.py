@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Self
 
-from zero_sim.scenario.spec import Scenario
-from zero_sim.sim import World
+from zero_sim.scenario.spec import FaultSpec, Scenario
+from zero_sim.sim import Fault, World
 
 WORLDS_OPEN_MAX = 8
 
@@ -45,6 +45,8 @@ class WorldPool:
             seed=scenario.run.seed,
             races=scenario.world.races,
             strict=scenario.world.strict,
+            stall_seconds=scenario.run.stall_seconds,
+            faults=[_planned(spec) for spec in scenario.faults],
         )
         return world
 
@@ -53,3 +55,17 @@ class WorldPool:
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()
+
+
+def _planned(spec: FaultSpec) -> Fault:
+    return Fault(
+        kind=spec.kind,
+        rank=spec.rank,
+        call=spec.call,
+        at=spec.at,
+        call_stop=spec.call_stop,
+        collective=spec.collective,
+        side=spec.side,
+        element=spec.element,
+        bit=spec.bit,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
+    FaultSpec,
     ModelSpec,
     NanSpec,
     OptimizerSpec,
@@ -21,6 +22,7 @@ from zero_sim.scenario.spec import (
 __all__ = [
     "DataSpec",
     "ExpectSpec",
+    "FaultSpec",
     "ModelSpec",
     "NanSpec",
     "OptimizerSpec",

@@ -209,6 +209,12 @@ CONDITIONS = (
         suggestion="Leave it out, or write pp = 2.",
     ),
     Condition(
+        reads=("faults", "reload"),
+        broken=lambda s: bool(s.faults) and s.reload is not None,
+        message="calls are counted within one world, and a reload makes two.",
+        suggestion="Leave either out.",
+    ),
+    Condition(
         reads=("system.redundancy", "system.stage"),
         broken=lambda s: s.system.redundancy > 1 and s.system.stage == 0,
         message="stage 0 shards nothing that could be held in copies, got {got}.",

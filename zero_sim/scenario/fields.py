@@ -156,7 +156,7 @@ def _elements_in_words(expected: object) -> str:
         inner = args[0]
         if typing.get_origin(inner) is tuple:
             return f"arrays of {_elements_in_words(inner)}"
-        return _PLURALS[inner]
+        return "tables" if is_table(inner) else _PLURALS[inner]
     return f"{len(args)} {_PLURALS[args[0]]}"
 
 

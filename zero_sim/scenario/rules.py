@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from zero_sim.errors import Problem, ScenarioError
 from zero_sim.scenario.conditions import CONDITIONS, check_freeze, check_groups
+from zero_sim.scenario.expectations import check_faults, check_finding
 from zero_sim.scenario.fields import describe_value
 from zero_sim.scenario.spec import Scenario
 
@@ -79,6 +80,7 @@ BOUNDS = (
     Bound(path="run.steps", least=1),
     Bound(path="run.micro_batches", least=1),
     Bound(path="run.seed", least=0, most=2**63 - 1),
+    Bound(path="run.stall_seconds", least=0, most=10**6, open_least=True),
     Bound(path="expect.accuracy_min", least=0, most=1),
     Bound(path="expect.nonzero_min", least=0, most=1),
 )
@@ -172,6 +174,8 @@ def _for_bound(bound: Bound, number: float) -> str:
         }
         return f"Try {usual.get(bound.path, '0.0')}."
     over = bound.most is not None and number > bound.most
+    if bound.path == "run.stall_seconds":
+        return "Try 60.0."
     return f"Try {bound.most if over else bound.least}."
 
 
@@ -251,6 +255,8 @@ RULES = (
     Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
     Rule(reads=("model.freeze",), check=check_freeze),
     Rule(reads=("optimizer.groups", "optimizer.name"), check=check_groups),
+    Rule(reads=("faults", "world.size"), check=check_faults),
     Rule(reads=("model.name", "expect.accuracy_min"), check=_accuracy),
+    Rule(reads=("expect.finding",), check=check_finding),
     *(Rule(reads=condition.reads, check=condition.check) for condition in CONDITIONS),
 )

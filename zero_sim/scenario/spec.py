@@ -25,6 +25,21 @@ OptimizerName = Literal[
     "rprop",
 ]
 CheckpointForm = Literal["sharded", "consolidated", "dcp"]
+FaultName = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
+CollectiveName = Literal[
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_list",
+    "all_gather",
+    "all_gather_list",
+    "broadcast",
+    "scatter",
+    "gather",
+    "all_to_all",
+    "all_to_all_list",
+    "barrier",
+]
 OrderName = Literal["linear", "linear-fp32", "ring", "tree"]
 
 _FORBID: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
@@ -278,7 +293,10 @@ class RunSpec:
     micro_batches: int = 1
     """Micro-batches accumulated on each rank before a step."""
     seed: int = 0
-    """Seed of weights, data, schedule and every rank's random numbers."""
+    """Seed of weights, data, schedule, faults and every rank's random numbers."""
+    stall_seconds: float = 60.0
+    """How long the system may compute on one rank without calling torch.distributed while others
+    wait; the judge's own time does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,6 +311,40 @@ class ExpectSpec:
     nonzero_min: float = 0.25
     """Least fraction of gradient elements that must be nonzero in some step, so that a pass means
     something."""
+    finding: str | None = None
+    """The check that must find something, such as `equality.grad`, or the family of checks, such as
+    `equality`: the case passes if it is among the findings of the first bad step, and fails
+    otherwise. Absent where nothing is to be found."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultSpec:
+    """Something that goes wrong on one rank by plan, to see that it is noticed."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    kind: FaultName
+    """`crash`: the rank raises at a call; `stall`: it never comes to it; `corrupt`: one bit of one
+    element that it sends or receives is flipped; `drop`: what it sends is lost; `duplicate`: what
+    it sends counts twice in a reduction, and arrives in the next rank's place too in a gather;
+    `slow`: in the whole run it gets the baton only where no other rank can run."""
+    rank: int
+    """Rank in the world."""
+    call: int = 0
+    """Which of the rank's own collectives, counted from 0; with `at = "random"`, the first that may
+    be drawn. Not for `slow`."""
+    at: Literal["call", "random"] = "call"
+    """Whether the call is the stated one or drawn from the seed."""
+    call_stop: int | None = None
+    """With `at = "random"`: one past the last call that may be drawn."""
+    collective: CollectiveName | None = None
+    """Count only the rank's calls of this kind; absent for all."""
+    side: Literal["send", "receive"] = "send"
+    """`corrupt`: whether what the rank contributes is changed, or what it receives."""
+    element: int | None = None
+    """`corrupt`: which element of what it sends or receives, from 0; absent to draw one."""
+    bit: int | None = None
+    """`corrupt`: which bit, from 0, the least significant one; absent to draw one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,5 +407,7 @@ class Scenario:
     """How long to train, and from which seed."""
     reload: ReloadSpec | None = None
     """Save and reload in the middle; absent for none."""
+    faults: tuple[FaultSpec, ...] = ()
+    """What goes wrong by plan."""
     expect: ExpectSpec = field(default_factory=ExpectSpec)
     """What must hold besides equality with the reference."""

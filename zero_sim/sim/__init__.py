@@ -12,8 +12,9 @@ from zero_sim.sim.failures import (
     ScheduleDiverged,
     WorldFailure,
 )
+from zero_sim.sim.faults import Fault, InjectedCrash
 from zero_sim.sim.flight import Flight, Flights
-from zero_sim.sim.log import CollectiveRecord, EventLog, Moment
+from zero_sim.sim.log import CollectiveRecord, EventLog, FaultRecord, Moment
 from zero_sim.sim.races import unwatched
 from zero_sim.sim.schedule import Choices, Replay
 from zero_sim.sim.world import World
@@ -26,9 +27,12 @@ __all__ = [
     "DataRace",
     "Deadlock",
     "EventLog",
+    "Fault",
+    "FaultRecord",
     "Flight",
     "Flights",
     "InFlightRace",
+    "InjectedCrash",
     "Moment",
     "RankFailed",
     "RankStalled",

@@ -77,6 +77,8 @@ class Baton:
         self._returned: set[int] = set()
         self._running = set(range(len(gates)))
         self._fruitless_polls = 0
+        self._excused: set[int] = set()
+        self._excuses = 0
 
     def start(self) -> None:
         """Make every rank ready and hand over to the first; called by `World.run`'s thread."""
@@ -130,6 +132,23 @@ class Baton:
             self.failure = self._deadlock()
             raise RankEnded
         return awaited.done
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes whenever something happens that shows that the world moves."""
+        return self.turns, self._excuses
+
+    @property
+    def holder_is_excused(self) -> bool:
+        """Whether the time that the holder takes is not its program's."""
+        return self.holder in self._excused
+
+    def excuse(self, rank: int, excused: bool) -> bool:
+        """Set whether a rank's time is not its program's; returns what held before."""
+        before = rank in self._excused
+        (self._excused.add if excused else self._excused.discard)(rank)
+        self._excuses += 1
+        return before
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
         """End the world, whatever the program does with the exception; returns it to be raised."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from zero_sim.sim.order import Fold, Order
+
+if TYPE_CHECKING:
+    from zero_sim.sim.faults import Strike
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,6 +41,8 @@ class Call:
     """All that must be equal on all ranks; what the contract compares first."""
     offsets: tuple[int, ...] = ()
     """Storage offsets of the tensors that hold the same elements on all ranks."""
+    strikes: Sequence[Strike] = ()
+    """Planned faults that act on the data of this call."""
 
 
 IN_PLACE = ("all_reduce", "reduce", "broadcast")

@@ -75,6 +75,33 @@ class Moment(NamedTuple):
     """Index into `EventLog.collectives`."""
 
 
+class FaultRecord(NamedTuple):
+    """What came of one planned fault."""
+
+    index: int
+    """Its place in the plan."""
+    kind: str
+    rank: int
+    fired: bool
+    """Whether it happened."""
+    when: str
+    """The call at which it was due, in words; empty where that never came, and for `slow`."""
+    effect: str
+    """What it did, or why it did nothing."""
+    file: str
+    line: int
+
+    @property
+    def site(self) -> str:
+        """Where that call was made, `file:line`; empty without one."""
+        return f"{self.file}:{self.line}" if self.file else ""
+
+    def __str__(self) -> str:
+        when = f" {self.when}" if self.when else ""
+        site = f", {self.site}" if self.site else ""
+        return f"{self.kind} of rank {self.rank}{when}{site}: {self.effect}"
+
+
 class EventLog:
     """The events of one run, in the one order in which they happened."""
 
@@ -85,6 +112,8 @@ class EventLog:
         self.moments: list[Moment] = []
         self.turns: list[int] = []
         """The ranks that got the baton, in order."""
+        self.faults: list[FaultRecord] = []
+        """One for each planned fault, in the order in which they happened or could not."""
         self.refused: int | None = None
         """Index of the call that did not fit the others' and so ended the run."""
         self._latest: dict[int, deque[CollectiveRecord]] = {}
@@ -125,4 +154,6 @@ class EventLog:
             state.update(repr(tuple(record._replace(file=basename(record.file)))).encode())
         state.update(repr([tuple(moment) for moment in self.moments]).encode())
         state.update(repr(self.turns).encode())
+        for fault in self.faults:
+            state.update(repr((*fault[:-2], basename(fault.file), fault.line)).encode())
         return state.hexdigest()

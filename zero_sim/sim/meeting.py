@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero_sim.sim import contract
+from zero_sim.sim.carriage import Carriage
 from zero_sim.sim.collectives import PERFORM, Call
 from zero_sim.sim.order import Order
 from zero_sim.sim.own_call import FREE_SIZES, check_call
@@ -79,7 +80,9 @@ class Collective:
     def perform(self, order: Order) -> None:
         """Move the data, all at once, after the last member has come."""
         calls = [call for call in self.calls if call is not None]
-        PERFORM[calls[0].kind](calls, order)
+        carriage = Carriage(calls)
+        PERFORM[calls[0].kind](carriage.calls, order)
+        carriage.deliver()
         self.conclude()
 
     def conclude(self) -> None:
@@ -151,6 +154,10 @@ class Group:
         self._receives: dict[tuple[int, int], deque[Message]] = {}
         self._messages: list[int] = [0] * len(self.ranks)
 
+    def issued_by(self, group_rank: int) -> int:
+        """How many collectives a member has issued; the number of its next one."""
+        return self._issued[group_rank]
+
     def issue(self, group_rank: int, call: Call) -> tuple[Collective, int]:
         """Take a member's next collective; its number on this group pairs it with the others'.
 
@@ -171,10 +178,6 @@ class Group:
         posted = self._messages[group_rank]
         self._messages[group_rank] = posted + 1
         return posted
-
-    def last_sequence(self, group_rank: int) -> int:
-        """Number of the collective that a member issued last."""
-        return self._issued[group_rank] - 1
 
     def send(
         self, group_rank: int, peer: int, *, tag: int, call: Call

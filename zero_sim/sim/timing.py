@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from zero_sim.sim.carriage import Carriage
 from zero_sim.sim.collectives import PERFORM, Call
 from zero_sim.sim.failures import RankFailed, WorldFailure
 from zero_sim.sim.flight import Flights
@@ -356,7 +357,9 @@ class Timing:
 
 def _combine(calls: Sequence[Call], order: Order) -> None:
     if calls[0].kind != "send":
-        PERFORM[calls[0].kind](calls, order)
+        carriage = Carriage(calls)
+        PERFORM[calls[0].kind](carriage.calls, order)
+        carriage.deliver()
         return
     sent, received = calls[0].inputs[0], calls[1].outputs[0]
     received.copy_(sent.reshape(received.shape))

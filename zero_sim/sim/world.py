@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from zero_sim.sim.baton import Baton
 from zero_sim.sim.callsite import call_site, raising_site
 from zero_sim.sim.collectives import IN_PLACE, Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
+from zero_sim.sim.faults import Fault, InjectedCrash, Injector, StalledByPlan, check_faults
 from zero_sim.sim.flight import Flights
 from zero_sim.sim.groups import GroupBook
 from zero_sim.sim.inversions import inversion_error
@@ -63,6 +65,7 @@ class World:
             contiguous, that overlap, or that have another shape or memory format than another
             rank's; buffers that two ranks exchanged; asynchronous calls never waited for; and
             collectives of several groups in different order.
+        faults: What goes wrong by plan in every run; see `Fault`.
 
     Raises:
         UsageError: An argument is out of range.
@@ -90,13 +93,13 @@ class World:
         races: bool = False,
         stall_seconds: float = 60.0,
         strict: bool = True,
+        faults: Sequence[Fault] = (),
     ) -> None:
         if not 1 <= world_size <= WORLD_SIZE_MAX:
             raise UsageError(
                 f"expected world_size between 1 and {WORLD_SIZE_MAX}, got {world_size}"
             )
         self.world_size = world_size
-        self.stall_seconds = stall_seconds
         self.configure(
             order=order,
             schedule=schedule,
@@ -105,12 +108,15 @@ class World:
             depth=depth,
             races=races,
             strict=strict,
+            stall_seconds=stall_seconds,
+            faults=faults,
         )
         self.log = EventLog()
         self.flights = [Flights() for _ in range(world_size)]
         """What each rank has lent and not waited for, by rank; after a run, what never landed."""
         self._book = GroupBook()
         self._promises = Promises()
+        self._injector = Injector((), seed=seed, log=self.log)
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
         self._gates = [threading.Lock() for _ in range(world_size)]
@@ -141,11 +147,14 @@ class World:
         depth: int | None = None,
         races: bool | None = None,
         strict: bool | None = None,
+        stall_seconds: float | None = None,
+        faults: Sequence[Fault] | None = None,
     ) -> None:
         """Change what the next run does; what is left out stays. The arguments are the world's own.
 
         Raises:
-            UsageError: An unknown order, schedule or timing, with the known ones; a depth below 1.
+            UsageError: An unknown order, schedule or timing, with the known ones; a depth below 1;
+                a stall limit that is not positive; a fault that cannot be in this world.
         """
         if order is not None:
             if order not in ORDERS:
@@ -168,6 +177,16 @@ class World:
             self.races = races
         if strict is not None:
             self.strict = strict
+        if stall_seconds is not None:
+            if not 0 < stall_seconds <= threading.TIMEOUT_MAX:
+                raise UsageError(
+                    f"expected stall_seconds to be more than 0 and at most "
+                    f"{threading.TIMEOUT_MAX:g}, got {stall_seconds}"
+                )
+            self.stall_seconds = stall_seconds
+        if faults is not None:
+            check_faults(faults, world_size=self.world_size)
+            self.faults = tuple(faults)
 
     def __enter__(self) -> Self:
         return self
@@ -195,12 +214,16 @@ class World:
                 under the eager timing.
             ScheduleDiverged: The run is not the one that was recorded.
             UsageError: The world is closed, or a rank called this.
+
+        A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells
+        what came of every fault.
         """
         if self._closed:
             raise UsageError("expected an open world, got one that is closed; make a new World")
         if c10d.rank_state.c10d_world is not None:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         self.log = EventLog()
+        self._injector = Injector(self.faults, seed=self.seed, log=self.log)
         self._baton = self._new_baton()
         self._store.clear()
         # Names of groups depend on the program, so only the default group outlives it.
@@ -215,7 +238,10 @@ class World:
             self.flights[rank].clear()
         self._program, self._results = program, [None] * self.world_size
         self._baton.start()
-        self._await_end()
+        try:
+            self._await_end()
+        finally:
+            self._injector.close()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
         self._check_ended()
@@ -234,6 +260,23 @@ class World:
             thread.join(_UNWIND_SECONDS)
         c10d.uninstall()
 
+    @contextlib.contextmanager
+    def excused(self, excuse: bool = True) -> Iterator[None]:
+        """Do not count against `stall_seconds` what the calling rank does inside this block.
+
+        For a harness that runs code of its own in a rank's turn.
+
+        Args:
+            excuse: False counts again what is done inside, within a block that does not.
+        """
+        baton = self._baton
+        rank = baton.holder
+        before = baton.excuse(rank, excuse)
+        try:
+            yield
+        finally:
+            baton.excuse(rank, before)
+
     @property
     def closed(self) -> bool:
         """Whether it can no longer run anything."""
@@ -243,6 +286,7 @@ class World:
         schedule = build_schedule(
             self.schedule, seed=self.seed, world_size=self.world_size, depth=self.depth
         )
+        schedule = self._injector.slow_down(schedule)
         baton = Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
         if self.timing != "eager":
             baton.timing = Timing(
@@ -368,13 +412,14 @@ class World:
         baton = self._baton
         baton.advance()
         call.file, call.line = call_site()
+        self._strike(rank, group, group_rank, call)
         try:
             with unwatched():
                 collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
             error = self._fail(failure)
             # A log that lacks the call which ended the run would not show why it ended.
-            sequence = group.last_sequence(group_rank)
+            sequence = group.issued_by(group_rank) - 1
             self._record(rank, group, call, sequence, asynchronous, _detail(call))
             self.log.refused = len(self.log.collectives) - 1
             raise error from None
@@ -400,6 +445,20 @@ class World:
         if asynchronous:
             work.promise([self._promises.make(record)])
         return work
+
+    def _strike(self, rank: int, group: Group, group_rank: int, call: Call) -> None:
+        """Let the faults happen that are due at a call; those of its data go with it."""
+        what = f"{call.kind} #{group.issued_by(group_rank)} of group {group.label}"
+        strikes = self._injector.due(rank, call, what=what)
+        for strike in strikes:
+            if strike.fault.kind == "crash":
+                strike.fired("the rank raised InjectedCrash")
+                raise InjectedCrash(f"crashed by plan {strike.when}")
+            if strike.fault.kind == "stall":
+                strike.fired("the rank never came to it")
+                stalled = StalledByPlan(strike.when)
+                self._baton.wait_for(rank, stalled, f"{call.file}:{call.line}")
+        call.strikes = strikes
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
@@ -536,12 +595,12 @@ class World:
 
     def _await_end(self) -> None:
         """Wait until every rank has ended; a rank that never lets go is interrupted and named."""
-        baton, turns = self._baton, -1
+        baton, progress = self._baton, (-1, -1)
         try:
             while not baton.all_ended.wait(self.stall_seconds):
-                if baton.turns == turns:
+                if baton.progress == progress and not baton.holder_is_excused:
                     self._interrupt(_stalled(baton.holder, self._threads, self.stall_seconds))
-                turns = baton.turns
+                progress = baton.progress
         except KeyboardInterrupt as interrupt:
             try:
                 self._interrupt(WorldFailure("interrupted from outside"))

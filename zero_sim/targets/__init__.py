@@ -1,6 +1,22 @@
 """Systems under test behind one small protocol."""
 
-from zero_sim.targets.protocol import Engine, OwnedPart, Place, StepResult, Target
+from zero_sim.targets.protocol import (
+    Engine,
+    OwnedPart,
+    PaddedEngine,
+    Place,
+    StepResult,
+    Target,
+)
 from zero_sim.targets.registry import find_target, target_names
 
-__all__ = ["Engine", "OwnedPart", "Place", "StepResult", "Target", "find_target", "target_names"]
+__all__ = [
+    "Engine",
+    "OwnedPart",
+    "PaddedEngine",
+    "Place",
+    "StepResult",
+    "Target",
+    "find_target",
+    "target_names",
+]

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from zero_sim.layout import BucketPlan
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import (
     CheckpointForm,
@@ -265,7 +266,7 @@ class ZeroSimEngine:
         return place
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Where gradient buffers, or only their padding, are not zero."""
+        """Where gradient buffers and sums, or only their padding, are not zero."""
         for index, buffer in enumerate(self._ddp.buffers):
             if not padding_only:
                 for memory in (buffer.grad_data, buffer.total_data):
@@ -274,11 +275,52 @@ class ZeroSimEngine:
                         return f"element {first} of gradient buffer {index}"
                 continue
             for bucket in buffer.plan.buckets:
-                padding = buffer.grad_data[bucket.padding.start : bucket.padding.stop]
-                if padding.numel() and padding.any():
-                    first = bucket.padding.start + int(padding.nonzero()[0])
-                    return f"element {first} of gradient buffer {index}, in bucket {bucket.index}"
+                start, stop = bucket.padding.start, bucket.padding.stop
+                where = f"gradient buffer {index}, in bucket {bucket.index}"
+                stray = _stray(buffer.grad_data[start:stop], start=start, where=where)
+                if stray:
+                    return stray
+            for bucket in buffer.buckets:
+                if bucket.grad_total is None:
+                    continue
+                where = f"the sums of gradient buffer {index}, in bucket {bucket.plan.index}"
+                stray = _stray_in_shard(bucket.plan, buffer.shard, bucket.grad_total, where=where)
+                if stray:
+                    return stray
         return ""
+
+    def stray_padding(self) -> str:
+        """Where padding of param buffers or master shards is not zero."""
+        for index, buffer in enumerate(self._ddp.buffers):
+            for bucket in buffer.plan.buckets if buffer.param_data is not None else ():
+                assert buffer.param_data is not None
+                start, stop = bucket.padding.start, bucket.padding.stop
+                where = f"param buffer {index}, in bucket {bucket.index}"
+                stray = _stray(buffer.param_data[start:stop], start=start, where=where)
+                if stray:
+                    return stray
+        for (index, number), master in self._optimizer.master_shards.items():
+            buffer = self._ddp.buffers[index]
+            where = f"the masters of buffer {index}, in bucket {number}"
+            stray = _stray_in_shard(buffer.plan.buckets[number], buffer.shard, master, where=where)
+            if stray:
+                return stray
+        return ""
+
+
+def _stray(padding: Tensor, *, start: int, where: str) -> str:
+    """Name the first element of some padding that is not zero; `start` is its place in `where`."""
+    if not padding.numel() or not padding.any():
+        return ""
+    return f"element {start + int(padding.nonzero()[0])} of {where}"
+
+
+def _stray_in_shard(bucket: BucketPlan, shard: int, memory: Tensor, *, where: str) -> str:
+    """The same for memory as long as a shard, in elements of the flat buffer."""
+    own = bucket.shard_span(shard)
+    # A bucket's padding is its tail: of a shard, what reaches into it.
+    start = min(max(own.start, bucket.padding.start), own.stop)
+    return _stray(memory[start - own.start :], start=start, where=where)
 
 
 class ZeroSimTarget:

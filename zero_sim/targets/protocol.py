@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -61,7 +61,7 @@ class StepResult:
     """Norm of the whole gradient, before clipping."""
     zeros: int | None = None
     """Elements of the whole gradient that are zero."""
-    skipped: bool = False
+    skipped: bool | None = None
     """Whether nothing was updated, because a gradient was not finite."""
     loss_scale: float | None = None
     """The scale that the step's losses were multiplied by."""
@@ -130,6 +130,18 @@ class Engine(Protocol):
             path: Where it was saved.
             weights_only: Whether to take masters and working params alone and keep the fresh
                 optimizer state and loss scale.
+        """
+        ...
+
+
+@runtime_checkable
+class PaddedEngine(Protocol):
+    """An engine that also tells of the padding of what is no gradient; not all have or tell it."""
+
+    def stray_padding(self) -> str:
+        """Where padding of working params or masters is not zero; empty where nowhere.
+
+        Asked after a step, when params can be read.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isinf
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ def _common_factor(expected: Tensor, got: Tensor) -> str:
     factors = got.reshape(-1)[pairs].double() / expected.reshape(-1)[pairs].double()
     factor = float(factors[0])
     whole = factor.is_integer() or (factor != 0 and (1 / factor).is_integer())
-    if factor in (0.0, 1.0) or not whole or not bool((factors == factor).all()):
+    if factor in (0.0, 1.0) or isinf(factor) or not whole or not bool((factors == factor).all()):
         return ""
     return f": every element is {factor:g} x the expected one"
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from zero_sim.targets import Engine, Place
+from zero_sim.targets import Place
+from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.records import Finding
 
 
@@ -105,7 +106,7 @@ def check_same_places(
         )
 
 
-def check_zero_gradients(engine: Engine, *, step: int, rank: int) -> Iterator[Finding]:
+def check_zero_gradients(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
     """Check that gradient buffers are zero before the first micro-batch of a step."""
     where = engine.stray_gradients(padding_only=False)
     if where:
@@ -118,14 +119,25 @@ def check_zero_gradients(engine: Engine, *, step: int, rank: int) -> Iterator[Fi
         )
 
 
-def check_padding(engine: Engine, *, step: int, rank: int) -> Iterator[Finding]:
+def check_padding(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
     """Check that the padding of gradient buffers is still zero after a step."""
     where = engine.stray_gradients(padding_only=True)
     if where:
-        yield Finding(
-            check="invariant.padding",
-            step=step,
-            rank=rank,
-            phase="reduce",
-            message=f"padding of a gradient buffer was written: {where}",
-        )
+        yield _written_padding("a gradient buffer", where, step=step, rank=rank, phase="reduce")
+
+
+def check_param_padding(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
+    """Check that the padding of param buffers and master shards is still zero after a step."""
+    where = engine.stray_padding()
+    if where:
+        yield _written_padding("params or masters", where, step=step, rank=rank, phase="gather")
+
+
+def _written_padding(what: str, where: str, *, step: int, rank: int, phase: str) -> Finding:
+    return Finding(
+        check="invariant.padding",
+        step=step,
+        rank=rank,
+        phase=phase,
+        message=f"padding of {what} was written: {where}",
+    )

@@ -23,9 +23,10 @@ from zero_sim.reference import (
     step_together,
 )
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Engine, OwnedPart, Place, StepResult
+from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
+from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.positions import ring_spans
 from zero_sim.verify.records import Finding
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
@@ -60,13 +61,15 @@ class Judge:
         self.same_data = scenario.world.size > 1
         self.has_stepped = False
         """Whether any step was taken, and on finite gradients: others prove nothing."""
+        self.unobserved: set[str] = set()
+        """What the engine could tell and does not, so that nothing is known of it."""
         self.uncertified_step: int | None = None
         """First step whose norm may round either way, so that nothing after clipping is owed."""
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
         self._observed = [first_step - 1] * scenario.world.size
-        self._first_step = first_step
-        self._world_ranks = world_ranks or range(scenario.world.size)
+        self.first_step = first_step
+        self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self._places: dict[int, list[Place]] = {}
         self._parts: dict[int, list[OwnedPart]] = {}
         self._addresses: dict[int, Addresses] = {}
@@ -85,12 +88,12 @@ class Judge:
         """What was found at the first bad step, in the order in which an error travels."""
         placed = (findings.with_index(found, self._shapes) for found in self._findings)
         named = [
-            found if found.rank is None else replace(found, rank=self._world_ranks[found.rank])
+            found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
             for found in placed
         ]
         return findings.sort_and_merge(named, phases=PHASES)
 
-    def built(self, rank: int, engine: Engine) -> None:
+    def built(self, rank: int, engine: AskedEngine) -> None:
         """Look at a rank's engine before the first step: who owns what."""
         params = engine.params()
         self._places[rank] = [part.place for part in engine.parts()]
@@ -98,7 +101,7 @@ class Judge:
         self._shapes |= {name: tuple(param.shape) for name, param in params.items()}
         if self.has_started:
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
-            self._report(self._first_step, self._check_ownership())
+            self._report(self.first_step, self._check_ownership())
 
     @property
     def has_started(self) -> bool:
@@ -111,12 +114,12 @@ class Judge:
             rank: {**addresses, **{place.param: None for place in self._places[rank]}}
             for rank, addresses in self._addresses.items()
         }
-        yield from invariants.check_holding(named, held=self._reference.held, step=self._first_step)
+        yield from invariants.check_holding(named, held=self._reference.held, step=self.first_step)
         for ranks, names in self._sharings:
             yield from invariants.check_ownership(
                 self._replicas(ranks, names),
                 shapes={name: shape for name, shape in self._shapes.items() if name in names},
-                step=self._first_step,
+                step=self.first_step,
             )
 
     @cached_property
@@ -152,12 +155,17 @@ class Judge:
             for start in range(0, len(ranks), share)
         ]
 
-    def before_backward(self, rank: int, step: int, engine: Engine) -> None:
+    def before_backward(self, rank: int, step: int, engine: AskedEngine) -> None:
         """Look at a rank right before the first backward of a step."""
         self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
     def observe(
-        self, rank: int, step: int, losses: Sequence[Tensor], result: StepResult, engine: Engine
+        self,
+        rank: int,
+        step: int,
+        losses: Sequence[Tensor],
+        result: StepResult,
+        engine: AskedEngine,
     ) -> None:
         """Judge all of a rank's state after a step.
 
@@ -175,7 +183,7 @@ class Judge:
             self._report(step, self._compare_result(rank, step, result, expected))
             self._report(step, self._compare(rank, step, losses, engine, expected))
 
-    def observe_params(self, rank: int, step: int, engine: Engine) -> None:
+    def observe_params(self, rank: int, step: int, engine: AskedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         if (self._bad_step is None or step <= self._bad_step) and self.uncertified_step is None:
             self._report(step, self._compare_params(rank, step, engine, self._expected(step)))
@@ -235,6 +243,8 @@ class Judge:
         norm = result.norm if expected.norm_certified else None
         if norm is not None and self._differs(expected.norm, norm):
             yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        told = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
+        self.unobserved.update(name for name, got in told.items() if got is None)
         spec = self.scenario.optimizer
         if result.norm is None and spec.clip_norm is not None:
             yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
@@ -255,7 +265,7 @@ class Judge:
         rank: int,
         step: int,
         losses: Sequence[Tensor],
-        engine: Engine,
+        engine: AskedEngine,
         expected: ReferenceStep,
     ) -> Iterator[Finding]:
         for micro, loss in enumerate(losses):
@@ -271,7 +281,7 @@ class Judge:
         yield from invariants.check_padding(engine, step=step, rank=rank)
 
     def _compare_params(
-        self, rank: int, step: int, engine: Engine, expected: ReferenceStep
+        self, rank: int, step: int, engine: AskedEngine, expected: ReferenceStep
     ) -> Iterator[Finding]:
         params, held = engine.params(), self._reference.held[rank]
         scales = _scales_of(engine, names=[name for name in expected.scales if name in held])
@@ -285,7 +295,7 @@ class Judge:
         for part in self._parts[rank]:
             place = part.place
             if place.param not in params:
-                continue
+                continue  # Said below, for the whole param.
             working = params[place.param].reshape(-1)[place.start : place.stop]
             # With the rank's own scale: this is about what it holds, right or wrong.
             scale = scales.get(place.param)
@@ -305,6 +315,9 @@ class Judge:
                 yield replace(at, message="the system does not have this param")
             elif self._differs(value, params[name]):
                 yield findings.differing(findings.param(step, rank, name), value, params[name])
+        if not engine.tells_padding:
+            self.unobserved.add("padding of params and masters")
+        yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_part(
         self,
@@ -344,9 +357,9 @@ class Judge:
         return not same_bits(expected, got)
 
 
-def _scales_of(engine: Engine, *, names: Collection[str]) -> dict[str, Tensor | None]:
+def _scales_of(engine: AskedEngine, *, names: Collection[str]) -> dict[str, Tensor | None]:
     """Scales of params in fp8 as a rank has them: buffers of the module, as the workload says."""
-    buffers = dict(engine.module.named_buffers()) if names else {}
+    buffers = engine.module_buffers() if names else {}
     return {name: buffers.get(name + SCALE_SUFFIX) for name in names}
 
 

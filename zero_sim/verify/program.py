@@ -6,6 +6,7 @@ A case is one segment, or two where it reloads a checkpoint into another world i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from zero_sim.scenario.overlap import overlaps_params
 from zero_sim.scenario.spec import Scenario
-from zero_sim.sim import unwatched
 from zero_sim.targets import Engine, Target
 from zero_sim.verify.cells import Cell
+from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
-from zero_sim.workloads import Workload, build_module, seed_of
+from zero_sim.workloads import Batch, Workload, build_module, seed_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +86,17 @@ class Seat:
     judge: Judge
 
 
+def _never_timed(excuse: bool) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def build_program(
-    segment: Segment, *, seats: Sequence[Seat], target: Target, outcome: Outcome
+    segment: Segment,
+    *,
+    seats: Sequence[Seat],
+    target: Target,
+    outcome: Outcome,
+    excused: Excused = _never_timed,
 ) -> Callable[[int], None]:
     """The program of one segment.
 
@@ -95,6 +105,8 @@ def build_program(
         seats: Every cell of the world, with what it trains and who judges it.
         target: The system under test.
         outcome: Filled in by rank 0.
+        excused: How the world is told that a rank's time is the harness's; left out where no world
+            counts it.
     """
 
     def program(world_rank: int) -> None:
@@ -105,13 +117,19 @@ def build_program(
             mine = next(i for i, seat in enumerate(seats) if world_rank in seat.cell.ranks)
             group, seat = groups[mine], seats[mine]
         assert isinstance(group, dist.ProcessGroup)
-        _train(segment, seat, target=target, group=group, outcome=outcome)
+        _train(segment, seat, target=target, group=group, outcome=outcome, excused=excused)
 
     return program
 
 
 def _train(
-    segment: Segment, seat: Seat, *, target: Target, group: dist.ProcessGroup, outcome: Outcome
+    segment: Segment,
+    seat: Seat,
+    *,
+    target: Target,
+    group: dist.ProcessGroup,
+    outcome: Outcome,
+    excused: Excused,
 ) -> None:
     """Build an engine and take the segment's steps; the judge looks on after each.
 
@@ -122,37 +140,42 @@ def _train(
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
     deferred = overlaps_params(scenario.system)
-    module = build_module(workload, expert_index=rank % scenario.topology.ep)
+    with ours(excused):
+        module = build_module(workload, expert_index=rank % scenario.topology.ep)
     engine = target.build(module, scenario=scenario, group=group)
+    asked = AskedEngine(engine, excused=excused)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
-    with unwatched():
-        judge.built(rank, engine)
+    with ours(excused):
+        judge.built(rank, asked)
     if dist.get_world_size() > group.size():
         # Judges of all cells step together, which they can once every engine is there.
         dist.barrier()
     for step in range(segment.start, segment.stop):
         _freeze(engine, scenario, step)
         engine.zero_grad()
-        with unwatched():
-            judge.before_backward(rank, step, engine)
+        with ours(excused):
+            judge.before_backward(rank, step, asked)
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
-            losses.append(_micro_batch(engine, workload, scenario, step, rank, micro))
+            with ours(excused):
+                batch = _draw(workload, scenario, step, rank, micro)
+            last_micro = micro == scenario.run.micro_batches - 1
+            losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
             if deferred and micro == 0 and step > segment.start:
-                with unwatched():
-                    judge.observe_params(rank, step - 1, engine)
+                with ours(excused):
+                    judge.observe_params(rank, step - 1, asked)
         result = engine.step(lr_factor=lr_factor(scenario, step))
-        with unwatched():
-            judge.observe(rank, step, losses, result, engine)
+        with ours(excused):
+            judge.observe(rank, step, losses, result, asked)
         if not deferred:
             engine.settle()
-            with unwatched():
-                judge.observe_params(rank, step, engine)
+            with ours(excused):
+                judge.observe_params(rank, step, asked)
     engine.settle()
     if deferred:
-        with unwatched():
-            judge.observe_params(rank, segment.stop - 1, engine)
+        with ours(excused):
+            judge.observe_params(rank, segment.stop - 1, asked)
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)
@@ -177,13 +200,14 @@ def _freeze(engine: Engine, scenario: Scenario, step: int) -> None:
             params[freeze.param].requires_grad_(not freeze.start <= step < freeze.stop)
 
 
-def _micro_batch(
-    engine: Engine, workload: Workload, scenario: Scenario, step: int, rank: int, micro: int
-) -> Tensor:
+def _draw(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
     # torch.manual_seed asks every kind of device first, which takes 100 us.
     torch.default_generator.manual_seed(seed_of(scenario, step=step, rank=rank, micro=micro))
-    batch = workload.batch(step=step, rank=rank, micro=micro)
+    return workload.batch(step=step, rank=rank, micro=micro)
+
+
+def _micro_batch(engine: Engine, workload: Workload, batch: Batch, *, last_micro: bool) -> Tensor:
+    # The loss runs the system's module, so what fails or lasts here is the system's.
     loss = workload.loss(engine.module, batch)
-    last = micro == scenario.run.micro_batches - 1
-    engine.backward(loss, last_micro=last, rows=batch.rows)
+    engine.backward(loss, last_micro=last_micro, rows=batch.rows)
     return loss.detach()

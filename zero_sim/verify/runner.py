@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from zero_sim.sim import (
     DataRace,
     Deadlock,
     EventLog,
+    FaultRecord,
     InFlightRace,
     RankFailed,
     RankStalled,
@@ -27,10 +28,13 @@ from zero_sim.sim import (
     WorldFailure,
 )
 from zero_sim.targets import Target, find_target
+from zero_sim.verify import guards
 from zero_sim.verify.cells import Cell, cells_of, check_crossing
+from zero_sim.verify.expected import settle
+from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
-from zero_sim.verify.records import CaseResult, Finding, Verdict
+from zero_sim.verify.records import CaseResult, Finding
 from zero_sim.workloads import build_workload
 
 
@@ -53,7 +57,9 @@ def run_case(
         keep_logs: Whether the result carries its event logs even if the case does not fail.
 
     Returns:
-        The verdict with its findings. A system that raises or hangs is a finding, not an exception.
+        The verdict with its findings. A system that raises or hangs is a finding, not an exception;
+        a judge, a reference or a workload that raises is an error, and no finding against the
+        system.
 
     Raises:
         EnvironmentProblem: This machine lacks something that the case needs.
@@ -72,6 +78,21 @@ def run_case(
     except UsageError as error:
         seconds = time.perf_counter() - started
         return CaseResult(id=scenario.name, verdict="error", seconds=seconds, error=str(error))
+    except JudgeFailed as failed:
+        seconds = time.perf_counter() - started
+        finding = Finding(
+            check="internal.judge",
+            message="the judge, the reference or the workload raised an error that it did not "
+            "foresee, so nothing is said about the system; please report it",
+            detail=failed.traceback_text,
+        )
+        return CaseResult(
+            id=scenario.name,
+            verdict="error",
+            seconds=seconds,
+            error=str(failed),
+            findings=(finding,),
+        )
     finally:
         torch.set_num_threads(threads)
 
@@ -89,6 +110,8 @@ class _Trial:
     turns: Sequence[Sequence[int]] = ()
     """Recorded turns to repeat, by world."""
     notes: list[str] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
+    """What came of the planned ones."""
 
     def has_started(self) -> bool:
         """Whether all engines of the first world were built: a refusal after that is a failure."""
@@ -108,30 +131,25 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
             try:
                 _run_segment(segment, trial, worlds=worlds, target=target)
             except RankFailed as failed:
-                if isinstance(failed.error, EnvironmentProblem):
-                    raise failed.error from failed
-                refused = isinstance(failed.error, UsageError) and segment.load is None
-                if refused and not trial.has_started():
-                    raise failed.error from failed
-                trial.failures.append(_world_finding(failed))
+                _take_failure(failed, trial, segment=segment)
             except WorldFailure as failed:
-                trial.failures.append(_world_finding(failed))
+                trial.failures.append(_world_finding(failed, trial.faults))
             if trial.findings():
                 break
     found = trial.findings()
     if not found:
         found = tuple(_check_accuracy(scenario, trial.outcome.accuracy))
     # A run that went wrong has said nothing yet about how much a pass would have meant.
-    doubts = [] if found else _doubts(scenario, trial.judges)
-    verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
-    accuracy = trial.outcome.accuracy
-    notes = [] if accuracy is None else [f"held-out accuracy {accuracy:.4f}"]
+    doubts = () if found else _doubts(scenario, trial)
+    verdict, findings, reached = settle(
+        scenario.expect.finding, found=found, doubts=doubts, faults=trial.faults
+    )
     return CaseResult(
         id=scenario.name,
         verdict=verdict,
         seconds=0.0,
-        findings=found + tuple(doubts),
-        notes=(*notes, *trial.outcome.notes, *trial.notes),
+        findings=findings,
+        notes=(*reached, *_notes(trial, agreed=not found), *trial.notes),
         compared_elems=sum(judge.compared_elems for judge in trial.judges),
         collectives=sum(len(log.collectives) for log in trial.logs),
         log_digest="+".join(log.digest() for log in trial.logs),
@@ -152,11 +170,14 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
     if len(trial.logs) < len(trial.turns):
         replay = Replay(trial.turns[len(trial.logs)], strict=False)
         world.configure(schedule=replay)
-    program = build_program(segment, seats=seats, target=target, outcome=trial.outcome)
+    program = build_program(
+        segment, seats=seats, target=target, outcome=trial.outcome, excused=world.excused
+    )
     try:
         world.run(program)
     finally:
         trial.logs.append(world.log)
+        trial.faults.extend(world.log.faults)
         if replay is not None and replay.diverged_at is not None:
             trial.notes.append(
                 f"world {len(trial.logs)} left the recorded turns at turn {replay.diverged_at} of "
@@ -181,7 +202,37 @@ def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Se
     return Seat(cell=cell, workload=workload, judge=judge)
 
 
-def _world_finding(failed: WorldFailure) -> Finding:
+def _take_failure(failed: RankFailed, trial: _Trial, *, segment: Segment) -> None:
+    """Charge what a rank raised to whom it belongs: the machine, the user, us, or the system."""
+    if isinstance(failed.error, EnvironmentProblem):
+        raise failed.error from failed
+    error = failed.error
+    if isinstance(error, JudgeFailed):
+        if not trial.findings():
+            raise error from failed
+        # What was found before stands; the judge may have failed because of it.
+        trial.outcome.notes.append(f"{error}, after what was found")
+        return
+    if isinstance(error, UsageError) and segment.load is None and not trial.has_started():
+        raise error from failed
+    trial.failures.append(_world_finding(failed, trial.faults))
+
+
+def _notes(trial: _Trial, *, agreed: bool) -> Iterator[str]:
+    accuracy = trial.outcome.accuracy
+    if accuracy is not None:
+        yield f"held-out accuracy {accuracy:.4f}"
+    yield from trial.outcome.notes
+    unobserved = sorted(set().union(*(judge.unobserved for judge in trial.judges)))
+    if unobserved:
+        yield f"not observed, since the target does not tell it: {', '.join(unobserved)}"
+    for record in trial.faults:
+        # Where all agreed, each of the others is a finding of its own.
+        if not agreed or (record.fired and record.kind == "slow"):
+            yield f"planned fault{'' if record.fired else ' that never happened'}: {record}"
+
+
+def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:
     """The finding for a world that ended before its programs did."""
     head, _, rest = str(failed).partition("\n")
     check, rank = "world.failed", None
@@ -189,7 +240,8 @@ def _world_finding(failed: WorldFailure) -> Finding:
         case RankFailed():
             check, rank = "world.rank-failed", failed.rank
         case Deadlock():
-            check = "world.deadlock"
+            planned = any(record.kind == "stall" and record.fired for record in faults)
+            check = "world.stalled-by-plan" if planned else "world.deadlock"
         case ContractViolation():
             check, rank = "world.contract", failed.rank
         case DataRace():
@@ -215,43 +267,9 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
     ]
 
 
-def _doubts(scenario: Scenario, judges: Sequence[Judge]) -> list[Finding]:
+def _doubts(scenario: Scenario, trial: _Trial) -> tuple[Finding, ...]:
     """Why equality would mean little, though nothing is wrong."""
-    doubts = []
-    nonzero_fraction = max(judge.nonzero_fraction_max for judge in judges)
-    if all(judge.same_data for judge in judges) and scenario.data.ranks == "distinct":
-        doubts.append(
-            Finding(
-                check="guard.same-data",
-                message="all ranks saw the same data in every step, which hides most bugs of a "
-                'reduction; feed distinct data, or say data.ranks = "same" if that is the point',
-            )
-        )
-    if nonzero_fraction < scenario.expect.nonzero_min:
-        doubts.append(
-            Finding(
-                check="guard.zero-gradients",
-                message=f"at most {nonzero_fraction:.0%} of the gradient elements were "
-                f"nonzero in any step, expected at least {scenario.expect.nonzero_min:.0%}: "
-                "equal zeros prove nothing",
-            )
-        )
-    if not any(judge.has_stepped for judge in judges):
-        doubts.append(
-            Finding(
-                check="guard.nothing-stepped",
-                message="every step was skipped or had gradients that are not finite, so that no "
-                "update was compared; take more steps, or plant the overflow in one of several",
-            )
-        )
-    doubts.extend(
-        Finding(
-            check="guard.norm-not-certified",
-            step=judge.uncertified_step,
-            message="the norm lies so close to the middle of two fp32 values that its rounding "
-            "depends on the order of the sum; nothing clipped by it is owed. Try another seed",
-        )
-        for judge in judges
-        if judge.uncertified_step is not None
+    return (
+        *guards.check_meaning(scenario, trial.judges),
+        *guards.check_faults(trial.faults),
     )
-    return doubts

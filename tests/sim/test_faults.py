@@ -1,0 +1,432 @@
+"""Faults by plan: each does what it says, leaves the sender's memory alone, and is on record."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.errors import UsageError
+from zero_sim.sim import Deadlock, Fault, InjectedCrash, RankFailed, RankStalled, World
+from zero_sim.sim.faults import PASSED_OVER_MAX, SlowedSchedule
+from zero_sim.sim.schedule import RoundRobin
+
+SITE = "test_faults.py:"
+
+
+@pytest.fixture
+def struck(world_of):
+    """Run a program on three ranks with some faults; gives results and what came of the faults."""
+
+    def run(program, *faults, size=3, seed=0):
+        world = world_of(size, seed=seed)
+        world.configure(faults=faults)
+        try:
+            return world.run(program), world.log.faults
+        finally:
+            world.configure(faults=())
+
+    return run
+
+
+def all_reduce(rank):
+    x = torch.tensor([1.0, 2.0, 4.0]) * 10**rank
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def reduce_scatter(rank, op=dist.ReduceOp.SUM):
+    source, output = torch.tensor([1.0, 2.0, 4.0]) * 10**rank, torch.zeros(1)
+    before = source.clone()
+    dist.reduce_scatter_single(output, source, op=op)
+    assert source.equal(before)
+    return output.item()
+
+
+def all_gather(rank):
+    source, output = torch.tensor([rank + 1.0]), torch.zeros(3)
+    dist.all_gather_single(output, source)
+    assert source.item() == rank + 1
+    return output.tolist()
+
+
+def all_gather_in_place(rank):
+    output = torch.zeros(3)
+    output[rank] = rank + 1
+    dist.all_gather_single(output, output[rank : rank + 1])
+    return output.tolist()
+
+
+def gather_list(rank):
+    outputs = [torch.zeros(1) for _ in range(3)]
+    dist.all_gather(outputs, torch.tensor([rank + 1.0]))
+    return [output.item() for output in outputs]
+
+
+def to_root(rank):
+    source = torch.tensor([rank + 1.0])
+    outputs = [torch.zeros(1) for _ in range(3)] if rank == 0 else None
+    dist.gather(source, outputs, dst=0)
+    return [output.item() for output in outputs or []]
+
+
+def broadcast(rank):
+    x = torch.tensor([rank + 1.0])
+    dist.broadcast(x, src=0)
+    return x.item()
+
+
+def all_to_all(rank):
+    output = torch.zeros(3)
+    dist.all_to_all_single(output, torch.full((3,), rank + 1.0))
+    return output.tolist()
+
+
+class TestCrash:
+    """A rank raises where it was told to."""
+
+    def test_it_ends_the_world_and_says_that_it_was_planned(self, world_of):
+        world = world_of(3)
+        world.configure(faults=[Fault(kind="crash", rank=1, call=1)])
+
+        def program(rank):
+            dist.barrier()
+            return all_reduce(rank)
+
+        with pytest.raises(RankFailed) as failed:
+            world.run(program)
+        world.configure(faults=())
+        assert failed.value.rank == 1
+        assert isinstance(failed.value.error, InjectedCrash)
+        assert "crashed by plan at its 2nd call (call = 1, all_reduce #1" in str(failed.value)
+        (record,) = world.log.faults
+        assert record.fired
+        assert SITE in record.site
+        assert world.run(all_reduce) == [[111.0, 222.0, 444.0]] * 3
+
+    def test_a_program_cannot_swallow_it(self, world_of):
+        world = world_of(2)
+        world.configure(faults=[Fault(kind="crash", rank=0)])
+
+        def program(rank):
+            try:
+                dist.barrier()
+            except Exception:  # noqa: BLE001  That is what the test is about.
+                return "went on"
+
+        with pytest.raises(RankFailed):
+            world.run(program)
+        world.configure(faults=())
+
+
+class TestStall:
+    """A rank never comes."""
+
+    def test_the_table_names_it(self, world_of):
+        world = world_of(3)
+        world.configure(faults=[Fault(kind="stall", rank=2, call=6)])
+
+        def program(rank):
+            for _ in range(8):
+                dist.barrier()
+
+        with pytest.raises(Deadlock, match="ranks that never came: 2") as failed:
+            world.run(program)
+        world.configure(faults=())
+        assert "rank 2: stalled by plan at its 7th call (call = 6, barrier #6" in str(failed.value)
+        assert world.log.faults[0].fired
+        assert world.run(all_reduce) == [[111.0, 222.0, 444.0]] * 3
+
+    def test_nobody_else_needs_it(self, world_of):
+        world = world_of(2)
+        world.configure(faults=[Fault(kind="stall", rank=0)])
+        with pytest.raises(Deadlock, match="stalled by plan"):
+            world.run(lambda rank: dist.barrier() if rank == 0 else None)
+        world.configure(faults=())
+
+
+class TestCorrupt:
+    """One bit of one element."""
+
+    def test_what_it_sends(self, struck):
+        fault = Fault(kind="corrupt", rank=1, element=2, bit=31)
+        results, (record,) = struck(all_reduce, fault)
+        assert results == [[111.0, 222.0, 364.0]] * 3
+        assert record.effect == "bit 31 of element 2 that it sends: 40.0 -> -40.0"
+
+    def test_what_it_receives(self, struck):
+        fault = Fault(kind="corrupt", rank=1, element=2, bit=31, side="receive")
+        results, (record,) = struck(all_gather, fault)
+        assert results == [[1.0, 2.0, 3.0], [1.0, 2.0, -3.0], [1.0, 2.0, 3.0]]
+        assert record.effect == "bit 31 of element 2 that it receives: 3.0 -> -3.0"
+
+    @pytest.mark.parametrize("program", [all_gather, all_gather_in_place, gather_list])
+    def test_the_sender_keeps_its_own(self, struck, program):
+        results, _ = struck(program, Fault(kind="corrupt", rank=1, bit=31))
+        assert results == [[1.0, -2.0, 3.0], [1.0, 2.0, 3.0], [1.0, -2.0, 3.0]]
+
+    def test_a_root_keeps_what_it_broadcasts(self, struck):
+        results, _ = struck(broadcast, Fault(kind="corrupt", rank=0, bit=31))
+        assert results == [1.0, -1.0, -1.0]
+
+    def test_every_dtype_has_its_own_bits(self, struck):
+        def program(rank):
+            values = []
+            for dtype in (torch.bfloat16, torch.int64, torch.bool):
+                x = torch.ones(1, dtype=dtype)
+                dist.broadcast(x, src=0)
+                values.append(x.item())
+            return values
+
+        plan = [
+            Fault(kind="corrupt", rank=0, call=call, bit=bit)
+            for call, bit in ((0, 15), (1, 63), (2, 0))
+        ]
+        results, _ = struck(program, *plan)
+        assert results[1] == [-1.0, 1 - 2**63, False]
+
+    def test_memory_that_is_not_contiguous(self, struck):
+        def program(rank):
+            x = torch.arange(6.0).reshape(2, 3).t()
+            dist.broadcast(x, src=0)
+            return x.tolist()
+
+        results, _ = struck(
+            program, Fault(kind="corrupt", rank=1, element=3, bit=31, side="receive")
+        )
+        assert results[1] == [[0.0, 3.0], [1.0, -4.0], [2.0, 5.0]]
+        assert results[2] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+class TestDrop:
+    """What a rank sends is lost."""
+
+    def test_a_reduction_goes_without_it(self, struck):
+        results, _ = struck(reduce_scatter, Fault(kind="drop", rank=1))
+        assert results == [101.0, 202.0, 404.0]
+
+    @pytest.mark.parametrize(
+        ("op", "expected"),
+        [
+            (dist.ReduceOp.MAX, [10.0, 20.0, 40.0]),
+            (dist.ReduceOp.MIN, [1.0, 2.0, 4.0]),
+            (dist.ReduceOp.PRODUCT, [10.0, 40.0, 160.0]),
+        ],
+    )
+    def test_whatever_the_operation(self, struck, op, expected):
+        results, _ = struck(lambda rank: reduce_scatter(rank, op), Fault(kind="drop", rank=2))
+        assert results == expected
+
+    @pytest.mark.parametrize("program", [all_gather, all_gather_in_place, gather_list])
+    def test_zeros_arrive_in_a_gather(self, struck, program):
+        results, _ = struck(program, Fault(kind="drop", rank=2))
+        assert results == [[1.0, 2.0, 0.0], [1.0, 2.0, 0.0], [1.0, 2.0, 3.0]]
+
+    def test_zeros_arrive_at_a_root(self, struck):
+        results, _ = struck(to_root, Fault(kind="drop", rank=2))
+        assert results[0] == [1.0, 2.0, 0.0]
+
+    def test_zeros_arrive_from_all_to_all_but_at_home(self, struck):
+        results, _ = struck(all_to_all, Fault(kind="drop", rank=1))
+        assert results == [[1.0, 0.0, 3.0], [1.0, 2.0, 3.0], [1.0, 0.0, 3.0]]
+
+    def test_a_rank_still_gets_the_sum(self, struck):
+        results, _ = struck(all_reduce, Fault(kind="drop", rank=2))
+        assert results == [[11.0, 22.0, 44.0]] * 3
+
+
+class TestDuplicate:
+    """What a rank sends counts twice."""
+
+    def test_in_a_reduction(self, struck):
+        results, _ = struck(reduce_scatter, Fault(kind="duplicate", rank=1))
+        assert results == [121.0, 242.0, 484.0]
+
+    def test_in_a_gather_it_takes_the_next_place(self, struck):
+        results, _ = struck(all_gather_in_place, Fault(kind="duplicate", rank=0))
+        assert results == [[1.0, 1.0, 3.0], [1.0, 2.0, 3.0], [1.0, 1.0, 3.0]]
+
+    def test_a_maximum_does_not_change(self, struck):
+        results, (record,) = struck(
+            lambda rank: reduce_scatter(rank, dist.ReduceOp.MAX), Fault(kind="duplicate", rank=2)
+        )
+        assert results == [100.0, 200.0, 400.0]
+        assert record.fired
+        assert "changes nothing" in record.effect
+
+
+class TestSlow:
+    """A rank that gets the baton last."""
+
+    @staticmethod
+    def order(world):
+        seen = []
+
+        def program(rank):
+            for _ in range(2):
+                seen.append(rank)
+                dist.barrier()
+
+        world.run(program)
+        return seen
+
+    def test_it_is_served_after_all_others(self, world_of):
+        world = world_of(3)
+        world.configure(faults=[Fault(kind="slow", rank=0)])
+        seen = self.order(world)
+        (record,) = world.log.faults
+        world.configure(faults=())
+        assert seen == [1, 2, 0, 0, 1, 2]
+        assert record.fired
+        assert self.order(world)[:3] == [0, 1, 2]
+
+    def test_one_that_polls_for_it_does_not_starve_it(self, struck):
+        def program(rank):
+            work = dist.barrier(async_op=True) if rank else None
+            while work is not None and not work.is_completed():
+                pass
+            if work is None:
+                dist.barrier()
+            return "done"
+
+        results, _ = struck(program, Fault(kind="slow", rank=0), size=2)
+        assert results == ["done", "done"]
+
+    def test_a_turn_comes_after_so_many_of_another(self):
+        schedule = SlowedSchedule(RoundRobin(), slow={0: 0}, passed_over=lambda index: None)
+        schedule.add(0)
+        picks = []
+        for _ in range(PASSED_OVER_MAX + 1):
+            schedule.add(1)
+            picks.append(schedule.pick())
+        assert picks == [1] * PASSED_OVER_MAX + [0]
+
+    def test_alone_it_never_happens(self, struck):
+        _, (record,) = struck(lambda rank: None, Fault(kind="slow", rank=0), size=1)
+        assert not record.fired
+
+
+class TestPlan:
+    """Which call is struck, and what is said where none is."""
+
+    def test_one_kind_of_call_is_counted_alone(self, struck):
+        def program(rank):
+            all_reduce(rank)
+            dist.barrier()
+            return all_reduce(rank)
+
+        fault = Fault(kind="drop", rank=0, call=1, collective="all_reduce")
+        results, (record,) = struck(program, fault)
+        assert results[0] == [110.0, 220.0, 440.0]
+        assert "at its 2nd all_reduce call (call = 1, all_reduce #2 of group world)" in record.when
+
+    def test_a_call_is_drawn_from_the_seed(self, struck):
+        def program(rank):
+            return [all_reduce(rank)[0] for _ in range(6)]
+
+        fault = Fault(kind="drop", rank=0, at="random", call=1, call_stop=6)
+        places = set()
+        for seed in range(12):
+            results, _ = struck(program, fault, seed=seed)
+            assert (results, _) == struck(program, fault, seed=seed)
+            places.add(results[0].index(110.0))
+        assert len(places) > 1
+        assert min(places) >= 1
+
+    def test_a_run_is_repeated_to_the_bit(self, world_of):
+        world = world_of(3, seed=5)
+        world.configure(faults=[Fault(kind="corrupt", rank=1)])
+        runs = {(repr(world.run(all_reduce)), world.log.digest()) for _ in range(5)}
+        world.configure(faults=())
+        assert len(runs) == 1
+        world.run(all_reduce)
+        assert world.log.digest() not in {digest for _, digest in runs}
+
+    @pytest.mark.parametrize(
+        ("program", "fault", "reason"),
+        [
+            (all_reduce, Fault(kind="drop", rank=1, call=3), "made 1 collective call, and it was"),
+            (broadcast, Fault(kind="drop", rank=1), "not the root sends nothing"),
+            (
+                broadcast,
+                Fault(kind="corrupt", rank=0, side="receive"),
+                "receives no element in this broadcast",
+            ),
+            (lambda rank: dist.barrier(), Fault(kind="drop", rank=1), "sends no element"),
+            (broadcast, Fault(kind="duplicate", rank=0), "nothing can count twice"),
+            (all_reduce, Fault(kind="corrupt", rank=1, element=3), "only 3 elements"),
+            (all_reduce, Fault(kind="corrupt", rank=1, bit=32), "not one of the 32 bits"),
+        ],
+    )
+    def test_what_could_not_happen_says_why(self, struck, program, fault, reason):
+        plain, _ = struck(program)
+        results, (record,) = struck(program, fault)
+        assert not record.fired
+        assert reason in record.effect
+        assert results == plain
+
+    @pytest.mark.parametrize(
+        ("fault", "name"),
+        [
+            (Fault(kind="drop", rank=3), "rank of fault 0"),
+            (Fault(kind="melt", rank=0), "kind of fault 0"),
+            (Fault(kind="drop", rank=0, call=-1), "call of fault 0"),
+            (Fault(kind="drop", rank=0, at="random", call=2, call_stop=2), "call_stop of fault 0"),
+            (Fault(kind="drop", rank=0, collective="sum"), "collective of fault 0"),
+        ],
+    )
+    def test_a_plan_that_cannot_be_is_refused(self, world_of, fault, name):
+        with pytest.raises(UsageError, match=name):
+            world_of(3).configure(faults=[fault])
+
+
+class TestExcused:
+    """Time that is a harness's own is not the program's."""
+
+    @staticmethod
+    def busy(seconds):
+        import time
+
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    def test_a_long_block_is_not_a_stall(self):
+        with World(2, stall_seconds=0.5) as world:
+
+            def program(rank):
+                if rank == 0:
+                    with world.excused():
+                        self.busy(1.5)
+                dist.barrier()
+                return rank
+
+            assert world.run(program) == [0, 1]
+
+    def test_what_is_the_programs_own_within_it_counts_again(self):
+        with World(2, stall_seconds=0.5) as world:
+
+            def program(rank):
+                if rank == 0:
+                    with world.excused(), world.excused(False):
+                        self.busy(60.0)
+                dist.barrier()
+
+            with pytest.raises(RankStalled):
+                world.run(program)
+
+    def test_after_it_a_stall_is_one_again(self):
+        with World(2, stall_seconds=0.5) as world:
+
+            def program(rank):
+                if rank == 0:
+                    with world.excused():
+                        pass
+                    self.busy(60.0)
+                dist.barrier()
+
+            with pytest.raises(RankStalled):
+                world.run(program)
+
+    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+    def test_a_limit_that_is_none_is_refused(self, world_of, seconds):
+        with pytest.raises(UsageError, match="stall_seconds"):
+            world_of(2).configure(stall_seconds=seconds)

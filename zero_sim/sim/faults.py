@@ -1,0 +1,266 @@
+"""Faults by plan: what goes wrong in a world because somebody asked for it.
+
+A plan is a list of `Fault`s. Each names a rank and one of the rank's own collectives, stated or
+drawn from the seed, so a run with faults is a function of (program, schedule, seed, plan) like any
+other. An `Injector` counts the calls of one run and says which faults are due; what those that act
+on data do to it is done in `zero_sim.sim.carriage`. Whatever comes of a fault is a `FaultRecord` of
+the log, one for each fault of the plan.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.collectives import PERFORM, Call
+from zero_sim.sim.log import EventLog, FaultRecord
+from zero_sim.sim.schedule import Schedule
+
+FaultKind = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
+
+PASSED_OVER_MAX = 100
+"""A slow rank gets a turn once another one had so many meanwhile: it may be polling for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that goes wrong on one rank.
+
+    `crash`: the rank raises `InjectedCrash` instead of making the call. `stall`: it never comes to
+    the call. `corrupt`: one bit of one element that it sends, or receives, is flipped. `drop`: what
+    it sends is lost; a reduction goes without it, elsewhere zeros arrive. `duplicate`: what it
+    sends counts twice in a reduction, and arrives in the next rank's place too in a gather. `slow`:
+    in the whole run the rank gets the baton only where no other rank can run.
+
+    No fault of what is sent changes the rank's own memory, beyond what the collective writes there.
+    """
+
+    kind: FaultKind
+    rank: int
+    """World rank."""
+    call: int = 0
+    """Which of the rank's own collectives, counted from 0; with `at = "random"`, the first that may
+    be drawn. Not for `slow`."""
+    at: Literal["call", "random"] = "call"
+    """Whether the call is stated or drawn from the world's seed."""
+    call_stop: int | None = None
+    """With `at = "random"`, one past the last call that may be drawn."""
+    collective: str | None = None
+    """Count only calls of this kind, as the log names it; None for all."""
+    side: Literal["send", "receive"] = "send"
+    """`corrupt`: whether what the rank contributes is changed, or what it receives."""
+    element: int | None = None
+    """`corrupt`: index into all elements of that call, one tensor after another; None to draw."""
+    bit: int | None = None
+    """`corrupt`: which bit, from 0, the least significant one; None to draw."""
+
+
+class InjectedCrash(BaseException):
+    """Raised in a rank that crashes by plan; not an Exception, so that programs do not catch it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strike:
+    """One fault at the call where it is due."""
+
+    fault: Fault
+    index: int
+    """Its place in the plan."""
+    when: str
+    """`at its 7th call (call = 6, all_reduce #2 of group world)`."""
+    file: str
+    line: int
+    """Where the call was made."""
+    random: random.Random
+    note: Callable[[FaultRecord], None]
+
+    def fired(self, effect: str) -> None:
+        """Note that the fault happened, and what it did."""
+        self._note(effect, fired=True)
+
+    def missed(self, reason: str) -> None:
+        """Note that the call came and the fault could do nothing there."""
+        self._note(reason, fired=False)
+
+    def _note(self, effect: str, *, fired: bool) -> None:
+        fault = self.fault
+        record = FaultRecord(
+            self.index, fault.kind, fault.rank, fired, self.when, effect, self.file, self.line
+        )
+        self.note(record)
+
+
+class StalledByPlan:
+    """What a stalled rank waits for; it never comes."""
+
+    def __init__(self, when: str) -> None:
+        self.done = False
+        self.waiters: list[int] = []
+        self.missing: tuple[int, ...] = ()
+        self.doing = f"stalled by plan {when}"
+
+
+def check_faults(faults: Sequence[Fault], *, world_size: int) -> None:
+    """Check a plan against the world that it is for.
+
+    Raises:
+        UsageError: A fault names a rank, a call, an element or a kind that cannot be.
+    """
+    for index, fault in enumerate(faults):
+        if fault.kind not in get_args(FaultKind):
+            _refuse(index, "kind", f"one of {', '.join(get_args(FaultKind))}", fault.kind)
+        if not 0 <= fault.rank < world_size:
+            _refuse(index, "rank", f"at least 0 and less than {world_size}", fault.rank)
+        if fault.collective is not None and fault.collective not in PERFORM:
+            _refuse(index, "collective", f"one of {', '.join(PERFORM)}", fault.collective)
+        for name in ("call", "element", "bit"):
+            number = getattr(fault, name)
+            if number is not None and number < 0:
+                _refuse(index, name, "at least 0", number)
+        stop = fault.call_stop
+        if fault.at == "random" and (stop is None or stop <= fault.call):
+            _refuse(index, "call_stop", f"more than call = {fault.call}", stop)
+
+
+def _refuse(index: int, name: str, expected: str, got: object) -> None:
+    raise UsageError(f"expected {name} of fault {index} to be {expected}, got {got!r}")
+
+
+class Injector:
+    """Carries out a plan in one run.
+
+    Args:
+        faults: The plan.
+        seed: Seed of whatever the plan leaves to chance.
+        log: Where it is noted what came of each fault.
+    """
+
+    def __init__(self, faults: Sequence[Fault], *, seed: int, log: EventLog) -> None:
+        self._faults = tuple(faults)
+        self._log = log
+        self._random = [random.Random(f"{seed}/{index}") for index in range(len(faults))]
+        self._calls = [
+            fault.call
+            if fault.at == "call" or fault.call_stop is None
+            else drawn.randrange(fault.call, fault.call_stop)
+            for fault, drawn in zip(self._faults, self._random, strict=True)
+        ]
+        self._counts: Counter[tuple[int, str | None]] = Counter()
+        self._noted: set[int] = set()
+
+    def due(self, rank: int, call: Call, *, what: str) -> tuple[Strike, ...]:
+        """Count one call of a rank and give the faults that happen at it.
+
+        Args:
+            rank: World rank.
+            call: The collective that it is about to issue.
+            what: The collective in words, as in `all_reduce #2 of group world`.
+        """
+        if not self._faults:
+            return ()
+        strikes = []
+        for index, fault in enumerate(self._faults):
+            if fault.rank != rank or fault.kind == "slow":
+                continue
+            if fault.collective not in (None, call.kind):
+                continue
+            if self._counts[rank, fault.collective] == self._calls[index]:
+                number = self._calls[index]
+                of = f" {fault.collective}" if fault.collective else ""
+                strike = Strike(
+                    fault=fault,
+                    index=index,
+                    when=f"at its {_ordinal(number + 1)}{of} call (call = {number}, {what})",
+                    file=call.file,
+                    line=call.line,
+                    random=self._random[index],
+                    note=self._note,
+                )
+                strikes.append(strike)
+        self._counts[rank, None] += 1
+        self._counts[rank, call.kind] += 1
+        return tuple(strikes)
+
+    def slow_down(self, schedule: Schedule) -> Schedule:
+        """The schedule with the plan's slow ranks served last."""
+        slow = {
+            fault.rank: index for index, fault in enumerate(self._faults) if fault.kind == "slow"
+        }
+        if not slow:
+            return schedule
+        return SlowedSchedule(schedule, slow=slow, passed_over=self._note_slow)
+
+    def close(self) -> None:
+        """Note of every fault that never happened why it did not; called when the run is over."""
+        for index, fault in enumerate(self._faults):
+            if index in self._noted:
+                continue
+            reason = "no other rank was ever ready at the same time"
+            if fault.kind != "slow":
+                made, number = self._counts[fault.rank, fault.collective], self._calls[index]
+                reason = (
+                    f"the rank made {made} {fault.collective or 'collective'} "
+                    f"call{'' if made == 1 else 's'}, and it was planned for its "
+                    f"{_ordinal(number + 1)} (call = {number})"
+                )
+            self._note(FaultRecord(index, fault.kind, fault.rank, False, "", reason, "", 0))
+
+    def _note_slow(self, index: int) -> None:
+        if index not in self._noted:
+            effect = "it got the baton only where no other rank could run"
+            rank = self._faults[index].rank
+            self._note(FaultRecord(index, "slow", rank, True, "", effect, "", 0))
+
+    def _note(self, record: FaultRecord) -> None:
+        self._noted.add(record.index)
+        self._log.faults.append(record)
+
+
+class SlowedSchedule:
+    """A schedule that serves some ranks only where it has no other.
+
+    Args:
+        inner: What picks among the others.
+        slow: Index in the plan by slow rank.
+        passed_over: Told that index when another rank was picked before a slow one that was ready.
+    """
+
+    def __init__(
+        self, inner: Schedule, *, slow: dict[int, int], passed_over: Callable[[int], None]
+    ) -> None:
+        self._inner = inner
+        self._slow = slow
+        self._passed_over = passed_over
+        self._ready: deque[int] = deque()
+        self._picks: Counter[int] = Counter()
+
+    def add(self, rank: int) -> None:
+        """Note that `rank` became able to run."""
+        if rank in self._slow:
+            self._ready.append(rank)
+        else:
+            self._inner.add(rank)
+
+    def pick(self) -> int | None:
+        """A rank that is not slow, where there is one."""
+        if not self._ready:
+            return self._inner.pick()
+        # Checked first: a rank picked from the inner schedule could not be put back in its place.
+        starved = max(self._picks.values(), default=0) >= PASSED_OVER_MAX
+        chosen = None if starved else self._inner.pick()
+        if chosen is None:
+            self._picks.clear()
+            return self._ready.popleft()
+        self._picks[chosen] += 1
+        for rank in self._ready:
+            self._passed_over(self._slow[rank])
+        return chosen
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
