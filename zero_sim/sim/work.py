@@ -54,7 +54,8 @@ class SimWork(Work):
                 file, line = call_site()
                 self._baton.wait_for(self._rank, operation, f"{file}:{line}")
         self._baton.check_alive()
-        self._land()
+        if self._lent:
+            self._land()
         return True
 
     def _land(self) -> None:
@@ -73,7 +74,8 @@ class SimWork(Work):
                 file, line = call_site()
                 if not self._baton.poll(self._rank, operation, f"{file}:{line}"):
                     return False
-        self._land()
+        if self._lent:
+            self._land()
         return True
 
     def is_success(self) -> bool:

@@ -282,8 +282,7 @@ class World:
         self._record(rank, group, call, sequence, asynchronous, _detail(call))
         if collective.done:
             self._baton.finish(collective)
-        what = f"{call.kind} #{sequence} of group {group.label}"
-        return self._work(group, group_rank, call, collective, what)
+        return self._work(group, group_rank, call, collective, f"#{sequence} of")
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
@@ -308,16 +307,17 @@ class World:
         return SimWork(self._baton, rank, operations, tensors, flights=flights, lent=lent)
 
     def _work(
-        self, group: Group, group_rank: int, call: Call, operation: Awaited, what: str
+        self, group: Group, group_rank: int, call: Call, operation: Awaited, which: str
     ) -> SimWork:
         """The handle of an operation that was just issued; what it borrows takes off."""
         rank = group.ranks[group_rank]
-        flights, lent = self.flights[rank], list[Flight]()
-        if self.races:
-            lent = flights_of(call, group_rank=group_rank, group_size=len(group.ranks), what=what)
-            for flight in lent:
-                flights.take_off(flight)
-        tensors = call.outputs or call.inputs
+        tensors, flights = call.outputs or call.inputs, self.flights[rank]
+        if not self.races:
+            return SimWork(self._baton, rank, [operation], tensors, flights=flights)
+        what = f"{call.kind} {which} group {group.label}"
+        lent = flights_of(call, group_rank=group_rank, group_size=len(group.ranks), what=what)
+        for flight in lent:
+            flights.take_off(flight)
         return SimWork(self._baton, rank, [operation], tensors, flights=flights, lent=lent)
 
     def _exchange(
@@ -342,8 +342,7 @@ class World:
         if completed is not None:
             self._baton.finish(completed)
         side = "to" if call.kind == "send" else "from"
-        what = f"{call.kind} {side} rank {whom} in group {group.label}"
-        return self._work(group, group_rank, call, message, what)
+        return self._work(group, group_rank, call, message, f"{side} rank {whom} in")
 
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
