@@ -18,7 +18,7 @@ from zero_sim.sim.baton import Awaited, Baton
 from zero_sim.sim.callsite import call_site
 from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
-from zero_sim.sim.flight import Flight, Flights
+from zero_sim.sim.flight import Flights
 from zero_sim.sim.lending import flights_of
 from zero_sim.sim.log import CollectiveRecord, EventLog
 from zero_sim.sim.meeting import Group, Message
