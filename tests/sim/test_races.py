@@ -158,7 +158,6 @@ class TestReadsOfOutputs:
             x, work = gather_in_flight(rank)
             with torch.inference_mode():
                 x.view(2, 4).reshape(8).view(4, 2).contiguous()
-                torch.ones(8).view_as(x)
                 operation(x.view(2, 4))
             work.wait()
 
@@ -337,11 +336,11 @@ class TestWhatIsLent:
     def test_a_batch_of_messages_lands_together(self, world_of, waits):
         def program(rank):
             x, y = torch.ones(2), torch.zeros(2)
-            send = dist.P2POp(dist.isend, x, 1 - rank)
-            receive = dist.P2POp(dist.irecv, y, 1 - rank)
-            for work in dist.batch_isend_irecv([send, receive]):
-                if waits:
-                    work.wait()
+            with dist._coalescing_manager(device=x.device, async_ops=True) as manager:
+                dist.isend(x, dst=1 - rank)
+                dist.irecv(y, src=1 - rank)
+            if waits:
+                manager.wait()
             x += y  # race
             return x.tolist()
 
@@ -393,6 +392,17 @@ class TestClean:
             nn.Parameter(x).data = torch.ones(3)
             work.wait()
             return sum(view.numel() for view in views)
+
+        world_of(2).run(program)
+
+    def test_views_and_metadata_in_inference_mode(self, world_of):
+        def program(rank):
+            x, work = gather_in_flight(rank)
+            with torch.inference_mode():
+                like = torch.ones(8)
+                like.view_as(x), like.expand_as(x), like.reshape_as(x), like.type_as(x), like.to(x)
+                x.reshape(2, 4), x.contiguous(), x.to(torch.float32), x.chunk(2)
+            work.wait()
 
         world_of(2).run(program)
 

@@ -37,6 +37,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_NOTHING = nullcontext()
 
 
 def unwatched() -> AbstractContextManager[object]:
@@ -45,7 +46,7 @@ def unwatched() -> AbstractContextManager[object]:
     Without a race detector, and outside of a rank, it does nothing.
     """
     detector = _running.detector
-    return nullcontext() if detector is None else _Aside(detector)
+    return _NOTHING if detector is None else _Aside(detector)
 
 
 class _Aside:

@@ -78,7 +78,6 @@ _METADATA_ONLY = frozenset(
 _TEMPLATES = {
     "aten::expand_as": "other",
     "aten::reshape_as": "other",
-    "aten::sum_to_size": "other",
     "aten::to": "other",
     "aten::type_as": "other",
     "aten::view_as": "other",
