@@ -70,13 +70,6 @@ def test_all_to_all_sizes_that_disagree(world_of):
     assert "rank 1 sends 1 elements to rank 0, which expects 2" in text
 
 
-def test_premultiplied_sums_are_refused_by_name(world_of):
-    def program(rank):
-        dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(0.5))
-
-    assert "PREMUL_SUM" in refused(world_of(2), program)
-
-
 def test_a_receive_of_another_size(world_of):
     def program(rank):
         dist.recv(torch.empty(3), src=0) if rank else dist.send(torch.ones(2), dst=1)

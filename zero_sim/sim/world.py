@@ -19,7 +19,7 @@ from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
 from zero_sim.sim.log import CollectiveRecord, EventLog
 from zero_sim.sim.meeting import Group, Message
-from zero_sim.sim.order import ORDERS
+from zero_sim.sim.order_backends import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
 from zero_sim.sim.randomness import Randomness
 from zero_sim.sim.schedule import SCHEDULES, build_schedule
@@ -37,10 +37,11 @@ class World:
 
     Args:
         world_size: Number of ranks, 1 to 4096.
-        order: Order model of every reduction: `linear`, `linear-fp32`, `ring` or `tree`.
+        order: Order model of every reduction: `linear`, `linear-fp32`, `tree`, `ring`, `gloo`,
+            `nccl-ring`, `nccl-sym` or `random-tree`; see `zero_sim.sim.order`.
         schedule: Which ready rank runs next: `round-robin` or `random`.
-        seed: Seed of the random schedule and of the ranks' random numbers; rank `r` starts every
-            program as after `manual_seed(seed + r)`.
+        seed: Seed of the random schedule, of random trees and of the ranks' random numbers; rank
+            `r` starts every program as after `manual_seed(seed + r)`.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
 
@@ -103,10 +104,8 @@ class World:
         Raises:
             UsageError: An unknown order or schedule, with the known ones.
         """
-        if order is not None:
-            if order not in ORDERS:
-                raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
-            self.order = ORDERS[order]
+        if order is not None and order not in ORDERS:
+            raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
         if schedule is not None:
             if schedule not in SCHEDULES:
                 raise UsageError(
@@ -115,6 +114,8 @@ class World:
             self.schedule = schedule
         if seed is not None:
             self.seed = seed
+        # After the seed, which some orders draw from.
+        self.order = ORDERS[order or self.order.name](self.seed)
 
     def __enter__(self) -> Self:
         return self
