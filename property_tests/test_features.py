@@ -5,10 +5,12 @@ or three of them at once, and many hide behind others.
 """
 
 from dataclasses import replace
+from typing import get_args
 
 from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 
+from zero_sim.reference import POSITION_FREE
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -18,6 +20,7 @@ from zero_sim.scenario.spec import (
     ModelSpec,
     NanSpec,
     OptimizerSpec,
+    OrderName,
     ReloadSpec,
     RunSpec,
     Scenario,
@@ -149,7 +152,7 @@ def scenarios(draw, reload=True):
         ),
         world=WorldSpec(
             size=world_size,
-            order=draw(st.sampled_from(["linear", "linear-fp32", "ring", "tree"])),
+            order=draw(st.sampled_from(get_args(OrderName))),
             schedule="random" if on("random schedule") else "round-robin",
         ),
         system=draw(systems(on, world_size)),
@@ -195,7 +198,7 @@ def test_what_must_not_matter_does_not(pool, scenario, data):
 
     Both are compared with a reference that does not know these settings, so they are equal.
     """
-    order = "linear" if scenario.world.order == "ring" else scenario.world.order
+    order = scenario.world.order if scenario.world.order in POSITION_FREE else "linear"
     system = replace(
         scenario.system,
         bucket_elems=data.draw(st.none() | st.integers(1, 60)),

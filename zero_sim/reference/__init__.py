@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from zero_sim.reference.adding import AddOrder, RingSpan
+from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
 from zero_sim.reference.oracle import Reference, ReferenceStep
 from zero_sim.reference.placement import Addresses, place_of
 from zero_sim.reference.replay import NonFinite
 
 __all__ = [
+    "POSITION_FREE",
     "AddOrder",
     "Addresses",
     "NonFinite",
     "Reference",
     "ReferenceStep",
-    "RingSpan",
+    "SumSite",
+    "SumSpan",
     "place_of",
 ]

@@ -1,19 +1,20 @@
 """The reference: what one device computes for a whole data-parallel run, rank by rank.
 
 It knows no buckets, shards, buffers or collectives. Where an order of addition depends on a layout
-(`ring`), the caller names it element by element.
+(`ring`, `gloo` and others), the caller names it element by element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.reference.adding import RingSpan, add_replicas
+from zero_sim.reference.adding import SumSpan, add_replicas
 from zero_sim.reference.division import Division, count_contributions
 from zero_sim.reference.gradient import clip_by_norm_, flatten_wide, measure, unflatten
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
@@ -23,8 +24,8 @@ from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Workload, build_workload
 
-Orders = Mapping[str, Sequence[RingSpan]]
-"""By param: spans that tile its flattened elements, each with its places in the rings."""
+Orders = Mapping[str, Sequence[SumSpan]]
+"""By param: spans that tile its flattened elements, each with its place in the calls that add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,15 +145,17 @@ class Reference:
             scenario=self._scenario, workload=self._workload, module=module, params=params
         )
 
-    def step(self, orders: Orders | None = None) -> ReferenceStep:
+    def step(self, orders: Orders | None = None, *, order_seed: int = 0) -> ReferenceStep:
         """Run the next optimizer step of all ranks.
 
         Args:
-            orders: For `world.order = "ring"`: by param, spans that tile its flattened elements,
-                each with its ring chunk. Not read otherwise.
+            orders: By param, spans that tile its flattened elements, each with its place in the
+                calls that add it. Not read where `world.order` does not depend on positions.
+            order_seed: Seed of the world, from which `random-tree` draws.
 
         Raises:
-            UsageError: The order is `ring` and the spans of a param are missing or do not tile it.
+            UsageError: The order depends on positions, and the spans of a param are missing or do
+                not tile it.
         """
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
@@ -164,7 +167,15 @@ class Reference:
                 for rank in range(scenario.world.size)
             ]
             division = self._division(replays)
-            grads = self._reduce(replays, active=active, division=division, orders=orders or {})
+            add = partial(
+                add_replicas,
+                replica_count=scenario.system.redundancy,
+                order=scenario.world.order,
+                seed=order_seed,
+            )
+            grads = self._reduce(
+                replays, active=active, division=division, orders=orders or {}, add=add
+            )
             flat = flatten_wide(grads, names=active)
             nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
             if scale is not None:
@@ -242,6 +253,7 @@ class Reference:
         active: Sequence[str],
         division: Division,
         orders: Orders,
+        add: Callable[..., Tensor],
     ) -> dict[str, Tensor]:
         """Add the ranks' gradients round by round, divided first where the scenario says so."""
         reduced: dict[str, Tensor] = {}
@@ -251,12 +263,7 @@ class Reference:
                 if division.is_before:
                     local = [division.before(grad) for grad in local]
                 try:
-                    total = add_replicas(
-                        local,
-                        replica_count=self._scenario.system.redundancy,
-                        order=self._scenario.world.order,
-                        spans=orders.get(name),
-                    )
+                    total = add(local, spans=orders.get(name))
                 except UsageError as error:
                     raise UsageError(f"param {name!r}: {error}") from error
                 reduced[name] = reduced[name] + total if name in reduced else total

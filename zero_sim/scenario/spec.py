@@ -25,7 +25,9 @@ OptimizerName = Literal[
     "rprop",
 ]
 CheckpointForm = Literal["sharded", "consolidated", "dcp"]
-OrderName = Literal["linear", "linear-fp32", "ring", "tree"]
+OrderName = Literal[
+    "linear", "linear-fp32", "tree", "ring", "gloo", "nccl-ring", "nccl-sym", "random-tree"
+]
 
 _FORBID: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -110,7 +112,9 @@ class WorldSpec:
     size: int = 2
     """Number of ranks."""
     order: OrderName = "linear"
-    """In which order, and how precisely, a reduction adds the ranks' contributions."""
+    """In which order, and how precisely, a reduction adds the ranks' contributions: by rank; by
+    rank, 16-bit data in fp32; neighbours first; round a ring; as gloo, NCCL's ring or NCCL's
+    symmetric-memory kernels do; or in binary trees drawn from the seed."""
     schedule: Literal["round-robin", "random", "pct"] = "round-robin"
     """Which runnable rank gets the baton next."""
     timing: Literal["eager", "lazy", "hostile"] = "eager"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from zero_sim.layout import BucketPlan
 from zero_sim.scenario.spec import (
     CheckpointForm,
     GroupSpec,
@@ -91,6 +92,14 @@ def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
 def _own_settings(group: GroupSpec) -> dict[str, float]:
     said = {"lr": group.lr, "weight_decay": group.weight_decay}
     return {name: value for name, value in said.items() if value is not None}
+
+
+def _reduced_by(
+    stage: int, bucket: BucketPlan
+) -> Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"]:
+    if stage == 0:
+        return "all_reduce"
+    return "reduce_scatter" if bucket.is_even else "reduce_scatter_list"
 
 
 class ZeroSimEngine:
@@ -206,7 +215,7 @@ class ZeroSimEngine:
                 shard=owned.shard,
                 shard_start=shard.start,
                 shard_stop=shard.stop,
-                reduced_by="reduce_scatter" if self._system.stage == 1 else "all_reduce",
+                reduced_by=_reduced_by(self._system.stage, bucket),
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
             )

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from zero_sim.reference import Addresses, Reference, ReferenceStep, place_of
+from zero_sim.reference import POSITION_FREE, Addresses, Reference, ReferenceStep, place_of
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Engine, OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
-from zero_sim.verify.positions import ring_spans
+from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding
 
 PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
@@ -31,6 +31,7 @@ class Judge:
         reference: The oracle, at the step before `first_step`.
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
         world_ranks: The ranks of the group that is judged, as findings name them.
+        order_seed: Seed of the world, if it is not the scenario's.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Judge:
         reference: Reference,
         first_step: int = 0,
         world_ranks: Sequence[int] | None = None,
+        order_seed: int | None = None,
     ) -> None:
         self.scenario = scenario
         self.compared_elems = 0
@@ -54,6 +56,7 @@ class Judge:
         self._observed = [first_step - 1] * scenario.world.size
         self._first_step = first_step
         self._world_ranks = world_ranks or range(scenario.world.size)
+        self._order_seed = scenario.run.seed if order_seed is None else order_seed
         self._places: dict[int, list[Place]] = {}
         self._parts: dict[int, list[OwnedPart]] = {}
         self._addresses: dict[int, Addresses] = {}
@@ -148,15 +151,14 @@ class Judge:
 
     def _advance(self) -> ReferenceStep:
         orders = None
-        if self.scenario.world.order == "ring":
+        if self.scenario.world.order not in POSITION_FREE:
             # Replicas say the same; one of them is enough.
-            spans = ring_spans(
+            spans = sum_spans(
                 (place for places in self._replicas()[0].values() for place in places),
-                world_size=self.scenario.world.size,
                 replica_count=self.scenario.system.redundancy,
             )
             orders = {name: spans.get(name, []) for name in self._shapes}
-        taken = self._reference.step(orders)
+        taken = self._reference.step(orders, order_seed=self._order_seed)
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1

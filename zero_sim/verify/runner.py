@@ -143,7 +143,11 @@ def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Se
     else:
         reference.continue_as(cell.scenario)
     judge = Judge(
-        cell.scenario, reference=reference, first_step=segment.start, world_ranks=cell.ranks
+        cell.scenario,
+        reference=reference,
+        first_step=segment.start,
+        world_ranks=cell.ranks,
+        order_seed=segment.scenario.run.seed,
     )
     return Seat(cell=cell, workload=workload, judge=judge)
 
