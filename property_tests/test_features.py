@@ -46,12 +46,15 @@ def models(draw, on, world_size):
     dtype = draw(st.sampled_from(["fp32", "bf16"]))
     if on("unusual"):
         return ModelSpec(name="unusual", dtype=dtype)
-    if on("bare params"):
+    exact = draw(st.sampled_from(["lattice", "bit-hash", "ternary"])) if on("exact") else None
+    if exact == "ternary":
+        return ModelSpec(name=exact, dtype=dtype, hidden=draw(st.integers(1, 9)))
+    if exact or on("bare params"):
         size = st.sampled_from([0, 1, world_size - 1, world_size, world_size + 1]) | st.integers(
             0, 20
         )
         shapes = draw(st.lists(size.map(lambda n: (n,)), min_size=1, max_size=5))
-        return ModelSpec(name="params", dtype=dtype, shapes=(*shapes, (3,)))
+        return ModelSpec(name=exact or "params", dtype=dtype, shapes=(*shapes, (3,)))
     freeze = ()
     if on("freeze"):
         start = draw(st.integers(0, 2))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.reference.adding import SumSpan, add_replicas
+from zero_sim.reference.certificate import certify
 from zero_sim.reference.division import Division, count_contributions
 from zero_sim.reference.gradient import clip_by_norm_, flatten_wide, measure, unflatten
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
@@ -22,7 +23,7 @@ from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Workload, build_workload
+from zero_sim.workloads import EXACT_MODELS, Workload, build_workload
 
 Orders = Mapping[str, Sequence[SumSpan]]
 """By param: spans that tile its flattened elements, each with its place in the calls that add."""
@@ -44,6 +45,10 @@ class ReferenceStep:
     """The working params: the masters, cast."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
+    order_free: Mapping[str, Tensor] | None  # each ND, bool
+    """By param: which elements of `grads` come out the same in every order of addition; see
+    `reference.certificate`. None where the model does not claim that of any, or where a gradient is
+    not finite."""
     norm: Tensor  # 0D, fp32
     """Norm of the whole master gradient before clipping."""
     norm_certified: bool
@@ -201,6 +206,9 @@ class Reference:
             masters=self._stepper.masters,
             params={name: param.detach() for name, param in self._replayers[0].params.items()},
             state=self._stepper.state(),
+            order_free=self._certify(replays, division=division)
+            if measured.finite and self._is_exact
+            else None,
             norm=measured.norm,
             norm_certified=measured.norm_certified,
             zeros=measured.zeros,
@@ -225,8 +233,32 @@ class Reference:
     def _replay(self, *, step: int, rank: int, scale: float | None) -> RankReplay:
         in_fp32 = self._scenario.system.grad_dtype == "fp32"
         return self._replayer_of_rank[rank].replay_rank(
-            step=step, rank=rank, grad_dtype=torch.float32 if in_fp32 else None, scale=scale
+            step=step,
+            rank=rank,
+            grad_dtype=torch.float32 if in_fp32 else None,
+            scale=scale,
+            keep_micro=self._is_exact,
         )
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._scenario.model.name in EXACT_MODELS
+
+    def _certify(self, replays: Sequence[RankReplay], *, division: Division) -> dict[str, Tensor]:
+        """Certify each param's sum: of what every micro-batch of every rank brings.
+
+        What ranks divide before the sum may be no multiple of a unit any more; then the quotients
+        that they contribute are what is added.
+        """
+        split = [replay.rounds if division.is_before else replay.micro_grads for replay in replays]
+        contributions = [grads for rank in split for grads in rank]
+        certified: dict[str, Tensor] = {}
+        for name, zero in replays[0].rounds[0].items():
+            terms = [grads[name] for grads in contributions if name in grads]
+            if division.is_before:
+                terms = [division.before(term) for term in terms]
+            certified[name] = certify(terms or [torch.zeros_like(zero)])
+        return certified
 
     def _find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
         """Name the first rank's gradient that is not finite."""

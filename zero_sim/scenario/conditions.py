@@ -14,6 +14,7 @@ from zero_sim.scenario.fields import describe_value
 from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
+_BF16_UNITS = 2**8
 _BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 
 
@@ -109,6 +110,17 @@ CONDITIONS = (
         broken=lambda s: s.data.loss == "sum" and s.model.name not in ("mlp", "params"),
         message="only models 'mlp' and 'params' have a summed loss, got {got}.",
         suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
+        broken=lambda s: (
+            s.model.name == "bit-hash"
+            and s.model.dtype == "bf16"
+            and s.world.size * s.run.micro_batches > _BF16_UNITS
+        ),
+        message=f"expected at most {_BF16_UNITS} ranks times micro-batches, among which the units "
+        "that bf16 adds exactly are shared, got more with model {got}.",
+        suggestion='Try dtype = "fp32".',
     ),
     Condition(
         reads=("topology.order",),

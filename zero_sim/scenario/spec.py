@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual"]
+ModelName = Literal[
+    "mlp", "params", "transformer-260", "digits", "unusual", "lattice", "bit-hash", "ternary"
+]
 DtypeName = Literal["fp32", "bf16"]
 OptimizerName = Literal[
     "adamw",
@@ -56,17 +58,20 @@ class ModelSpec:
     """`mlp`: residual MLP blocks; `params`: bare params of the given shapes; `transformer-260`: the
     260-parameter walkthrough; `digits`: a small network for the handwritten digits; `unusual`: one
     of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
-    micro-batch only, empty, strided, of a second dtype."""
+    micro-batch only, empty, strided, of a second dtype. Three have a reduced gradient that no order
+    of addition changes: `lattice`: bare params whose gradients are data; `bit-hash`: the same with
+    gradients that depend on every bit of every param; `ternary`: a network of the usual layers that
+    computes with small whole numbers."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params; the optimizer always keeps fp32 masters."""
     hidden: int = 8
-    """`mlp` and `digits`: width of a block; the inner layer of an `mlp` block is four times as
-    wide."""
+    """`mlp`, `digits` and `ternary`: width of a block; the inner layer of an `mlp` block is four
+    times as wide, that of `ternary` twice."""
     blocks: int = 2
     """`mlp`: number of residual blocks."""
     shapes: tuple[tuple[int, ...], ...] | None = None
-    """`params`: one shape per param, in registration order; a zero makes an empty param. Other
-    models leave it out."""
+    """`params`, `lattice`, `bit-hash`: one shape per param, in registration order; a zero makes an
+    empty param. Other models leave it out."""
     freeze: tuple[FreezeSpec, ...] = ()
     """Params that are frozen for some steps and not for others."""
 

@@ -6,6 +6,7 @@ anything else changes the state; so nothing is copied unless a difference is fou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Engine, OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
+from zero_sim.verify.owed import Row, count_rows
 from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding
 
@@ -51,6 +53,8 @@ class Judge:
         """Whether any step was taken, and on finite gradients: others prove nothing."""
         self.uncertified_step: int | None = None
         """First step whose norm may round either way, so that nothing after clipping is owed."""
+        self.owed: Counter[Row] = Counter()
+        """Elements of the reduced gradients of all steps, by why they are owed."""
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
         self._observed = [first_step - 1] * scenario.world.size
@@ -160,6 +164,12 @@ class Judge:
             orders = {name: spans.get(name, []) for name in self._shapes}
         taken = self._reference.step(orders, order_seed=self._order_seed)
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
+        if taken.norm.isfinite():
+            self.owed += count_rows(
+                taken,
+                rank_count=self.scenario.world.size,
+                replica_count=self.scenario.system.redundancy,
+            )
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
         if not taken.norm_certified and self.scenario.optimizer.clip_norm is not None:

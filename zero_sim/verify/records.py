@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
@@ -73,6 +74,9 @@ class CaseResult:
     """What a reader should know beside the verdict, one sentence each."""
     compared_elems: int = 0
     """Elements compared bit for bit, over all steps, ranks and kinds of state."""
+    owed: Mapping[str, int] = field(default_factory=dict)
+    """Elements of reduced gradients, over all steps, by why their bits are owed: `order-free`,
+    `one-sum` or `modelled-order`; see `zero_sim.verify.owed`."""
     collectives: int = 0
     """Collectives that the world recorded."""
     log_digest: str = ""
@@ -86,7 +90,7 @@ class CaseResult:
 
 
 def _plain(record: Finding | CaseResult) -> dict[str, object]:
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    values = {entry.name: getattr(record, entry.name) for entry in dataclasses.fields(record)}
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }

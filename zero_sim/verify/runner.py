@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from zero_sim.sim import ContractViolation, Deadlock, RankFailed, RankStalled, W
 from zero_sim.targets import Target, find_target
 from zero_sim.verify.cells import Cell, cells_of, check_crossing
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.owed import Row, in_words
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding, Verdict
-from zero_sim.workloads import build_workload
+from zero_sim.workloads import EXACT_MODELS, build_workload
 
 
 def run_case(
@@ -105,12 +107,16 @@ def _run(
     verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
     accuracy = trial.outcome.accuracy
     notes = [] if accuracy is None else [f"held-out accuracy {accuracy:.4f}"]
+    owed = sum((judge.owed for judge in trial.judges), start=Counter[Row]())
+    if scenario.model.name in EXACT_MODELS:
+        notes.append(in_words(owed))
     return CaseResult(
         id=scenario.name,
         verdict=verdict,
         seconds=time.perf_counter() - started,
         findings=found + tuple(doubts),
         notes=(*notes, *trial.outcome.notes),
+        owed={str(row): count for row, count in sorted(owed.items())},
         compared_elems=sum(judge.compared_elems for judge in trial.judges),
         collectives=trial.collectives,
         log_digest="+".join(trial.log_digests),
@@ -201,6 +207,17 @@ def _doubts(scenario: Scenario, judges: Sequence[Judge]) -> list[Finding]:
                 message=f"at most {nonzero_fraction:.0%} of the gradient elements were "
                 f"nonzero in any step, expected at least {scenario.expect.nonzero_min:.0%}: "
                 "equal zeros prove nothing",
+            )
+        )
+    owed = sum((judge.owed for judge in judges), start=Counter[Row]())
+    depending = owed.total() - owed["order-free"]
+    if scenario.model.name in EXACT_MODELS and depending:
+        doubts.append(
+            Finding(
+                check="guard.not-order-free",
+                message=f"{depending} of {owed.total()} elements of reduced gradients depend on "
+                "the order of addition, though this model is there to have none: fewer ranks, "
+                "rows or micro-batches, or a division after the sum, keep it within its budget",
             )
         )
     if not any(judge.has_stepped for judge in judges):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zero_sim.workloads.draws import seed_of
+from zero_sim.workloads.exact import EXACT_MODELS
 from zero_sim.workloads.protocol import Batch, Workload
 from zero_sim.workloads.registry import build_workload
 
-__all__ = ["Batch", "Workload", "build_workload", "seed_of"]
+__all__ = ["EXACT_MODELS", "Batch", "Workload", "build_workload", "seed_of"]
