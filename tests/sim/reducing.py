@@ -15,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from zero_sim.verify.probe import by_calling, by_model, compare, observe
+
+PROBED_ELEMS = 60
+AVERAGED = (7, 1000)
 SIZES = (1, 2, 3, 7, 8, 1000, 65_537, 300_001)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 GROUPS = ((0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4), (4, 1, 3), (2, 4))
@@ -35,7 +39,7 @@ def all_kinds(group, rank, size, dtype):
     """Yield name and result of every reducing call on `size` elements, or a rank's part of them."""
     count, me = group.size(), group.rank()
     x = contribution(rank, size, dtype)
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)[: 1 + (size in AVERAGED)]:
         whole = x.clone()
         dist.all_reduce(whole, op=op, group=group)
         yield f"all_reduce {op}", whole
@@ -43,12 +47,11 @@ def all_kinds(group, rank, size, dtype):
         part = torch.empty(size, dtype=dtype)
         dist.reduce_scatter_single(part, even, op=op, group=group)
         yield f"reduce_scatter {op}", part
-        for uneven in (False, True):
-            sizes = [size + r * uneven for r in range(count)]
-            out = torch.empty(sizes[me], dtype=dtype)
-            entries = [contribution(rank, n, dtype) for n in sizes]
-            dist.reduce_scatter(out, entries, op=op, group=group)
-            yield f"reduce_scatter_list uneven={uneven} {op}", out
+        sizes = [size + r * (size % 2) for r in range(count)]
+        out = torch.empty(sizes[me], dtype=dtype)
+        entries = [contribution(rank, n, dtype) for n in sizes]
+        dist.reduce_scatter(out, entries, op=op, group=group)
+        yield f"reduce_scatter_list {op}", out
     for root in (0, count - 1):
         whole = x.clone()
         dist.reduce(whole, group_dst=root, group=group)
@@ -72,6 +75,21 @@ def coalesced_kinds(group, rank, dtype):
     yield from ((f"coalesced reduce_scatter {i}", output) for i, output in enumerate(outputs))
 
 
+def probed(group, rank_count):
+    """Yield what the order probe says of gloo, by the name of the probe."""
+    for kind in ("all_reduce", "reduce_scatter"):
+        for dtype in (torch.bfloat16, torch.float32):
+            shape = {"elems": PROBED_ELEMS, "dtype": dtype}
+            seen, expected = (
+                observe(reduction, rank_count=rank_count, dtype=dtype)
+                for reduction in (
+                    by_calling(kind, group=group, **shape),
+                    by_model(kind, order="gloo", rank_count=rank_count, **shape),
+                )
+            )
+            yield f"probe {kind} {dtype}", compare(expected, seen, name="gloo")
+
+
 def program(rank):
     """Run every reduction of every group that `rank` is in; a digest by name of the call."""
     seen = {}
@@ -79,7 +97,7 @@ def program(rank):
         group = dist.new_group(list(ranks))
         if rank not in ranks:
             continue
-        for dtype in DTYPES:
+        for dtype in DTYPES if ranks in GROUPS[1:4:2] else DTYPES[::2]:
             # The large ones take most of the time.
             large = 2 if ranks == GROUPS[3] and dtype.itemsize in (2, 8) else ranks == GROUPS[4]
             sizes = SIZES[: len(SIZES) - 2 + large]
@@ -88,6 +106,8 @@ def program(rank):
                     seen[f"{name} of {size} {dtype} on {ranks}"] = digest(got)
             for name, got in coalesced_kinds(group, rank, dtype):
                 seen[f"{name} {dtype} on {ranks}"] = digest(got)
+        for name, verdict in probed(group, len(ranks)) if ranks in GROUPS[3:5] else ():
+            seen[f"{name} on {ranks}"] = verdict
     return seen
 
 

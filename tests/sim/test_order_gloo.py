@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -17,9 +18,8 @@ KINDS = (
     "all_reduce RedOpType.AVG",
     "reduce_scatter RedOpType.SUM",
     "reduce_scatter RedOpType.AVG",
-    "reduce_scatter_list uneven=False RedOpType.SUM",
-    "reduce_scatter_list uneven=True RedOpType.SUM",
-    "reduce_scatter_list uneven=True RedOpType.AVG",
+    "reduce_scatter_list RedOpType.SUM",
+    "reduce_scatter_list RedOpType.AVG",
     "reduce to 0",
     "coalesced all_reduce",
     "coalesced reduce_scatter",
@@ -40,6 +40,7 @@ def real(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(RANK_COUNT), str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -77,3 +78,18 @@ def test_the_model_gives_the_bits_of_real_gloo(real, simulated, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_data_tells_orders_apart(real, simulated, kind):
     assert len(differing(real, simulated["nccl-ring"], kind)) > 10
+
+
+def test_the_probe_agrees_with_real_gloo(real):
+    verdicts = [
+        verdict for run in real for name, verdict in run.items() if name.startswith("probe ")
+    ]
+    # Four probes in each of two groups, told by each of their members.
+    assert len(verdicts) == 4 * (5 + 3)
+    assert set(verdicts) == {"agrees with gloo"}
+
+
+@pytest.mark.parametrize("order", ["gloo", "nccl-ring"])
+def test_the_probe_tells_a_simulated_backend_that_is_another(simulated, order):
+    name = "probe reduce_scatter torch.bfloat16 on (0, 1, 2, 3, 4)"
+    assert (simulated[order][0][name] == "agrees with gloo") == (order == "gloo")
