@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from zero_sim.reference import SumSite, SumSpan
 from zero_sim.reference.adding import add_ranks
-from zero_sim.scenario.spec import OrderName
+from zero_sim.scenario.spec import OrderName, RunSpec, SystemSpec, TopologySpec, WorldSpec
 
 ORDERS = get_args(OrderName)
 SEED = 11
@@ -145,3 +145,15 @@ def test_trees_depend_on_the_seed(world_of):
     spans = [SumSpan(start=0, stop=300, site=SumSite(kind="all_reduce", elems=300, offset=0))]
     one, other = (add_ranks(parts, order="random-tree", spans=spans, seed=seed) for seed in (1, 2))
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_groups_that_train_different_params_share_the_worlds_seed(judged, order):
+    """Each has a seed of its own for its data, and its ranks are counted from 0."""
+    result = judged(
+        world=WorldSpec(size=10, order=order),
+        topology=TopologySpec(tp=2),
+        system=SystemSpec(bucket_elems=50),
+        run=RunSpec(steps=1, seed=3),
+    )
+    assert result.verdict == "pass", result.findings
