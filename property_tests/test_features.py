@@ -6,10 +6,12 @@ or three of them at once, and many hide behind others. Sizes lean towards the ed
 """
 
 from dataclasses import replace
+from typing import get_args
 
 from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 
+from zero_sim.reference import POSITION_FREE
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -19,6 +21,7 @@ from zero_sim.scenario.spec import (
     ModelSpec,
     NanSpec,
     OptimizerSpec,
+    OrderName,
     ReloadSpec,
     RunSpec,
     Scenario,
@@ -68,8 +71,12 @@ def models(draw, on, world_size, align_elems):
         )  # fmt: skip
     if on("unusual"):
         return ModelSpec(name="unusual", dtype=dtype)
-    if on("bare params"):
-        return ModelSpec(name="params", dtype=dtype, shapes=draw(shapes(world_size, align_elems)))
+    exact = draw(st.sampled_from(["lattice", "bit-hash", "ternary"])) if on("exact") else None
+    if exact == "ternary":
+        return ModelSpec(name=exact, dtype=dtype, hidden=draw(st.integers(1, 9)))
+    if exact or on("bare params"):
+        drawn = draw(shapes(world_size, align_elems))
+        return ModelSpec(name=exact or "params", dtype=dtype, shapes=drawn)
     freeze = ()
     if on("freeze"):
         start = draw(st.integers(0, 2))
@@ -208,7 +215,7 @@ def scenarios(draw, reload=True):
         ),
         world=WorldSpec(
             size=world_size * parts,
-            order=draw(st.sampled_from(["linear", "linear-fp32", "ring", "tree"])),
+            order=draw(st.sampled_from(get_args(OrderName))),
             schedule="random" if on("random schedule") else "round-robin",
         ),
         topology=replace(topology, ep=ep),
@@ -255,7 +262,7 @@ def test_what_must_not_matter_does_not(pool, scenario, data):
 
     Both are compared with a reference that does not know these settings, so they are equal.
     """
-    order = "linear" if scenario.world.order == "ring" else scenario.world.order
+    order = scenario.world.order if scenario.world.order in POSITION_FREE else "linear"
     system = replace(
         scenario.system,
         bucket_elems=data.draw(st.none() | st.integers(1, 60)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_sim.errors import UsageError
-from zero_sim.reference import RingSpan
+from zero_sim.reference import SumSite, SumSpan
 from zero_sim.reference.adding import add_linear, add_ranks, add_tree
 
 
@@ -30,9 +30,15 @@ def bf16(*values):
     return [torch.tensor([value], dtype=torch.bfloat16) for value in values]
 
 
-def whole(chunk, elems=1):
-    """Return spans that put all elements into one chunk."""
-    return [RingSpan(start=0, stop=elems, chunk=chunk)]
+def ending(start, stop, rank):
+    """Return a span whose sum ends on a rank."""
+    site = SumSite(kind="reduce", elems=stop - start, offset=0, ends_on=rank)
+    return SumSpan(start=start, stop=stop, site=site)
+
+
+def whole(rank, elems=1):
+    """Return spans in which all elements end on one rank."""
+    return [ending(0, elems, rank)]
 
 
 class TestBrackets:
@@ -105,7 +111,7 @@ class TestRounding:
     def test_ring_adds_each_span_in_its_own_order(self):
         """One param in three chunks, its spans given out of order, in its own shape."""
         values = [torch.full((1, 3), x, dtype=torch.bfloat16) for x in (256.0, 1.0, 1.0)]
-        spans = [RingSpan(start=1, stop=3, chunk=1), RingSpan(start=0, stop=1, chunk=0)]
+        spans = [ending(1, 3, 1), ending(0, 1, 0)]
         assert add_ranks(values, order="ring", spans=spans).tolist() == [[258.0, 256.0, 256.0]]
 
 
@@ -143,16 +149,16 @@ class TestBadSpans:
         [
             None,
             [],
-            [RingSpan(start=0, stop=3, chunk=0)],
-            [RingSpan(start=0, stop=5, chunk=0)],
-            [RingSpan(start=0, stop=2, chunk=0), RingSpan(start=3, stop=4, chunk=0)],
-            [RingSpan(start=0, stop=3, chunk=0), RingSpan(start=2, stop=4, chunk=0)],
-            [RingSpan(start=0, stop=4, chunk=2)],
-            [RingSpan(start=0, stop=4, chunk=-1)],
+            [ending(0, 3, 0)],
+            [ending(0, 5, 0)],
+            [ending(0, 2, 0), ending(3, 4, 0)],
+            [ending(0, 3, 0), ending(2, 4, 0)],
+            [ending(0, 4, 2)],
+            [ending(0, 4, -1)],
         ],
         ids=["none", "empty", "short", "long", "gap", "overlap", "chunk-high", "chunk-low"],
     )
     def test_is_refused(self, spans):
         """The error says what was expected."""
-        with pytest.raises(UsageError, match="Expected ring spans"):
+        with pytest.raises(UsageError, match="Expected spans"):
             add_ranks([torch.ones(4)] * 2, order="ring", spans=spans)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.reference import Reference, RingSpan
+from zero_sim.reference import Reference, SumSite, SumSpan
 from zero_sim.reference.placement import MemoryPlace
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -35,6 +35,16 @@ def all_bits(result):
     """Return copies of masters, params and state."""
     groups = (result.masters, result.params, *result.state.values())
     return [tensor.clone() for group in groups for tensor in group.values()]
+
+
+def span_of(elems, *, first, second):
+    """Return a span of which either sum ends on the given rank."""
+    return SumSpan(
+        start=0,
+        stop=elems,
+        site=SumSite(kind="reduce", elems=elems, offset=0, ends_on=first),
+        replica_site=SumSite(kind="reduce", elems=elems, offset=0, ends_on=second),
+    )
 
 
 class TestSync:
@@ -126,9 +136,9 @@ class TestRedundancy:
             size=3, order="ring", system=SystemSpec(divide="none", redundancy=3)
         )
         workload = inject([[[256.0]], [[1.0]], [[1.0]]], dtype=BF16)
-        span = RingSpan(start=0, stop=1, chunk=0, replica_chunk=chunk)
-        unused = RingSpan(start=0, stop=2, chunk=0)
-        result = Reference(scenario, workload=workload).step({"w": [span], "unused": [unused]})
+        result = Reference(scenario, workload=workload).step(
+            {"w": [span_of(1, first=0, second=chunk)], "unused": [span_of(2, first=0, second=0)]}
+        )
         assert result.grads["w"].item() == total
 
     @pytest.mark.parametrize(("chunk", "total"), [(0, 516.0), (1, 512.0)])
@@ -138,8 +148,8 @@ class TestRedundancy:
         scenario = make_scenario(size=6, order="ring", system=system)
         workload = inject([[[256.0]], [[1.0]], [[1.0]]] * 2, dtype=BF16)
         spans = {
-            "w": [RingSpan(start=0, stop=1, chunk=chunk, replica_chunk=1)],
-            "unused": [RingSpan(start=0, stop=2, chunk=0)],
+            "w": [span_of(1, first=chunk, second=1)],
+            "unused": [span_of(2, first=0, second=0)],
         }
         result = Reference(scenario, workload=workload).step(spans)
         assert result.grads["w"].item() == total

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.reference import Reference, RingSpan
+from zero_sim.reference import Reference, SumSite, SumSpan
 from zero_sim.scenario.spec import OptimizerSpec, SystemSpec
 from zero_sim.workloads import build_workload
 
@@ -66,7 +66,14 @@ class TestByHand:
         """Two elements of one param in two chunks."""
         workload = inject([[[256.0] * 2], [[1.0] * 2], [[1.0] * 2]], dtype=BF16)
         reference = Reference(make_scenario(size=3, order="ring"), workload=workload)
-        spans = [RingSpan(start=0, stop=1, chunk=0), RingSpan(start=1, stop=2, chunk=1)]
+        spans = [
+            SumSpan(
+                start=rank,
+                stop=rank + 1,
+                site=SumSite(kind="reduce_scatter", elems=3, offset=rank, ends_on=rank),
+            )
+            for rank in (0, 1)
+        ]
         result = reference.step({"w": spans, "unused": spans})
         assert result.grads["w"].tolist() == [258.0, 256.0]
 
@@ -74,8 +81,9 @@ class TestByHand:
         """The error tells which param has none."""
         workload = inject([[[1.0]], [[1.0]]])
         reference = Reference(make_scenario(order="ring"), workload=workload)
+        site = SumSite(kind="reduce", elems=1, offset=0)
         with pytest.raises(UsageError, match="param 'unused'"):
-            reference.step({"w": [RingSpan(start=0, stop=1, chunk=0)]})
+            reference.step({"w": [SumSpan(start=0, stop=1, site=site)]})
 
     def test_working_param_is_the_master_cast(self, make_scenario, inject):
         """1 - 2^-9 is halfway between two bf16 values and rounds to even; the master keeps it."""

@@ -103,7 +103,8 @@ class TestMessages:
             "schema: expected 1, the format that this version reads, got 2 (integer). "
             "Write schema = 1, or upgrade zero_sim if the file is for a newer one.",
             "model.name: expected one of 'mlp', 'params', 'transformer-260', 'digits', "
-            "'unusual', 'moe', 'fp8', got 'mpl' (string). Did you mean \"mlp\"?",
+            "'unusual', 'moe', 'fp8', 'lattice', 'bit-hash', "
+            "'ternary', got 'mpl' (string). Did you mean \"mlp\"?",
             "model.hidden: expected an integer, got '32' (string). Write 32, without quotes.",
             "model.blocks: expected an integer, got 3.0 (float). Write 3.",
             "model.dtype: expected one of 'fp32', 'bf16', got 16 (integer). "
@@ -113,6 +114,7 @@ class TestMessages:
             "Leave it out for the default, 4.",
             "world.size: expected an integer at least 1 and at most 4096, got 0 (integer). Try 1.",
             "world.order: expected one of 'ring', 'linear', 'linear-fp32', 'tree', "
+            "'gloo', 'nccl-ring', 'nccl-sym', 'random-tree', "
             "got 'rnig' (string). Did you mean \"ring\"?",
             "system.stage: expected one of 0, 1, got 2 (integer). Leave it out for the default, 1.",
             "system.bucket_elms: unknown field. Did you mean `bucket_elems`?",

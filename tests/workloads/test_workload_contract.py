@@ -9,7 +9,7 @@ from zero_sim.scenario.spec import DataSpec, RunSpec
 from zero_sim.workloads import build_workload
 
 PLAIN = ["mlp", "params", "transformer-260", "digits"]
-NAMES = [*PLAIN, "unusual", "moe", "fp8"]
+NAMES = [*PLAIN, "unusual", "moe", "fp8", "lattice", "bit-hash", "ternary"]
 SHAPES = ((3, 2), (), (0, 4), (5,))
 
 
@@ -52,7 +52,7 @@ class TestEveryWorkload:
 
     def test_batch_is_a_pure_function(self, make_scenario, name):
         """Same arguments, same bits, whatever was asked between and however it was spoiled."""
-        workload = build_workload(make_scenario(name, shapes=SHAPES))
+        workload = build_workload(make_scenario(name, shapes=SHAPES, run=RunSpec(micro_batches=2)))
         first = workload.batch(step=2, rank=1, micro=0)
         inputs = first.inputs.clone()
         first.inputs.fill_(7.0)

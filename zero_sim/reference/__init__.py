@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from zero_sim.reference.adding import AddOrder, RingSpan
+from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
 from zero_sim.reference.oracle import Orders, Reference, ReferenceStep, step_together
 from zero_sim.reference.placement import Addresses, place_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.replay import NonFinite
 
 __all__ = [
+    "POSITION_FREE",
     "AddOrder",
     "Addresses",
     "NonFinite",
     "Orders",
     "Reference",
     "ReferenceStep",
-    "RingSpan",
+    "SumSite",
+    "SumSpan",
     "encode",
     "place_of",
     "step_together",

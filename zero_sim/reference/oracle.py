@@ -1,19 +1,21 @@
 """The reference: what one device computes for a whole data-parallel run, rank by rank.
 
 It knows no buckets, shards, buffers or collectives. Where an order of addition depends on a layout
-(`ring`), the caller names it element by element.
+(`ring`, `gloo` and others), the caller names it element by element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.reference.adding import RingSpan, add_replicas
+from zero_sim.reference.adding import SumSpan, add_replicas
+from zero_sim.reference.certificate import certify
 from zero_sim.reference.division import Division, count_contributions
 from zero_sim.reference.gradient import (
     Measure,
@@ -29,10 +31,10 @@ from zero_sim.reference.replay import NonFinite, RankReplay, Replayer, isolated
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.scenario.spec import Scenario
-from zero_sim.workloads import Workload, build_module, build_workload
+from zero_sim.workloads import EXACT_MODELS, Workload, build_module, build_workload
 
-Orders = Mapping[str, Sequence[RingSpan]]
-"""By param: spans that tile its flattened elements, each with its places in the rings."""
+Orders = Mapping[str, Sequence[SumSpan]]
+"""By param: spans that tile its flattened elements, each with its place in the calls that add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,10 @@ class ReferenceStep:
     """Of params in fp8: what their values are multiplied by, after the step."""
     state: Mapping[str, Mapping[str, Tensor]]
     """torch's optimizer state by param and key, `step` included."""
+    order_free: Mapping[str, Tensor] | None  # each ND, bool
+    """By param: which elements of `grads` come out the same in every order of addition; see
+    `reference.certificate`. None where the model does not claim that of any, or where a gradient is
+    not finite."""
     norm: Tensor  # 0D, fp32
     """Norm of the whole master gradient before clipping."""
     norm_certified: bool
@@ -87,6 +93,8 @@ class BegunStep:
     """Names of the params in `flat`, in order."""
     measured: Measure
     """Of `flat`, but for what does not count here."""
+    order_free: Mapping[str, Tensor] | None  # each ND, bool
+    """As in `ReferenceStep`."""
     nonzero_fraction: float
     nonfinite: NonFinite | None
 
@@ -217,24 +225,27 @@ class Reference:
             scales={name: s for name, s in find_scales(module).items() if name in params},
         )
 
-    def step(self, orders: Orders | None = None) -> ReferenceStep:
+    def step(self, orders: Orders | None = None, *, order_seed: int = 0) -> ReferenceStep:
         """Run the next optimizer step of all ranks.
 
         Args:
-            orders: For `world.order = "ring"`: by param, spans that tile its flattened elements,
-                each with its ring chunk. Not read otherwise.
+            orders: By param, spans that tile its flattened elements, each with its place in the
+                calls that add it. Not read where `world.order` does not depend on positions.
+            order_seed: Seed of the world, from which `random-tree` draws.
 
         Raises:
-            UsageError: The order is `ring` and the spans of a param are missing or do not tile it.
+            UsageError: The order depends on positions, and the spans of a param are missing or do
+                not tile it.
         """
-        begun = self.begin(orders)
+        begun = self.begin(orders, order_seed=order_seed)
         return self.finish(begun, measured=begun.measured)
 
-    def begin(self, orders: Orders | None = None) -> BegunStep:
+    def begin(self, orders: Orders | None = None, *, order_seed: int = 0) -> BegunStep:
         """Run the next step up to where the norm of the whole gradient has to be known.
 
         Args:
             orders: As in `step`.
+            order_seed: As in `step`.
 
         Raises:
             UsageError: As `step`.
@@ -248,7 +259,15 @@ class Reference:
                 for rank in range(scenario.world.size)
             ]
             division = self._division(replays)
-            grads = self._reduce(replays, active=active, division=division, orders=orders or {})
+            add = partial(
+                add_replicas,
+                replica_count=scenario.system.redundancy,
+                order=scenario.world.order,
+                seed=order_seed,
+            )
+            grads = self._reduce(
+                replays, active=active, division=division, orders=orders or {}, add=add
+            )
             flat = flatten_wide(grads, names=active)
             nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
             if scale is not None:
@@ -263,6 +282,9 @@ class Reference:
             flat=flat,
             active=active,
             measured=measured,
+            order_free=self._certify(replays, division=division)
+            if measured.finite and self._is_exact
+            else None,
             nonzero_fraction=nonzero_fraction,
             nonfinite=nonfinite,
         )
@@ -300,6 +322,7 @@ class Reference:
             },
             scales=dict(self._scales),
             state=self._stepper.state(),
+            order_free=begun.order_free,
             norm=measured.norm,
             norm_certified=measured.norm_certified,
             zeros=measured.zeros,
@@ -333,8 +356,32 @@ class Reference:
     def _replay(self, *, step: int, rank: int, scale: float | None) -> RankReplay:
         in_fp32 = self._scenario.system.grad_dtype == "fp32"
         return self._replayer_of_rank[rank].replay_rank(
-            step=step, rank=rank, grad_dtype=torch.float32 if in_fp32 else None, scale=scale
+            step=step,
+            rank=rank,
+            grad_dtype=torch.float32 if in_fp32 else None,
+            scale=scale,
+            keep_micro=self._is_exact,
         )
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._scenario.model.name in EXACT_MODELS
+
+    def _certify(self, replays: Sequence[RankReplay], *, division: Division) -> dict[str, Tensor]:
+        """Certify each param's sum: of what every micro-batch of every rank brings.
+
+        What ranks divide before the sum may be no multiple of a unit any more; then the quotients
+        that they contribute are what is added.
+        """
+        split = [replay.rounds if division.is_before else replay.micro_grads for replay in replays]
+        contributions = [grads for rank in split for grads in rank]
+        certified: dict[str, Tensor] = {}
+        for name, zero in replays[0].rounds[0].items():
+            terms = [grads[name] for grads in contributions if name in grads]
+            if division.is_before:
+                terms = [division.before(term) for term in terms]
+            certified[name] = certify(terms or [torch.zeros_like(zero)])
+        return certified
 
     def _find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
         """Name the first rank's gradient that is not finite."""
@@ -361,6 +408,7 @@ class Reference:
         active: Sequence[str],
         division: Division,
         orders: Orders,
+        add: Callable[..., Tensor],
     ) -> dict[str, Tensor]:
         """Add the ranks' gradients round by round, divided first where the scenario says so."""
         reduced: dict[str, Tensor] = {}
@@ -370,12 +418,7 @@ class Reference:
                 if division.is_before:
                     local = [division.before(grad) for grad in local]
                 try:
-                    total = add_replicas(
-                        local,
-                        replica_count=self._scenario.system.redundancy,
-                        order=self._scenario.world.order,
-                        spans=orders.get(name),
-                    )
+                    total = add(local, spans=orders.get(name))
                 except UsageError as error:
                     raise UsageError(f"param {name!r}: {error}") from error
                 reduced[name] = reduced[name] + total if name in reduced else total
@@ -421,7 +464,7 @@ class Reference:
 
 
 def step_together(
-    references: Sequence[Reference], orders: Sequence[Orders | None]
+    references: Sequence[Reference], orders: Sequence[Orders | None], *, order_seed: int = 0
 ) -> list[ReferenceStep]:
     """Run the next step of all parts of one model.
 
@@ -431,11 +474,15 @@ def step_together(
     Args:
         references: One a part.
         orders: For each, as in `Reference.step`.
+        order_seed: As in `Reference.step`.
 
     Raises:
         UsageError: As `Reference.step`.
     """
-    begun = [reference.begin(order) for reference, order in zip(references, orders, strict=True)]
+    begun = [
+        reference.begin(order, order_seed=order_seed)
+        for reference, order in zip(references, orders, strict=True)
+    ]
     measured = measure_together([each.measured for each in begun])
     return [
         reference.finish(each, measured=measured)

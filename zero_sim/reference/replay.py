@@ -38,6 +38,9 @@ class RankReplay:
     rounds: tuple[dict[str, Tensor], ...]  # each ND, the param's shape, grad dtype
     """What the rank brings to each reduction of the step, by param: one with the accumulated local
     gradients, or one a micro-batch where `system.sync` is `every`."""
+    micro_grads: tuple[dict[str, Tensor], ...]  # each ND, grad dtype
+    """The gradients of every micro-batch by itself, by param, without those that its loss does not
+    reach; empty where they were not asked for."""
     rows: int
     """Rows of all its micro-batches."""
     data_digest: bytes
@@ -88,7 +91,13 @@ class Replayer:
     """By param: the module's own scale, for params in fp8."""
 
     def replay_rank(
-        self, *, step: int, rank: int, grad_dtype: torch.dtype | None, scale: float | None
+        self,
+        *,
+        step: int,
+        rank: int,
+        grad_dtype: torch.dtype | None,
+        scale: float | None,
+        keep_micro: bool = False,
     ) -> RankReplay:
         """Run all micro-batches of one rank and accumulate their gradients, in order.
 
@@ -100,6 +109,7 @@ class Replayer:
             grad_dtype: Dtype of the accumulated gradients, which each addition is rounded to; None
                 for what each param's own gradient has.
             scale: What losses are multiplied by before backward; None for nothing.
+            keep_micro: Whether to return the gradients of each micro-batch, too.
         """
         every = self.scenario.system.sync == "every"
         rounds: list[dict[str, Tensor]] = []
@@ -125,6 +135,12 @@ class Replayer:
         return RankReplay(
             losses=tuple(replay.loss for replay in replays),
             rounds=tuple(rounds),
+            micro_grads=tuple(
+                {name: grad.to(grad_dtype or grad.dtype) for name, grad in replay.grads.items()}
+                for replay in replays
+            )
+            if keep_micro
+            else (),
             rows=sum(replay.rows for replay in replays),
             data_digest=_join([replay.digest for replay in replays]),
         )

@@ -14,6 +14,7 @@ from zero_sim.scenario.fields import describe_value
 from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
+_BF16_UNITS = 2**8
 _BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 
 
@@ -133,6 +134,17 @@ CONDITIONS = (
         broken=lambda s: s.model.fp8_format != "mixed" and s.model.name != "fp8",
         message="only model 'fp8' has params in fp8, got {got}.",
         suggestion='Leave it out, or write name = "fp8".',
+    ),
+    Condition(
+        reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
+        broken=lambda s: (
+            s.model.name == "bit-hash"
+            and s.model.dtype == "bf16"
+            and s.world.size * s.run.micro_batches > _BF16_UNITS
+        ),
+        message=f"expected at most {_BF16_UNITS} ranks times micro-batches, among which the units "
+        "that bf16 adds exactly are shared, got more with model {got}.",
+        suggestion='Try dtype = "fp32".',
     ),
     Condition(
         reads=("topology.order",),

@@ -19,6 +19,7 @@ from zero_sim.scenario.spec import Scenario
 
 WORLD_SIZE_MAX = 4096
 """More rank threads than this is a slip of the finger, not a test."""
+_BARE_MODELS = ("params", "lattice", "bit-hash")
 PARAM_ELEMS_MAX = 2**30
 """Elements of one `params` model; its fp32 master and reference alone then take 8 GiB."""
 
@@ -181,16 +182,18 @@ def _for_bound(bound: Bound, number: float) -> str:
 
 def _shapes(scenario: Scenario) -> Iterator[Problem]:
     model = scenario.model
-    if model.name == "params" and model.shapes is None:
+    if model.name in _BARE_MODELS and model.shapes is None:
         yield Problem(
             path="model.shapes",
-            message="missing; model 'params' expects an array of arrays of integers, one a param.",
+            message=f"missing; model '{model.name}' expects an array of arrays of integers, one a "
+            "param.",
             suggestion="Try shapes = [[3], [2, 4]].",
         )
-    elif model.name != "params" and model.shapes is not None:
+    elif model.name not in _BARE_MODELS and model.shapes is not None:
         yield Problem(
             path="model.shapes",
-            message=f"only model 'params' takes shapes, got them with model '{model.name}'.",
+            message="only models 'params', 'lattice' and 'bit-hash' take shapes, got them with "
+            f"model '{model.name}'.",
             suggestion='Leave them out, or write name = "params".',
         )
 

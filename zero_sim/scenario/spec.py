@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-ModelName = Literal["mlp", "params", "transformer-260", "digits", "unusual", "moe", "fp8"]
+ModelName = Literal[
+    "mlp",
+    "params",
+    "transformer-260",
+    "digits",
+    "unusual",
+    "moe",
+    "fp8",
+    "lattice",
+    "bit-hash",
+    "ternary",
+]
 DtypeName = Literal["fp32", "bf16"]
 OptimizerName = Literal[
     "adamw",
@@ -40,7 +51,9 @@ CollectiveName = Literal[
     "all_to_all_list",
     "barrier",
 ]
-OrderName = Literal["linear", "linear-fp32", "ring", "tree"]
+OrderName = Literal[
+    "linear", "linear-fp32", "tree", "ring", "gloo", "nccl-ring", "nccl-sym", "random-tree"
+]
 
 _FORBID: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -71,13 +84,15 @@ class ModelSpec:
     of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
     micro-batch only, empty, strided, of a second dtype; `moe`: a mixture of experts with an fp32
     router, of which each rank holds its share; `fp8`: `mlp` with weight matrices in fp8 and a scale
-    each."""
+    each. Three have a reduced gradient that no order of addition changes: `lattice`: bare params
+    whose gradients are data; `bit-hash`: the same with gradients that depend on every bit of every
+    param; `ternary`: a network of the usual layers that computes with small whole numbers."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
     fp32 masters."""
     hidden: int = 8
-    """`mlp`, `fp8`, `digits` and `moe`: width of a block; the inner layer of an `mlp` block is four
-    times as wide."""
+    """`mlp`, `fp8`, `digits`, `moe` and `ternary`: width of a block; the inner layer of an `mlp`
+    block is four times as wide, that of `ternary` twice."""
     blocks: int = 2
     """`mlp` and `fp8`: number of residual blocks."""
     experts: int = 4
@@ -86,8 +101,8 @@ class ModelSpec:
     """`fp8`: format of the weight matrices; `mixed`: e4m3 into the inner layer of each block, e5m2
     out of it."""
     shapes: tuple[tuple[int, ...], ...] | None = None
-    """`params`: one shape per param, in registration order; a zero makes an empty param. Other
-    models leave it out."""
+    """`params`, `lattice`, `bit-hash`: one shape per param, in registration order; a zero makes an
+    empty param. Other models leave it out."""
     freeze: tuple[FreezeSpec, ...] = ()
     """Params that are frozen for some steps and not for others."""
 
@@ -134,7 +149,9 @@ class WorldSpec:
     size: int = 2
     """Number of ranks."""
     order: OrderName = "linear"
-    """In which order, and how precisely, a reduction adds the ranks' contributions."""
+    """In which order, and how precisely, a reduction adds the ranks' contributions: by rank; by
+    rank, 16-bit data in fp32; neighbours first; round a ring; as gloo, NCCL's ring or NCCL's
+    symmetric-memory kernels do; or in binary trees drawn from the seed."""
     schedule: Literal["round-robin", "random", "pct"] = "round-robin"
     """Which runnable rank gets the baton next."""
     timing: Literal["eager", "lazy", "hostile"] = "eager"

@@ -6,15 +6,17 @@ view of an input, come out as they do on a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from zero_sim.sim.order import Fold, Order
+from zero_sim.errors import UsageError
+from zero_sim.sim.order import Fold, Order, Stretch
 
 if TYPE_CHECKING:
     from zero_sim.sim.faults import Strike
@@ -32,6 +34,8 @@ class Call:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor] = ()
     reduce_op: ReduceOp.RedOpType | None = None
+    factor: float | Tensor | None = None
+    """What PREMUL_SUM multiplies this rank's contribution by."""
     root: int = 0
     input_splits: Sequence[int] = ()
     output_splits: Sequence[int] = ()
@@ -63,6 +67,7 @@ def _add(a: Tensor, b: Tensor) -> Tensor:
 FOLDS: dict[ReduceOp.RedOpType, Fold] = {
     ReduceOp.SUM: _add,
     ReduceOp.AVG: _add,
+    ReduceOp.PREMUL_SUM: _add,
     ReduceOp.PRODUCT: lambda a, b: a.mul_(b),
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
@@ -70,17 +75,67 @@ FOLDS: dict[ReduceOp.RedOpType, Fold] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-"""How two contributions combine. AVG is a SUM with one true division at the end, in the data's
-dtype, as gloo does it; NCCL instead multiplies each input by a rounded reciprocal."""
+"""How two contributions combine. What AVG and PREMUL_SUM do besides is the order model's to say."""
 
 
-def _finish(total: Tensor, call: Call, world_size: int) -> Tensor:
-    return total.div_(world_size) if call.reduce_op == ReduceOp.AVG else total
+def _reduced(
+    calls: Sequence[Call], parts: Sequence[Tensor], order: Order, *, at: Stretch
+) -> Tensor:
+    """Reduce one stretch of all ranks' contributions, 1D each, to new memory of their dtype."""
+    op, dtype, rank_count = calls[0].reduce_op, parts[0].dtype, len(calls)
+    assert op is not None
+    factors: Sequence[float | Tensor] = ()
+    if op == ReduceOp.PREMUL_SUM:
+        factors = _premul_factors(calls, order)
+    elif op == ReduceOp.AVG and order.averaging == "premultiply":
+        factors = [_reciprocal(rank_count, dtype)] * rank_count
+    if factors:
+        parts = [
+            part * torch.as_tensor(factor, dtype=dtype, device=part.device)
+            for part, factor in zip(parts, factors, strict=True)
+        ]
+    accumulator = order.accumulator(dtype)
+    total = order.reduce([part.to(accumulator) for part in parts], FOLDS[op], at=at)
+    if op == ReduceOp.AVG and order.averaging == "postmultiply":
+        total.mul_(_reciprocal(rank_count, accumulator))
+    total = total.to(dtype)
+    return total.div_(rank_count) if _divides(op, order) else total
 
 
-def _fold(call: Call) -> Fold:
-    assert call.reduce_op is not None
-    return FOLDS[call.reduce_op]
+def _divides(op: ReduceOp.RedOpType, order: Order) -> bool:
+    return op == ReduceOp.AVG and order.averaging == "divide"
+
+
+def _reciprocal(count: int, dtype: torch.dtype) -> Tensor:
+    """0D `1 / count`, rounded to fp32 on its way to a narrower dtype."""
+    if dtype == torch.float64:
+        return torch.tensor(1.0 / count, dtype=dtype)
+    return torch.tensor(1.0 / count, dtype=torch.float32).to(dtype)
+
+
+def _premul_factors(calls: Sequence[Call], order: Order) -> list[float | Tensor]:
+    if not order.has_premul:
+        raise UsageError(
+            f"expected a reduce operation that order {order.name!r} has, got PREMUL_SUM, which its "
+            "backend does not have. Try SUM of scaled tensors, or order 'nccl-ring'."
+        )
+    factors = [call.factor for call in calls if call.factor is not None]
+    if len(factors) != len(calls):
+        raise UsageError("expected a factor with PREMUL_SUM on every rank, got none on some")
+    return factors
+
+
+def _entries(calls: Sequence[Call]) -> Iterator[tuple[int, Stretch]]:
+    """The index and the place of every tensor of a call that may be coalesced."""
+    first = calls[0]
+    sizes = [tensor.numel() for tensor in first.inputs]
+    for i, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        yield (
+            i,
+            Stretch(
+                kind=first.kind, buffer_elems=size, call_elems=sum(sizes), call_start=end - size
+            ),
+        )
 
 
 def _write(output: Tensor, value: Tensor) -> None:
@@ -89,43 +144,42 @@ def _write(output: Tensor, value: Tensor) -> None:
 
 def all_reduce(calls: Sequence[Call], order: Order) -> None:
     """Every rank's tensors become the reduction of all ranks' tensors, entry by entry."""
-    first = calls[0]
-    for i in range(len(first.inputs)):
-        parts = [call.inputs[i].reshape(-1) for call in calls]
-        total = _finish(order.everywhere(parts, _fold(first)), first, len(calls))
+    for i, at in _entries(calls):
+        total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
         for call in calls:
             _write(call.inputs[i], total)
 
 
 def reduce(calls: Sequence[Call], order: Order) -> None:
     """As `all_reduce`, but only the root's tensor is written."""
-    first = calls[0]
-    parts = [call.inputs[0].reshape(-1) for call in calls]
-    total = _finish(order.everywhere(parts, _fold(first)), first, len(calls))
-    _write(calls[first.root].inputs[0], total)
+    parts, root = [call.inputs[0].reshape(-1) for call in calls], calls[0].root
+    elems = parts[0].numel()
+    at = Stretch(kind="reduce", buffer_elems=elems, call_elems=elems, destination=root)
+    _write(calls[root].inputs[0], _reduced(calls, parts, order, at=at))
 
 
 def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
     """Flat forms: chunk `r` of every input is reduced into rank `r`'s output, entry by entry."""
     first = calls[0]
-    for i in range(len(first.inputs)):
+    for i, at in _entries(calls):
         if _is_small(first.inputs[i]) and not order.positional:
-            total = order.everywhere([call.inputs[i].reshape(-1) for call in calls], _fold(first))
-            rows = _finish(total, first, len(calls)).view(len(calls), first.outputs[i].numel())
+            total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
+            rows = total.view(len(calls), first.outputs[i].numel())
             for call, row in zip(calls, rows, strict=True):
                 _write(call.outputs[i], row)
         else:
-            _reduce_scatter_by_chunk(calls, i, order)
+            _reduce_scatter_by_chunk(calls, i, order, at=at)
 
 
-def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order) -> None:
-    first, world_size = calls[0], len(calls)
+def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order, *, at: Stretch) -> None:
+    world_size = len(calls)
     chunked = [call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls]
     in_place = all(_in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls))
     late: list[tuple[Tensor, Tensor]] = []
     for r, call in enumerate(calls):
-        total = order.scatter([rows[r] for rows in chunked], _fold(first), destination=r)
-        total = _finish(total, first, world_size)
+        start = r * call.outputs[i].numel()
+        here = replace(at, start=start, call_start=at.call_start + start, destination=r)
+        total = _reduced(calls, [rows[r] for rows in chunked], order, at=here)
         if in_place:
             _write(call.outputs[i], total)
         else:
@@ -151,16 +205,14 @@ def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
 
 def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
     """List form: every rank's `inputs[r]` is reduced into rank `r`'s output; sizes may differ."""
-    first, world_size = calls[0], len(calls)
     totals = [
-        _finish(
-            order.scatter(
-                [call.inputs[r].reshape(-1) for call in calls], _fold(first), destination=r
-            ),
-            first,
-            world_size,
+        _reduced(
+            calls,
+            [call.inputs[r].reshape(-1) for call in calls],
+            order,
+            at=replace(at, call_elems=at.buffer_elems, call_start=0, destination=r),
         )
-        for r in range(world_size)
+        for r, at in _entries(calls)
     ]
     for call, total in zip(calls, totals, strict=True):
         _write(call.outputs[0], total)

@@ -245,6 +245,13 @@ class SlowedSchedule:
         else:
             self._inner.add(rank)
 
+    def defer(self, rank: int) -> None:
+        """Note that `rank` is able to run, behind the others."""
+        if rank in self._slow:
+            self._ready.append(rank)
+        else:
+            self._inner.defer(rank)
+
     def pick(self) -> int | None:
         """A rank that is not slow, where there is one."""
         if not self._ready:

@@ -58,6 +58,11 @@ def _op(opts: Any) -> ReduceOp.RedOpType:
     return getattr(op, "op", op)
 
 
+def _factor(opts: Any) -> float | Tensor | None:
+    """What a PREMUL_SUM carries; torch raises where another operation is asked for it."""
+    return opts.reduceOp.factor if _op(opts) == ReduceOp.PREMUL_SUM else None
+
+
 def _root(opts: Any) -> int:
     return 0 if opts is None else opts.rootRank
 
@@ -125,7 +130,7 @@ class SimProcessGroup(ProcessGroup):
 
     def _issue(self, kind: str, opts: Any, inputs: Sequence[Tensor], **parts: Any) -> Work:
         self._check_open(kind)
-        call = Call(kind=kind, inputs=_detached(inputs), **parts)
+        call = Call(kind=kind, inputs=_detached(inputs), factor=_factor(opts), **parts)
         call.outputs = _detached(call.outputs)
         work = self._cluster.issue(
             self._group, self._group_rank, call, asynchronous=_asynchronous(opts)

@@ -26,7 +26,7 @@ from zero_sim.sim.inversions import inversion_error
 from zero_sim.sim.loan import flights_of
 from zero_sim.sim.log import CollectiveRecord, EventLog
 from zero_sim.sim.meeting import Group, Message, deliver
-from zero_sim.sim.order import ORDERS
+from zero_sim.sim.order_backends import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
 from zero_sim.sim.promises import Promises
 from zero_sim.sim.races import RaceDetector, unwatched
@@ -47,15 +47,16 @@ class World:
 
     Args:
         world_size: Number of ranks, 1 to 4096.
-        order: Order model of every reduction: `linear`, `linear-fp32`, `ring` or `tree`.
+        order: Order model of every reduction: `linear`, `linear-fp32`, `tree`, `ring`, `gloo`,
+            `nccl-ring`, `nccl-sym` or `random-tree`; see `zero_sim.sim.order`.
         schedule: Which ready rank runs next: `round-robin`, `random`, `pct` (drawn priorities that
             rarely change), a `Replay` of recorded turns, or `Choices`.
         timing: When an operation reads its inputs and writes its outputs. `eager`: at once when
             the last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: each
             drawn anew, anywhere between issue and wait. Under the last two, memory in flight is
             poisoned or watched, and a program that touches it too early is caught or computes NaN.
-        seed: Seed of the drawn schedules, of the hostile timing and of the ranks' random numbers;
-            rank `r` starts every program as after `manual_seed(seed + r)`.
+        seed: Seed of drawn schedules, of the hostile timing, of random trees and of the ranks'
+            random numbers; rank `r` starts every program as after `manual_seed(seed + r)`.
         depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
         races: Whether every tensor operation of a rank is checked against the memory that the rank
             has lent to operations and not waited for.
@@ -156,10 +157,8 @@ class World:
             UsageError: An unknown order, schedule or timing, with the known ones; a depth below 1;
                 a stall limit that is not positive; a fault that cannot be in this world.
         """
-        if order is not None:
-            if order not in ORDERS:
-                raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
-            self.order = ORDERS[order]
+        if order is not None and order not in ORDERS:
+            raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
         if schedule is not None:
             check_schedule(schedule)
             self.schedule = schedule
@@ -187,6 +186,8 @@ class World:
         if faults is not None:
             check_faults(faults, world_size=self.world_size)
             self.faults = tuple(faults)
+        # After the seed, which some orders draw from.
+        self.order = ORDERS[order or self.order.name](self.seed)
 
     def __enter__(self) -> Self:
         return self

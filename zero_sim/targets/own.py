@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -124,6 +124,14 @@ def is_counted(spec: TopologySpec, name: str, *, place: Mapping[str, int]) -> bo
 def kind_of(name: str, tensor: Tensor) -> str:
     """The kind of a param: what lies below a module named `experts` is one of its experts."""
     return "expert" if "experts" in name.split(".") else "dense"
+
+
+def _reduced_by(
+    stage: int, bucket: BucketPlan
+) -> Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"]:
+    if stage == 0:
+        return "all_reduce"
+    return "reduce_scatter" if bucket.is_even else "reduce_scatter_list"
 
 
 class ZeroSimEngine:
@@ -259,7 +267,7 @@ class ZeroSimEngine:
                 shard=owned.shard,
                 shard_start=shard.start,
                 shard_stop=shard.stop,
-                reduced_by="reduce_scatter" if self._system.stage == 1 else "all_reduce",
+                reduced_by=_reduced_by(self._system.stage, bucket),
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
             )

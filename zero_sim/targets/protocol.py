@@ -30,12 +30,16 @@ class Place:
     shard_start: int
     shard_stop: int
     """Half-open range of that shard in the flat buffer."""
-    reduced_by: Literal["reduce_scatter", "all_reduce"]
-    """The collective that reduces its gradient; a ring's order depends on it."""
+    reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"]
+    """The collective that reduces its gradient; most orders of addition depend on it."""
     call_elems: int
     """Elements of the tensor that is reduced in that one call."""
     call_offset: int
     """Offset of `start` in that tensor."""
+    joined_elems: int | None = None
+    """Elements of all tensors of a coalesced call; None for a call of one tensor."""
+    joined_offset: int | None = None
+    """Offset of `start` in all of these, one after another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,15 @@ another, so the worst counts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.owed import Row
 from zero_sim.verify.records import Finding
+from zero_sim.workloads import EXACT_MODELS
 
 
 def check_meaning(scenario: Scenario, judges: Sequence[Judge]) -> Iterator[Finding]:
@@ -38,6 +41,15 @@ def check_meaning(scenario: Scenario, judges: Sequence[Judge]) -> Iterator[Findi
             message="every step was skipped or had gradients that are not finite"
             f"{_where(judge, judges)}, so that no update was compared; take more steps, or plant "
             "the overflow in one of several",
+        )
+    owed = sum((judge.owed for judge in judges), start=Counter[Row]())
+    depending = owed.total() - owed["order-free"]
+    if scenario.model.name in EXACT_MODELS and depending:
+        yield Finding(
+            check="guard.not-order-free",
+            message=f"{depending} of {owed.total()} elements of reduced gradients depend on the "
+            "order of addition, though this model is there to have none: fewer ranks, rows or "
+            "micro-batches, or a division after the sum, keep it within its budget",
         )
     for judge in judges:
         if judge.uncertified_step is not None:

@@ -6,6 +6,7 @@ anything else changes the state; so nothing is copied unless a difference is fou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from itertools import chain
 from torch import Tensor
 
 from zero_sim.reference import (
+    POSITION_FREE,
     Addresses,
     Orders,
     Reference,
@@ -27,7 +29,8 @@ from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
 from zero_sim.verify.harness import AskedEngine
-from zero_sim.verify.positions import ring_spans
+from zero_sim.verify.owed import Row, count_rows
+from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
@@ -43,6 +46,7 @@ class Judge:
         reference: The oracle, at the step before `first_step`.
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
         world_ranks: The ranks of the group that is judged, as findings name them.
+        order_seed: Seed of the world, if it is not the scenario's.
 
     Judges of one world that share a norm have to be told of each other by `seat_together`.
     """
@@ -54,6 +58,7 @@ class Judge:
         reference: Reference,
         first_step: int = 0,
         world_ranks: Sequence[int] | None = None,
+        order_seed: int | None = None,
     ) -> None:
         self.scenario = scenario
         self.compared_elems = 0
@@ -65,11 +70,14 @@ class Judge:
         """What the engine could tell and does not, so that nothing is known of it."""
         self.uncertified_step: int | None = None
         """First step whose norm may round either way, so that nothing after clipping is owed."""
+        self.owed: Counter[Row] = Counter()
+        """Elements of the reduced gradients of all steps, by why they are owed."""
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
         self._observed = [first_step - 1] * scenario.world.size
         self.first_step = first_step
         self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
+        self._order_seed = scenario.run.seed if order_seed is None else order_seed
         self._places: dict[int, list[Place]] = {}
         self._parts: dict[int, list[OwnedPart]] = {}
         self._addresses: dict[int, Addresses] = {}
@@ -202,7 +210,9 @@ class Judge:
     def _expected(self, step: int) -> ReferenceStep:
         if step not in self._steps:
             orders = [judge._prepare() for judge in self._panel]
-            taken = step_together([judge._reference for judge in self._panel], orders)
+            taken = step_together(
+                [judge._reference for judge in self._panel], orders, order_seed=self._order_seed
+            )
             for judge, own in zip(self._panel, taken, strict=True):
                 judge._take(own)
         return self._steps[step]
@@ -213,15 +223,13 @@ class Judge:
             if min(self._observed) < earlier:
                 self._steps[earlier] = _frozen(kept)
         orders = None
-        if self.scenario.world.order == "ring":
+        if self.scenario.world.order not in POSITION_FREE:
             orders = {name: [] for name in self._shapes}
             for ranks, names in self._sharings:
                 # Replicas say the same; one of them is enough.
                 places = self._replicas(ranks, names)[0].values()
-                orders |= ring_spans(
-                    chain.from_iterable(places),
-                    world_size=len(ranks),
-                    replica_count=self.scenario.system.redundancy,
+                orders |= sum_spans(
+                    chain.from_iterable(places), replica_count=self.scenario.system.redundancy
                 )
         return orders
 
@@ -229,6 +237,12 @@ class Judge:
         """Note a step that the reference has just done."""
         self._steps[taken.step] = taken
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
+        if taken.norm.isfinite():
+            self.owed += count_rows(
+                taken,
+                rank_count=self.scenario.world.size,
+                replica_count=self.scenario.system.redundancy,
+            )
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
         if not taken.norm_certified and self.scenario.optimizer.clip_norm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -95,6 +96,9 @@ class CaseResult:
     """What a reader should know beside the verdict, one sentence each."""
     compared_elems: int = 0
     """Elements compared bit for bit, over all steps, ranks and kinds of state."""
+    owed: Mapping[str, int] = field(default_factory=dict)
+    """Elements of reduced gradients, over all steps, by why their bits are owed: `order-free`,
+    `one-sum` or `modelled-order`; see `zero_sim.verify.owed`."""
     collectives: int = 0
     """Collectives that the world recorded."""
     log_digest: str = ""

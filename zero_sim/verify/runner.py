@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,9 +34,10 @@ from zero_sim.verify.cells import Cell, cells_of, check_crossing
 from zero_sim.verify.expected import settle
 from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.owed import Row, in_words
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
-from zero_sim.workloads import build_workload
+from zero_sim.workloads import EXACT_MODELS, build_workload
 
 
 def run_case(
@@ -144,12 +146,16 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
     verdict, findings, reached = settle(
         scenario.expect.finding, found=found, doubts=doubts, faults=trial.faults
     )
+    owed = sum((judge.owed for judge in trial.judges), start=Counter[Row]())
+    if scenario.model.name in EXACT_MODELS:
+        trial.notes.append(in_words(owed))
     return CaseResult(
         id=scenario.name,
         verdict=verdict,
         seconds=0.0,
         findings=findings,
         notes=(*reached, *_notes(trial, agreed=not found), *trial.notes),
+        owed={str(row): count for row, count in sorted(owed.items())},
         compared_elems=sum(judge.compared_elems for judge in trial.judges),
         collectives=sum(len(log.collectives) for log in trial.logs),
         log_digest="+".join(log.digest() for log in trial.logs),
@@ -197,7 +203,11 @@ def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Se
     else:
         reference.continue_as(cell.scenario, weights_only=segment.weights_only)
     judge = Judge(
-        cell.scenario, reference=reference, first_step=segment.start, world_ranks=cell.ranks
+        cell.scenario,
+        reference=reference,
+        first_step=segment.start,
+        world_ranks=cell.ranks,
+        order_seed=segment.scenario.run.seed,
     )
     return Seat(cell=cell, workload=workload, judge=judge)
 

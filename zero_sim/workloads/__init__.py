@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from zero_sim.workloads.draws import seed_of
+from zero_sim.workloads.exact import EXACT_MODELS
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
 from zero_sim.workloads.registry import build_workload
 
-__all__ = ["Batch", "ExpertWorkload", "Workload", "build_module", "build_workload", "seed_of"]
+__all__ = [
+    "EXACT_MODELS",
+    "Batch",
+    "ExpertWorkload",
+    "Workload",
+    "build_module",
+    "build_workload",
+    "seed_of",
+]

@@ -7,10 +7,12 @@ from typing import assert_never
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads.digits import DigitsWorkload
 from zero_sim.workloads.fp8 import Fp8Workload
+from zero_sim.workloads.lattice import BitHashWorkload, LatticeWorkload
 from zero_sim.workloads.mlp import MlpWorkload
 from zero_sim.workloads.moe import MoeWorkload
 from zero_sim.workloads.params import ParamsWorkload
 from zero_sim.workloads.protocol import Workload
+from zero_sim.workloads.ternary import TernaryWorkload
 from zero_sim.workloads.transformer import TransformerWorkload
 from zero_sim.workloads.unusual import UnusualWorkload
 
@@ -39,5 +41,11 @@ def build_workload(scenario: Scenario) -> Workload:
             return MoeWorkload(scenario)
         case "fp8":
             return Fp8Workload(scenario)
+        case "lattice":
+            return LatticeWorkload(scenario)
+        case "bit-hash":
+            return BitHashWorkload(scenario)
+        case "ternary":
+            return TernaryWorkload(scenario)
         case unknown:
             assert_never(unknown)

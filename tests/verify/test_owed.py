@@ -1,0 +1,93 @@
+"""What is owed of a reduced gradient: certified elements come out of every order alike."""
+
+from typing import get_args
+
+import pytest
+
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    OptimizerSpec,
+    OrderName,
+    RunSpec,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.sim import order_backends
+
+SHAPES = ((3, 5), (7,), (), (41,))
+EXACT = [
+    ModelSpec(name="lattice", shapes=SHAPES, dtype="bf16"),
+    ModelSpec(name="lattice", shapes=SHAPES, dtype="fp32"),
+    ModelSpec(name="bit-hash", shapes=SHAPES, dtype="bf16"),
+    ModelSpec(name="ternary", dtype="bf16"),
+    ModelSpec(name="ternary", dtype="fp32"),
+]
+SGD = OptimizerSpec(name="sgd", lr=0.0625)
+
+
+@pytest.mark.parametrize("order", get_args(OrderName))
+@pytest.mark.parametrize("model", EXACT, ids=lambda model: f"{model.name}-{model.dtype}")
+def test_an_exact_case_passes_whatever_order_the_oracle_believes_in(
+    judged, monkeypatch, model, order
+):
+    """The cluster adds in random trees while the oracle is told of another order."""
+    monkeypatch.setitem(order_backends.ORDERS, order, order_backends.ORDERS["random-tree"])
+    result = judged(
+        model=model,
+        world=WorldSpec(size=5, order=order),
+        system=SystemSpec(bucket_elems=50),
+        optimizer=SGD,
+        run=RunSpec(steps=3, micro_batches=2, seed=3),
+    )
+    assert result.verdict == "pass", result.findings
+    assert result.owed.keys() == {"order-free"}
+    assert any("order-free" in note for note in result.notes)
+
+
+def test_an_ordinary_case_does_not(judged, monkeypatch):
+    monkeypatch.setitem(order_backends.ORDERS, "linear", order_backends.ORDERS["random-tree"])
+    assert judged(world=WorldSpec(size=5)).verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("size", "redundancy", "row"),
+    [(1, 1, "one-sum"), (2, 1, "one-sum"), (4, 2, "one-sum"), (3, 1, "modelled-order")],
+)
+def test_an_ordinary_case_owes_what_its_order_gives(judged, size, redundancy, row):
+    result = judged(world=WorldSpec(size=size), system=SystemSpec(redundancy=redundancy))
+    params = 2 * (20 * 5 + 20 + 5 * 20 + 5)
+    assert result.owed == {row: 2 * params}
+    assert result.as_dict()["owed"] == {row: 2 * params}
+
+
+@pytest.mark.parametrize("divide", ["pre", "premul"])
+def test_what_is_rounded_before_the_sum_is_not_order_free(judged, divide):
+    """A third of a whole number is none: the case says that it is not what it is there for."""
+    result = judged(
+        model=ModelSpec(name="ternary", dtype="bf16"),
+        world=WorldSpec(size=3),
+        system=SystemSpec(divide=divide),
+    )
+    assert result.verdict == "inconclusive"
+    assert result.findings[0].check == "guard.not-order-free"
+
+
+def test_a_quarter_before_the_sum_is_order_free(judged):
+    result = judged(
+        model=ModelSpec(name="ternary", dtype="bf16"),
+        world=WorldSpec(size=4, order="random-tree"),
+        system=SystemSpec(divide="pre"),
+    )
+    assert result.verdict == "pass", result.findings
+    assert result.owed.keys() == {"order-free"}
+
+
+def test_too_many_rows_for_the_budget_are_told(judged):
+    result = judged(
+        model=ModelSpec(name="ternary", dtype="bf16"),
+        world=WorldSpec(size=3),
+        data=DataSpec(rows=5000),
+        run=RunSpec(steps=1),
+    )
+    assert [finding.check for finding in result.findings] == ["guard.not-order-free"]

@@ -1,0 +1,184 @@
+"""The orders in which real backends add, and the one table of all orders.
+
+[Note: gloo]
+Checked bit by bit against real gloo processes (`tests/sim/test_order_gloo.py`), torch 2.13. gloo
+cuts a buffer into segments of at most 1 MiB, at least two a rank, gives each rank an equal run of
+segments as its chunk, and sends chunks downwards: chunk `c` is
+`x[c-1], x[c-2], ..., x[c+1], x[c]`, indices modulo the group size. The cut depends on the length of
+the *whole* buffer, so padding, buckets and coalescing change bits. A flat reduce-scatter is an
+all-reduce of a copy, of which each rank keeps its part; a list reduce-scatter is one rooted reduce
+an entry, which rounds the segments' size otherwise. A coalesced all-reduce is one of all entries
+joined; the entries of a coalesced reduce-scatter stay apart. AVG divides the sum. There is no
+PREMUL_SUM.
+
+[Note: nccl]
+Read in NCCL's source (2.30), not observed on a device. `nccl-ring` is one channel of the Ring
+algorithm with the Simple protocol over ranks in their own order: `NCCL_ALGO=Ring`,
+`NCCL_PROTO=Simple`, `NCCL_MAX_CTAS=1`. What ends on rank `q` is `x[q+1], x[q+2], ..., x[q]`. An
+all-reduce is cut into loops of one 2 MiB chunk a rank; the last loop's chunks are even ones rounded
+up to 16 bytes; chunk `c` ends on rank `c`. AVG and PREMUL_SUM multiply each contribution first.
+
+`nccl-sym` are the kernels for registered windows: the rank that reduces an element adds upwards
+from its own contribution, 16-bit data in fp32, and rounds once. In an all-reduce ranks take turns,
+one warp of 32 elements each; that is the path of small buffers. AVG multiplies the accumulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_sim.sim.order import (
+    Averaging,
+    Fold,
+    Linear,
+    LinearFp32,
+    Order,
+    Piece,
+    RandomTree,
+    Ring,
+    Stretch,
+    Tree,
+    chain,
+    chain_pieces,
+    upwards,
+)
+
+_GLOO_SEGMENT_BYTES = 1 << 20
+_NCCL_CHUNK_BYTES = 2 << 20
+_NCCL_ALIGN_BYTES = 16
+_WARP_ELEMS = 32
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Gloo:
+    """gloo under torch.distributed, its list forms and rooted reduce included; [Note: gloo]."""
+
+    name = "gloo"
+    positional = True
+    averaging: Averaging = "divide"
+    has_premul = False
+
+    def accumulator(self, dtype: torch.dtype) -> torch.dtype:
+        """The data's own."""
+        return dtype
+
+    def reduce(self, parts: Sequence[Tensor], fold: Fold, *, at: Stretch) -> Tensor:
+        """Each chunk of the whole buffer downwards from the rank before it."""
+        rank_count, elem_bytes = len(parts), parts[0].element_size()
+        start = at.start
+        if at.kind == "all_reduce":
+            chunk_elems, start = _flat_chunk(at.call_elems, elem_bytes, rank_count), at.call_start
+        elif at.kind == "reduce_scatter":
+            chunk_elems = _flat_chunk(at.buffer_elems, elem_bytes, rank_count)
+        else:
+            chunk_elems = _rooted_chunk(at.buffer_elems, elem_bytes, rank_count)
+        pieces = _downward_pieces(parts[0].numel(), start, chunk_elems, rank_count)
+        return chain_pieces(parts, fold, pieces)
+
+
+def _flat_chunk(elems: int, elem_bytes: int, rank_count: int) -> int:
+    """Elements of a chunk of an all-reduce."""
+    total = elems * elem_bytes
+    least = max(-(-total // _GLOO_SEGMENT_BYTES), 2 * rank_count)
+    segments = _round_up(least, rank_count)
+    segment_bytes = _round_up(-(-total // segments), elem_bytes)
+    return segments // rank_count * segment_bytes // elem_bytes
+
+
+def _rooted_chunk(elems: int, elem_bytes: int, rank_count: int) -> int:
+    """Elements of a chunk of a rooted reduce."""
+    total = elems * elem_bytes
+    most = min(-(-total // (2 * rank_count)), _GLOO_SEGMENT_BYTES)
+    segment_bytes = max(_round_up(most, elem_bytes), elem_bytes)
+    segments = _round_up(max(-(-total // segment_bytes), 2 * rank_count), rank_count)
+    return segments // rank_count * segment_bytes // elem_bytes
+
+
+def _downward_pieces(elems: int, offset: int, chunk_elems: int, rank_count: int) -> Iterator[Piece]:
+    start = 0
+    while start < elems:
+        chunk, done = divmod(offset + start, chunk_elems)
+        stop = min(elems, start + chunk_elems - done)
+        yield start, stop, upwards(chunk, rank_count)[::-1]
+        start = stop
+
+
+class NcclRing:
+    """NCCL's ring on one channel; see [Note: nccl]."""
+
+    name = "nccl-ring"
+    positional = True
+    averaging: Averaging = "premultiply"
+    has_premul = True
+
+    def accumulator(self, dtype: torch.dtype) -> torch.dtype:
+        """The data's own."""
+        return dtype
+
+    def reduce(self, parts: Sequence[Tensor], fold: Fold, *, at: Stretch) -> Tensor:
+        """Starts behind the rank on which the elements end."""
+        elems, elem_bytes = parts[0].numel(), parts[0].element_size()
+        return chain_pieces(parts, fold, self._pieces(len(parts), elems, elem_bytes, at))
+
+    def _pieces(self, rank_count: int, elems: int, elem_bytes: int, at: Stretch) -> Iterator[Piece]:
+        if at.destination is not None:
+            yield 0, elems, upwards(at.destination + 1, rank_count)
+            return
+        full_elems = _NCCL_CHUNK_BYTES // elem_bytes
+        start = 0
+        while start < elems:
+            loop, in_loop = divmod(at.start + start, full_elems * rank_count)
+            left = at.buffer_elems - loop * full_elems * rank_count
+            chunk_elems = full_elems
+            if left < full_elems * rank_count:
+                even_elems = -(-left // rank_count)
+                chunk_elems = _round_up(even_elems, _NCCL_ALIGN_BYTES // elem_bytes)
+            chunk, done = divmod(in_loop, chunk_elems)
+            stop = min(elems, start + chunk_elems - done)
+            yield start, stop, upwards(chunk + 1, rank_count)
+            start = stop
+
+
+class NcclSym:
+    """NCCL's kernels for symmetric memory; see [Note: nccl]."""
+
+    name = "nccl-sym"
+    positional = True
+    averaging: Averaging = "postmultiply"
+    has_premul = False
+
+    def accumulator(self, dtype: torch.dtype) -> torch.dtype:
+        """At least fp32."""
+        return torch.float32 if dtype.itemsize == 2 and dtype.is_floating_point else dtype
+
+    def reduce(self, parts: Sequence[Tensor], fold: Fold, *, at: Stretch) -> Tensor:
+        """Starts at the rank that reduces the elements."""
+        rank_count, elems = len(parts), parts[0].numel()
+        if at.destination is not None:
+            return chain([parts[rank] for rank in upwards(at.destination, rank_count)], fold)
+        turns = torch.arange(at.start, at.start + elems).div(_WARP_ELEMS, rounding_mode="floor")
+        stacked = torch.stack(list(parts))
+        hops = [
+            stacked.gather(0, turns.add(hop).remainder(rank_count).unsqueeze(0)).squeeze(0)
+            for hop in range(rank_count)
+        ]
+        return chain(hops, fold)
+
+
+ORDERS: dict[str, Callable[[int], Order]] = {
+    "linear": lambda seed: Linear(),
+    "linear-fp32": lambda seed: LinearFp32(),
+    "tree": lambda seed: Tree(),
+    "ring": lambda seed: Ring(),
+    "gloo": lambda seed: Gloo(),
+    "nccl-ring": lambda seed: NcclRing(),
+    "nccl-sym": lambda seed: NcclSym(),
+    "random-tree": lambda seed: RandomTree(seed=seed),
+}
+"""By name: what builds the order from a world's seed, which only `random-tree` draws from."""
