@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_sim.errors import EnvironmentProblem
+from zero_sim.launch.folding import folding_backend
 
 BACKENDS = ("gloo", "nccl")
 
@@ -42,7 +43,7 @@ class RealRank:
         self.rank = rank
         self.store = store
         self.timeout_seconds = timeout_seconds
-        self._size = 0
+        self._open: tuple[int, str] | None = None
         self._number = -1
         self._exchanges = 0
 
@@ -57,7 +58,7 @@ class RealRank:
         self._exchanges = 0
 
     @contextmanager
-    def world(self, size: int) -> Iterator[None]:
+    def world(self, size: int, *, order: str | None = None) -> Iterator[None]:
         """A default group of the first `size` processes, for one program.
 
         It is kept for the next program of that size if this one ended well everywhere and made no
@@ -65,17 +66,20 @@ class RealRank:
 
         Args:
             size: Number of ranks; this process has to be one of them.
+            order: Order in which reductions add, see `zero_sim.launch.folding`; None for whatever
+                the backend itself does.
         """
-        if self._size != size:
+        name = self.backend if order is None else folding_backend(self.backend, order)
+        if self._open != (size, name):
             self.leave()
             dist.init_process_group(
-                self.backend,
+                name,
                 store=dist.PrefixStore(f"{self._number}/{self._exchanges}/{size}", self.store),
                 rank=self.rank,
                 world_size=size,
                 timeout=timedelta(seconds=self.timeout_seconds),
             )
-            self._size = size
+            self._open = (size, name)
         try:
             yield
         except BaseException:
@@ -104,7 +108,7 @@ class RealRank:
         """Destroy every group of this process."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._size = 0
+        self._open = None
 
     def _tell(self, what: Any) -> str:
         key = f"told/{self._number}/{self._exchanges}"
