@@ -42,9 +42,13 @@ def main() -> None:
 
 def _fork(settings: Mapping[str, Any], who: Mapping[str, Any]) -> int:
     pid = os.fork()
-    if pid:
-        return pid
-    # Nothing of the nursery's own may run in the child, whatever happens.
+    if pid == 0:
+        _be_worker(settings, who)
+    return pid
+
+
+def _be_worker(settings: Mapping[str, Any], who: Mapping[str, Any]) -> None:
+    """Never comes back: nothing of the nursery's own may run in the child, whatever happens."""
     status = 1
     try:
         # The nursery's stdin is not the child's to read, nor to keep open.
