@@ -13,9 +13,10 @@ fixture `simulated_world`: a function of the size.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,7 @@ class _Stage:
         self.config = config
         self.backend: str = config.getoption("--zero-sim-backend")
         self.timeout_seconds: float = config.getoption("--zero-sim-timeout")
-        self._stack = ExitStack()
+        self._stack = contextlib.ExitStack()
         self._worlds: dict[int, World] = {}
         self._judge: Any = None
         self._teams: Any = None
@@ -247,14 +248,16 @@ def run_on_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, str]:
     arguments = [
         f"{Path(str(payload['rootdir']), path)}{separator}{rest}",
         f"--rootdir={payload['rootdir']}",
-        "-p", "no:terminal", "-p", "no:xdist", "-p", "no:cacheprovider",
+        "-p", "no:xdist", "-p", "no:cacheprovider",
     ]  # fmt: skip
     if payload["inifile"]:
         arguments += ["-c", str(payload["inifile"])]
     if not any(point.value == __name__ for point in entry_points(group="pytest11")):
         # Not installed as a plugin, but named with -p; pytest refuses it under both names.
         arguments += ["-p", __name__]
-    pytest.main(arguments, plugins=[inside])
+    # The session that asked shows what there is to show.
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main(arguments, plugins=[inside])
     return inside.outcome()
 
 

@@ -26,9 +26,7 @@ class Cluster(Protocol):
         """Issue one rank's side of a collective."""
         ...
 
-    def send(
-        self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
-    ) -> Work:
+    def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> Work:
         """Issue a send."""
         ...
 
