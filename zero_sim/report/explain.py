@@ -46,7 +46,7 @@ _EXPLANATIONS = (
     ),
     Explanation(
         check="equality.grad",
-        meaning="The gradient of each owned element, as summed over ranks and micro-batches, equals "
+        meaning="The gradient of each owned element, as summed over ranks and micro-batches, is "
         "the reference's sum in the named order.",
         why="Everything after it, norm, moments and params, is made of it; optimizers such as Adam "
         "hide a wrong factor from the params completely.",
@@ -161,7 +161,7 @@ _EXPLANATIONS = (
         check="invariant.ownership",
         meaning="Between them, the ranks of one replica own every element of every param exactly "
         "once.",
-        why="An element without owner is never trained; one with two is trained twice or by chance.",
+        why="An element without owner is never trained; one with two by chance.",
         causes=(
             "an off-by-one at the end of a shard",
             "a param's part measured from the param's start instead of the shard's",
@@ -202,8 +202,8 @@ _EXPLANATIONS = (
     ),
     Explanation(
         check="world.contract",
-        meaning="Every rank of a group issued the same collectives, in one order, with tensors that "
-        "fit and that NCCL accepts.",
+        meaning="Every rank of a group issued the same collectives, in one order, with tensors "
+        "that fit and that NCCL accepts.",
         why="NCCL does not check: it hangs, or takes one rank's bytes for another's.",
         causes=(
             "a bucket order that follows which gradient arrived first, which differs by rank",
@@ -220,11 +220,12 @@ _EXPLANATIONS = (
         meaning="No rank could go on: each waits for a collective that another never comes to.",
         why="On a cluster it costs the time-out, and then tells nothing.",
         causes=(
-            "a rank returned or raised early", "a collective inside a branch that not all take",
+            "a rank returned or raised early",
+            "a collective inside a branch that not all take",
             "two groups used in different order on two ranks",
         ),
         seen_in=("PyTorch#158719: a param unused on one rank",),
-    ),  # fmt: skip
+    ),
     Explanation(
         check="world.race",
         meaning="The program touched memory that a collective was still reading or writing.",
@@ -312,7 +313,7 @@ _EXPLANATIONS = (
         why="Nothing was judged; please report it.",
         causes=("a bug in zero_sim",),
     ),
-)  # fmt: skip
+)
 
 EXPLANATIONS = {explanation.check: explanation for explanation in _EXPLANATIONS}
 
