@@ -18,29 +18,26 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from zero_sim.sim.collectives import Call
 from zero_sim.sim.failures import WorldFailure
 from zero_sim.sim.meeting import Group
-from zero_sim.sim.work import SimWork
 
 
 class Cluster(Protocol):
     """What a process group needs of the world."""
 
-    def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> SimWork:
+    def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> Work:
         """Issue one rank's side of a collective."""
         ...
 
-    def send(
-        self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
-    ) -> SimWork:
+    def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> Work:
         """Issue a send."""
         ...
 
     def receive(
         self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
-    ) -> SimWork:
+    ) -> Work:
         """Issue a receive."""
         ...
 
-    def join_works(self, rank: int, works: Sequence[SimWork]) -> SimWork:
+    def join_works(self, rank: int, works: Sequence[Any]) -> Work:
         """One work that is done when all are."""
         ...
 
@@ -88,7 +85,7 @@ class SimProcessGroup(ProcessGroup):
         self._cluster = cluster
         self._group = group
         self._group_rank = group_rank
-        self._coalescing: list[SimWork] | None = None
+        self._coalescing: list[Work] | None = None
         self._destroyed = False
 
     def size(self) -> int:
@@ -141,7 +138,7 @@ class SimProcessGroup(ProcessGroup):
         if self._destroyed:
             raise self._cluster.used_after_destroy(self._group, self._group_rank, kind)
 
-    def _collect(self, work: SimWork) -> Work:
+    def _collect(self, work: Work) -> Work:
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

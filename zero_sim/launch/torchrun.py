@@ -1,0 +1,137 @@
+"""This process as one of those that torchrun, or anything that sets the same variables, started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.launch.real import RealRank
+from zero_sim.launch.worker import stack_of
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_COLLECT_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+
+
+def is_launched() -> bool:
+    """Whether this process was started as one rank of several."""
+    return all(name in os.environ for name in _NEEDED)
+
+
+def join(backend: str) -> tuple[RealRank, int]:
+    """Take this process's seat.
+
+    Args:
+        backend: `gloo` or `nccl`.
+
+    Returns:
+        The seat, and how many processes there are.
+
+    Raises:
+        EnvironmentProblem: The variables are not set, or the device of this rank does not exist.
+    """
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if missing:
+        raise EnvironmentProblem(
+            f"expected to be started by torchrun, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. "
+            "Try torchrun --nproc-per-node 4 -m zero_sim run PATH."
+        )
+    if backend == "nccl":
+        _take_device()
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    return RealRank(
+        backend=backend, rank=rank, store=dist.PrefixStore("zero_sim", store)
+    ), world_size
+
+
+def _take_device() -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    count = torch.cuda.device_count()
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if count == 0 or (local_rank >= count and not shared):
+        raise EnvironmentProblem(
+            f"expected a GPU for local rank {local_rank}, but this machine has {count}. "
+            "Try fewer processes a node, or NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer."
+        )
+    torch.cuda.set_device(local_rank % count)
+
+
+class Watchdog:
+    """Turns a hang into a report: where every rank was, told through the store.
+
+    A collective that never completes cannot be interrupted, so the processes end after it.
+
+    Args:
+        seat: This process's rank.
+        world_size: How many processes there are.
+        on_hang: Called on rank 0 with every rank's stack, before the processes end.
+    """
+
+    def __init__(
+        self,
+        seat: RealRank,
+        *,
+        world_size: int,
+        on_hang: Callable[[Mapping[int, str]], None],
+    ) -> None:
+        self._seat = seat
+        self._world_size = world_size
+        self._on_hang = on_hang
+        self._deadline: float | None = None
+        self._key = ""
+        self._main = threading.get_ident()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    @contextmanager
+    def watching(self, number: int, *, seconds: float) -> Iterator[None]:
+        """Watch over one case; the same number on all ranks."""
+        self._key = f"hang/{number}"
+        self._deadline = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._deadline = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_POLL_SECONDS)
+            deadline = self._deadline
+            if deadline is not None and time.monotonic() > deadline:
+                self._report()
+
+    def _report(self) -> None:
+        store, key = self._seat.store, self._key
+        store.set(f"{key}/{self._seat.rank}", json.dumps(stack_of(self._main)))
+        if self._seat.rank == 0:
+            stacks = {}
+            until = time.monotonic() + _COLLECT_SECONDS
+            waiting = set(range(self._world_size))
+            while waiting and time.monotonic() < until:
+                for rank in sorted(waiting):
+                    if store.check([f"{key}/{rank}"]):
+                        stacks[rank] = json.loads(store.get(f"{key}/{rank}"))
+                        waiting.discard(rank)
+                time.sleep(_POLL_SECONDS)
+            stacks.update({rank: "(no answer: gone, or not in this case)" for rank in waiting})
+            self._on_hang(dict(sorted(stacks.items())))
+            store.set(f"{key}/reported", "")
+        else:
+            # Rank 0 keeps the store: whoever ends before it has read would be missing.
+            until = time.monotonic() + 2 * _COLLECT_SECONDS
+            while time.monotonic() < until and not store.check([f"{key}/reported"]):
+                time.sleep(_POLL_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

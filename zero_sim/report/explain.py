@@ -1,0 +1,334 @@
+"""What each check means: why sharded training needs it, what usually breaks it, where it was seen.
+
+The bugs named are public ones in other projects: the nearest known relatives of a finding, not its
+cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_sim.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """One check, explained."""
+
+    check: str
+    meaning: str
+    """What was compared, or what must hold."""
+    why: str
+    """What goes wrong in training where it does not hold."""
+    causes: tuple[str, ...]
+    """What usually breaks it, the most frequent first."""
+    seen_in: tuple[str, ...] = ()
+    """Public bugs of this kind, `project#number: what it was`."""
+
+
+_EXPLANATIONS = (
+    Explanation(
+        check="equality.loss",
+        meaning="The loss of one micro-batch on one rank equals the reference's, bit for bit.",
+        why="It is the first number that depends on the params: a difference means that this "
+        "forward did not use the params that the step before should have left.",
+        causes=(
+            "a module reads its params before the gather of the step before was waited for",
+            "the gather left out params, or brought them in another order",
+            "a low-precision copy of a param was not refreshed after the step",
+            "a skipped step left params marked as gathered that never were",
+        ),
+        seen_in=(
+            "Megatron-LM#663: stale params with overlapped gathers",
+            "Megatron-LM#6388: a tied param was read outside of its module's turn",
+            "Megatron-LM#6336: the low-precision copy of a split param was not refreshed",
+        ),
+    ),
+    Explanation(
+        check="equality.grad",
+        meaning="The gradient of each owned element, as summed over ranks and micro-batches, is "
+        "the reference's sum in the named order.",
+        why="Everything after it, norm, moments and params, is made of it; optimizers such as Adam "
+        "hide a wrong factor from the params completely.",
+        causes=(
+            "a bucket was not reduced, or reduced before its last gradient was there",
+            "a micro-batch was dropped, counted twice, or copied instead of added",
+            "a rank's contribution is missing, or comes from a buffer that was refilled in flight",
+            "the sum ran over the wrong group, or only inside one replica",
+            "the divisor is off, or was applied twice",
+            "the gradient of a tied, unused or frozen param shifted its neighbours",
+        ),
+        seen_in=(
+            "DeepSpeed#545: params without gradient were left out, the rest shifted",
+            "DeepSpeed#4321: a param that exactly filled a bucket was dropped",
+            "PyTorch#155903: divided by the shard group instead of all ranks",
+            "PyTorch#125484: only the last micro-batch went into the outer sum",
+            "DeepSpeed#7967: all but the first micro-batch were lost",
+        ),
+    ),
+    Explanation(
+        check="equality.norm",
+        meaning="The gradient norm, and the number of zeros, that the step reports equal the "
+        "reference's: every element of every param counted exactly once.",
+        why="Clipping scales all gradients by it; a norm that is a little wrong changes the "
+        "learning rate a little, on every step, and looks like nothing at all.",
+        causes=(
+            "the norm of the local shard only, or of one replica counted several times",
+            "padding that holds something else than zeros",
+            "tied or tensor-parallel params counted more than once",
+            "the norm taken before the division, or before unscaling",
+            "norms added instead of squares, or squares added in too little precision",
+        ),
+        seen_in=(
+            "PyTorch/XLA#4796: each rank clipped by the norm of its own shard",
+            "DeepSpeed#3832: padding took part in the norm",
+            "torchtitan#2318: the norm off by the number of ranks",
+        ),
+    ),
+    Explanation(
+        check="equality.skipped",
+        meaning="The step was skipped exactly where some rank's scaled gradient overflowed.",
+        why="If some ranks skip a step and others take it, their params part for ever.",
+        causes=(
+            "the overflow flag was not reduced over all ranks, or read before it was",
+            "only the owned shard was looked at, and nobody else was told",
+        ),
+        seen_in=("PyTorch#115710: found_inf was used before its reduction had completed",),
+    ),
+    Explanation(
+        check="equality.loss_scale",
+        meaning="The loss scale used in the step equals the reference's.",
+        why="A scale that differs between ranks weights their gradients differently, silently.",
+        causes=("the scale's counters were advanced on some ranks only, or not restored on load",),
+    ),
+    Explanation(
+        check="equality.master",
+        meaning="The fp32 master of each owned element equals the reference's after the step.",
+        why="Masters carry everything that training has learnt below the precision of the params.",
+        causes=(
+            "a step with another learning rate, weight decay or step count than the group's",
+            "state of one fragment used for another",
+            "masters re-read from the low-precision params after a load",
+            "clipping left out some params, or used max for min",
+        ),
+        seen_in=(
+            "DeepSpeed#5150: max for min in the clip coefficient",
+            "PyTorch/XLA#6857: masters rebuilt from low precision at load",
+            "Megatron-LM#4705: param groups matched by position at load",
+        ),
+    ),
+    Explanation(
+        check="equality.state",
+        meaning="Every tensor of the optimizer's state, moments and step counters, equals the "
+        "reference's.",
+        why="A wrong moment shows in the params only steps later, and then looks like noise.",
+        causes=(
+            "a step counter kept once per bucket or per rank instead of per param",
+            "state shifted by one fragment after a load into another layout",
+            "padding stripped on save while the offsets still count it",
+        ),
+        seen_in=(
+            "PyTorch#96313: the step counter advanced once per bucket",
+            "Megatron-LM#5077: states of the second bucket shifted after a reshard",
+            "DeepSpeed#5342: rank files merged in the order of their names",
+        ),
+    ),
+    Explanation(
+        check="equality.params",
+        meaning="Every rank's working params equal the cast of the reference's masters, all of "
+        "them, owned or not.",
+        why="Ranks that train on different params still produce a falling loss.",
+        causes=(
+            "a gather that left out a bucket, used another dtype or was not waited for",
+            "the write-back of a fragment went to the wrong place",
+            "the gather was issued before the owner had written its part",
+        ),
+        seen_in=(
+            "DeepSpeed#8073: a coalesced gather used the first param's dtype",
+            "Megatron-LM#4609: the gather's target was a gradient buffer still in use",
+        ),
+    ),
+    Explanation(
+        check="equality.scale",
+        meaning="The scale of each fp8 param equals the reference's, on every rank.",
+        why="A param's bytes mean nothing without the scale they were made with.",
+        causes=(
+            "the largest magnitude was taken over the local shard only",
+            "a scale of the step before was kept on some ranks",
+        ),
+    ),
+    Explanation(
+        check="invariant.ownership",
+        meaning="Between them, the ranks of one replica own every element of every param exactly "
+        "once.",
+        why="An element without owner is never trained; one with two by chance.",
+        causes=(
+            "an off-by-one at the end of a shard",
+            "a param's part measured from the param's start instead of the shard's",
+            "a rank that owns nothing, or a param smaller than the number of ranks",
+        ),
+        seen_in=(
+            "DeepSpeed#5652: a negative overlap length for small params",
+            "Megatron-LM#561: the buffer padded, but not each bucket",
+        ),
+    ),
+    Explanation(
+        check="invariant.zero-gradients",
+        meaning="Before the first backward of a step all gradient buffers are zero.",
+        why="Gradients left over from the step before act like momentum that nobody asked for.",
+        causes=("the buffer was not zeroed", "it was zeroed before a reduction had read it"),
+        seen_in=("Megatron-LM#4609: the buffer was reused by a gather and not zeroed",),
+    ),
+    Explanation(
+        check="invariant.padding",
+        meaning="Padding holds zeros, in gradients, params and masters alike.",
+        why="Padding ends up in norms, in checkpoints and in the shards of the next layout.",
+        causes=("memory allocated without being zeroed", "an offset that runs into the padding"),
+        seen_in=("DeepSpeed#8210: uninitialised padding in the norm",),
+    ),
+    Explanation(
+        check="invariant.cast",
+        meaning="A working param equals its own master, cast to the working dtype.",
+        why="It is the one link between what is stepped and what is trained with.",
+        causes=("a fragment was not written back", "it was written to a neighbour's place"),
+        seen_in=("Megatron-LM#6336: only the first part of a split param was refreshed",),
+    ),
+    Explanation(
+        check="invariant.crossing",
+        meaning="No collective of the system joins ranks that train different params.",
+        why="Sums over different params are sums of unrelated numbers.",
+        causes=("a group made from world ranks instead of group ranks", "a default group used"),
+        seen_in=("DeepSpeed#7601: a slice taken by global instead of group rank",),
+    ),
+    Explanation(
+        check="world.contract",
+        meaning="Every rank of a group issued the same collectives, in one order, with tensors "
+        "that fit and that NCCL accepts.",
+        why="NCCL does not check: it hangs, or takes one rank's bytes for another's.",
+        causes=(
+            "a bucket order that follows which gradient arrived first, which differs by rank",
+            "a rank that skips a collective because it owns or uses nothing",
+            "a branch on a value that only one rank has",
+        ),
+        seen_in=(
+            "DeepSpeed#2343: ranks ordered their gradients differently",
+            "PyTorch#158719: a rank skipped the bucket of a param that it did not use",
+        ),
+    ),
+    Explanation(
+        check="world.deadlock",
+        meaning="No rank could go on: each waits for a collective that another never comes to.",
+        why="On a cluster it costs the time-out, and then tells nothing.",
+        causes=(
+            "a rank returned or raised early",
+            "a collective inside a branch that not all take",
+            "two groups used in different order on two ranks",
+        ),
+        seen_in=("PyTorch#158719: a param unused on one rank",),
+    ),
+    Explanation(
+        check="world.race",
+        meaning="The program touched memory that a collective was still reading or writing.",
+        why="On a device the result depends on timing: mostly right, sometimes not.",
+        causes=(
+            "a missing wait, or a wait on another handle",
+            "a gradient buffer refilled or zeroed while its reduction still reads it",
+            "a param read outside the order in which gathers are waited for",
+        ),
+        seen_in=(
+            "PyTorch#144535: the reduced gradient was read without a wait",
+            "DeepSpeed#5545: a data race of overlapped reductions",
+        ),
+    ),
+    Explanation(
+        check="world.rank-failed",
+        meaning="A rank raised an exception.",
+        why="The others would have waited for it until a time-out.",
+        causes=("see its traceback",),
+    ),
+    Explanation(
+        check="world.stalled",
+        meaning="A rank ran on without ever reaching a collective that others wait for.",
+        why="Training stands still.",
+        causes=("an endless loop", "a computation longer than the limit; raise stall_seconds"),
+    ),
+    Explanation(
+        check="world.failed",
+        meaning="The world ended for a reason that has no check of its own.",
+        why="Nothing after it was judged.",
+        causes=("see its text",),
+    ),
+    Explanation(
+        check="expect.accuracy",
+        meaning="The held-out accuracy after the last step reached what the scenario expects.",
+        why="Equality with the reference says that both train alike, not that they learn.",
+        causes=("a learning rate or a number of steps that does not fit",),
+    ),
+    Explanation(
+        check="expect.finding",
+        meaning="The scenario plants something wrong and names the check that must find it.",
+        why="A check that cannot fail protects nobody.",
+        causes=("the fault did not take effect", "another check found it first"),
+    ),
+    Explanation(
+        check="guard.same-data",
+        meaning="The ranks saw different data.",
+        why="With equal data on all ranks most bugs of a reduction cannot be seen: mixed-up ranks, "
+        "contributions that are missing or counted twice.",
+        causes=('data.ranks = "same"', "a seed that does not depend on the rank"),
+    ),
+    Explanation(
+        check="guard.zero-gradients",
+        meaning="Enough of the gradient is nonzero.",
+        why="Equal zeros prove nothing.",
+        causes=("saturated activations", "params that the loss does not reach"),
+    ),
+    Explanation(
+        check="guard.nothing-stepped",
+        meaning="At least one step was taken, on finite gradients.",
+        why="A run whose every step was skipped compares initial values with themselves.",
+        causes=("an overflow in every step",),
+    ),
+    Explanation(
+        check="guard.norm-not-certified",
+        meaning="The rounding of the norm does not depend on the order of its sum.",
+        why="Where it does, no bit behind the clipping is owed, and a difference would be no bug.",
+        causes=("chance: the norm lies next to the middle of two fp32 values; take another seed",),
+    ),
+    Explanation(
+        check="guard.fault-unnoticed",
+        meaning="A planted fault took effect, and yet all state agreed.",
+        why="Such a run must not count as a pass: it shows a fault that nothing noticed.",
+        causes=("the corrupted element does not reach any state", "a bit that rounding removes"),
+    ),
+    Explanation(
+        check="guard.fault-not-reached",
+        meaning="A planted fault took effect.",
+        why="A run that never came to it says nothing about it.",
+        causes=("a call number beyond the last call of that rank",),
+    ),
+    Explanation(
+        check="internal.error",
+        meaning="zero_sim itself failed.",
+        why="Nothing was judged; please report it.",
+        causes=("a bug in zero_sim",),
+    ),
+)
+
+EXPLANATIONS = {explanation.check: explanation for explanation in _EXPLANATIONS}
+
+
+def explain(check: str) -> Explanation:
+    """Explain a check.
+
+    Args:
+        check: Its id, such as `equality.grad`.
+
+    Raises:
+        UsageError: There is no such check; names those there are.
+    """
+    try:
+        return EXPLANATIONS[check]
+    except KeyError:
+        known = ", ".join(sorted(EXPLANATIONS))
+        raise UsageError(f"expected a check, one of {known}; got {check!r}") from None
