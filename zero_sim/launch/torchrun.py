@@ -124,7 +124,7 @@ class Watchdog:
                         stacks[rank] = json.loads(store.get(f"{key}/{rank}"))
                         waiting.discard(rank)
                 time.sleep(_POLL_SECONDS)
-            stacks.update({rank: "(no answer: gone, or not in this case)" for rank in waiting})
+            stacks.update(dict.fromkeys(waiting, "(no answer: gone, or not in this case)"))
             self._on_hang(dict(sorted(stacks.items())))
             store.set(f"{key}/reported", "")
         else:
