@@ -128,7 +128,7 @@ def test_the_stall_limit_goes_into_every_case(
     seen = []
 
     @contextlib.contextmanager
-    def open_judge(*, backend: str) -> Iterator[Judge]:
+    def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
         yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
 
     monkeypatch.setattr(cli, "open_judge", open_judge)

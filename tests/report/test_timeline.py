@@ -20,8 +20,9 @@ def logged(world, program, failure=None):
 def test_every_call_lies_within_a_turn_of_its_rank(world_of):
     def program(rank):
         for _ in range(3):
-            dist.all_reduce(torch.ones(2), async_op=True)
+            work = dist.all_reduce(torch.ones(2), async_op=True)
             dist.all_reduce(torch.ones(2))
+            work.wait()
 
     timeline = read_timeline(logged(world_of(3, schedule="random", seed=1), program))
     assert timeline.world_size == 3

@@ -108,11 +108,6 @@ def test_no_more_than_the_last_three_calls_are_shown(world_of, violation_of):
             lambda rank: dist.reduce_scatter_single(torch.empty(2), torch.ones(5)),
         ),
         (
-            "reduce-op",
-            "PREMUL_SUM",
-            lambda rank: dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(0.5)),
-        ),
-        (
             "dtype",
             "expected one dtype",
             lambda rank: dist.distributed_c10d._get_default_group().all_gather_single(

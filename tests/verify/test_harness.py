@@ -32,7 +32,7 @@ class TestFailures:
     """An exception is charged to whose code raised it."""
 
     def test_a_broken_reference_is_an_error(self, judged, monkeypatch):
-        monkeypatch.setattr(Reference, "step", raising(KeyError("lost")))
+        monkeypatch.setattr(Reference, "begin", raising(KeyError("lost")))
         assert_ours(judged(), "KeyError: 'lost'")
 
     def test_a_broken_judge_is_an_error(self, judged, monkeypatch):
@@ -47,7 +47,7 @@ class TestFailures:
     def test_a_usage_error_of_the_reference_is_no_failure_of_the_system(self, judged, monkeypatch):
         from zero_sim.errors import UsageError
 
-        monkeypatch.setattr(Reference, "step", raising(UsageError("spans do not tile")))
+        monkeypatch.setattr(Reference, "begin", raising(UsageError("spans do not tile")))
         assert_ours(judged(), "spans do not tile")
 
     @pytest.mark.parametrize("name", ["build", "batch"])
@@ -78,13 +78,13 @@ class TestFailures:
 
         def breaks(self, *args, **named):
             right(self, *args, **named)
-            self.step = raising(KeyError("lost"))
+            self.begin = raising(KeyError("lost"))
 
         monkeypatch.setattr(Reference, "continue_as", breaks)
         assert_ours(judged(reload=ReloadSpec(step=1), run=RunSpec(steps=3)), "lost")
 
     def test_what_the_machine_lacks_stays_that(self, judged, monkeypatch):
-        monkeypatch.setattr(Reference, "step", raising(EnvironmentProblem("no memory")))
+        monkeypatch.setattr(Reference, "begin", raising(EnvironmentProblem("no memory")))
         with pytest.raises(EnvironmentProblem, match="no memory"):
             judged()
 
@@ -103,7 +103,7 @@ class TestFailures:
             yield Finding(check="invariant.ownership", message="lost", step=step, phase="forward")
 
         monkeypatch.setattr(invariants, "check_ownership", confused)
-        monkeypatch.setattr(Reference, "step", raising(KeyError("lost")))
+        monkeypatch.setattr(Reference, "begin", raising(KeyError("lost")))
         result = judged()
         assert result.verdict == "fail"
         assert [finding.check for finding in result.findings] == ["invariant.ownership"]

@@ -116,7 +116,9 @@ def test_a_cell_is_struck_alone(struck):
         topology=TopologySpec(tp=2),
     )
     assert result.verdict == "fail"
-    assert {finding.rank for finding in result.findings} <= {0, 2}
+    summed = {found.rank for found in result.findings if found.check == "equality.grad"}
+    assert summed
+    assert summed <= {0, 2}
 
 
 def test_a_slow_rank_owes_agreement_and_passes_with_a_note(struck):

@@ -110,6 +110,8 @@ class HastyTarget:
 
 
 def test_what_the_judge_reads_is_not_charged_to_the_system(judged):
-    result = judged(target=SlowTarget(), world=WORLD, run=RunSpec(steps=2))
+    # Not strict: nobody waits for what the last step leaves in flight.
+    lax = WorldSpec(size=4, races=True, strict=False)
+    result = judged(target=SlowTarget(), world=lax, run=RunSpec(steps=2))
     assert (result.verdict, result.findings) == ("pass", ())
     assert "aten::sum" in race_in(judged(target=HastyTarget(), world=WORLD)).message

@@ -35,6 +35,12 @@ def call_site() -> tuple[str, int]:
     return "", 0
 
 
+def here() -> str:
+    """The call site as `file:line`."""
+    file, line = call_site()
+    return f"{file}:{line}"
+
+
 def raising_site(error: BaseException) -> tuple[str, int]:
     """File and line of the program's own call that raised `error`; as `call_site` otherwise."""
     site, traceback = ("", 0), error.__traceback__

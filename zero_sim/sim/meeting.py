@@ -14,6 +14,9 @@ from zero_sim.sim.order import Order
 from zero_sim.sim.own_call import FREE_SIZES, check_call
 from zero_sim.sim.swaps import SwapWatch
 
+DEFAULT_GROUP = "0"
+"""Name of the group of all ranks."""
+
 
 class Collective:
     """One collective of one group: open until every member has called it, then performed."""

@@ -11,33 +11,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
-from torch import Tensor
-
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import c10d
 from zero_sim.sim.baton import Baton
-from zero_sim.sim.callsite import call_site, raising_site
-from zero_sim.sim.collectives import IN_PLACE, Call
-from zero_sim.sim.failures import ContractViolation, RankEnded, RankStalled, WorldFailure
-from zero_sim.sim.faults import Fault, InjectedCrash, Injector, StalledByPlan, check_faults
+from zero_sim.sim.callsite import here, raising_site
+from zero_sim.sim.cluster import SimCluster
+from zero_sim.sim.failures import RankEnded, RankStalled, WorldFailure
+from zero_sim.sim.faults import Fault, Injector, check_faults
 from zero_sim.sim.flight import Flights
-from zero_sim.sim.groups import GroupBook
-from zero_sim.sim.inversions import inversion_error
-from zero_sim.sim.loan import flights_of
-from zero_sim.sim.log import CollectiveRecord, EventLog
-from zero_sim.sim.meeting import Group, Message, deliver
+from zero_sim.sim.log import EventLog
+from zero_sim.sim.meeting import DEFAULT_GROUP, Group
 from zero_sim.sim.order_backends import ORDERS
 from zero_sim.sim.process_group import SimProcessGroup
-from zero_sim.sim.promises import Promises
-from zero_sim.sim.races import RaceDetector, unwatched
+from zero_sim.sim.races import RaceDetector
 from zero_sim.sim.randomness import Randomness
+from zero_sim.sim.run import Run
 from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
 from zero_sim.sim.store import KeyWait, SimStore
 from zero_sim.sim.timing import TIMINGS, Timing
-from zero_sim.sim.work import Leg, SimWork
 
 WORLD_SIZE_MAX = 4096
-_DEFAULT_GROUP = "0"
 _UNWIND_SECONDS = 10.0
 _STACK_BYTES = 16 << 20
 
@@ -112,12 +105,8 @@ class World:
             stall_seconds=stall_seconds,
             faults=faults,
         )
-        self.log = EventLog()
         self.flights = [Flights() for _ in range(world_size)]
         """What each rank has lent and not waited for, by rank; after a run, what never landed."""
-        self._book = GroupBook()
-        self._promises = Promises()
-        self._injector = Injector((), seed=seed, log=self.log)
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
         self._gates = [threading.Lock() for _ in range(world_size)]
@@ -125,7 +114,8 @@ class World:
         self._program: Callable[[int], Any] | None = None
         self._results: list[Any] = []
         self._closed = False
-        self._baton = self._new_baton()
+        self._run = self._new_run()
+        self._cluster = SimCluster(self._run)
         c10d.install()
         self._threads: list[threading.Thread] = []
         try:
@@ -223,17 +213,14 @@ class World:
             raise UsageError("expected an open world, got one that is closed; make a new World")
         if c10d.rank_state.c10d_world is not None:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
-        self.log = EventLog()
-        self._injector = Injector(self.faults, seed=self.seed, log=self.log)
-        self._baton = self._new_baton()
+        self._run = self._cluster.run = self._new_run()
         self._store.clear()
         # Names of groups depend on the program, so only the default group outlives it.
         self._groups = {
-            name: group for name, group in self._groups.items() if name == _DEFAULT_GROUP
+            name: group for name, group in self._groups.items() if name == DEFAULT_GROUP
         }
         for group in self._groups.values():
             group.reset(strict=self.strict)
-        self._book, self._promises = GroupBook(), Promises()
         for rank in range(self.world_size):
             self._randomness.seed(rank, self.seed + rank)
             self.flights[rank].clear()
@@ -242,10 +229,11 @@ class World:
         try:
             self._await_end()
         finally:
-            self._injector.close()
+            self._run.injector.close()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
-        self._check_ended()
+        if self.strict:
+            self._run.check_ended(group_count=len(self._groups))
         if self._baton.failure is not None:
             raise self._baton.failure
         return results
@@ -283,17 +271,39 @@ class World:
         """Whether it can no longer run anything."""
         return self._closed
 
-    def _new_baton(self) -> Baton:
+    @property
+    def log(self) -> EventLog:
+        """The events of the latest run."""
+        return self._run.log
+
+    @property
+    def _baton(self) -> Baton:
+        return self._run.baton
+
+    def _new_run(self) -> Run:
+        log = EventLog()
+        injector = Injector(self.faults, seed=self.seed, log=log)
         schedule = build_schedule(
             self.schedule, seed=self.seed, world_size=self.world_size, depth=self.depth
         )
-        schedule = self._injector.slow_down(schedule)
-        baton = Baton(self._gates, schedule=schedule, log=self.log, randomness=self._randomness)
+        baton = Baton(
+            self._gates,
+            schedule=injector.slow_down(schedule),
+            log=log,
+            randomness=self._randomness,
+        )
         if self.timing != "eager":
             baton.timing = Timing(
                 self.timing, seed=self.seed, order=self.order, baton=baton, flights=self.flights
             )
-        return baton
+        return Run(
+            baton=baton,
+            log=log,
+            injector=injector,
+            order=self.order,
+            flights=self.flights,
+            races=self.races,
+        )
 
     def _start_threads(self) -> None:
         # 1,024 ranks fit because a thread's stack is only reserved, not used, until it is needed.
@@ -332,7 +342,7 @@ class World:
                 with self._watch(rank):
                     self._results[rank] = self._program(rank)
             finally:
-                c10d.reset_rank(keep=self._book.generation(rank) == 0)
+                c10d.reset_rank(keep=self._run.book.generation(rank) == 0)
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = self._translated(rank, raised)
         finally:
@@ -349,246 +359,33 @@ class World:
             c10d.init_default_group(rank=rank, world_size=self.world_size, store=self._store)
 
     def _make_group(self, name: str, ranks: Sequence[int], group_rank: int) -> SimProcessGroup:
-        default = name == _DEFAULT_GROUP and not ranks
+        default = name == DEFAULT_GROUP and not ranks
         members = tuple(range(self.world_size)) if default else tuple(ranks)
         label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
-        generation, key = self._book.generation(members[group_rank]), name
+        generation, key = self._run.book.generation(members[group_rank]), name
         if generation:
             key, label = f"{name}@{generation}", f"{label}, made anew {generation}"
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = Group(name, members, label=label, strict=self.strict)
-        return SimProcessGroup(self, group, group_rank)
+        return SimProcessGroup(self._cluster, group, group_rank)
 
     def _announce_group(self, rank: int, name: str, ranks: Sequence[int]) -> None:
         try:
-            self._book.note_made(rank, name, ranks, _here())
+            self._run.book.note_made(rank, name, ranks, here())
         except WorldFailure as failure:
-            raise self._fail(failure) from None
-
-    def note_destroyed(self, group: Group, group_rank: int) -> None:
-        """Note that a member destroyed its side of a group; `Cluster.note_destroyed`."""
-        world = group.name == _DEFAULT_GROUP
-        self._book.note_destroyed(group.ranks[group_rank], group.label, _here(), world=world)
-
-    def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
-        """The error for using a destroyed group; `Cluster.used_after_destroy`."""
-        rank = group.ranks[group_rank]
-        failure = self._book.use_after_destroy(rank, kind, _here(), label=group.label)
-        assert failure is not None
-        return self._fail(failure)
+            raise self._run.fail(failure) from None
 
     def _translated(self, rank: int, error: BaseException) -> BaseException:
         """What a rank raised; torch's word for a group that is gone becomes one that says where."""
         if not c10d.is_about_a_missing_group(error):
             return error
         file, line = raising_site(error)
-        failure = self._book.use_after_destroy(rank, "used", f"{file}:{line}")
+        failure = self._run.book.use_after_destroy(rank, "used", f"{file}:{line}")
         if failure is None:
             return error
         failure.__cause__ = error
-        return self._fail(failure)
-
-    def _fail(self, failure: WorldFailure) -> WorldFailure:
-        """End the world; a violation of the contract is told the last calls of its ranks."""
-        if isinstance(failure, ContractViolation):
-            failure.history = self.log.history(
-                tuple(dict.fromkeys((failure.other_rank, failure.rank)))
-            )
-        return self._baton.fail(failure)
-
-    def _check_ended(self) -> None:
-        """Check what only shows when all ranks have returned."""
-        if self._baton.failure is not None or not self.strict:
-            return
-        failure = self._promises.broken()
-        if failure is None and len(self._groups) > 1:
-            failure = inversion_error(self.log.collectives)
-        if failure is not None:
-            self._fail(failure)
-
-    def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> SimWork:
-        """Issue one rank's side of a collective; `Cluster.issue`."""
-        rank = group.ranks[group_rank]
-        baton = self._baton
-        baton.advance()
-        call.file, call.line = call_site()
-        self._strike(rank, group, group_rank, call)
-        try:
-            with unwatched():
-                collective, sequence = group.issue(group_rank, call)
-        except WorldFailure as failure:
-            error = self._fail(failure)
-            # A log that lacks the call which ended the run would not show why it ended.
-            sequence = group.issued_by(group_rank) - 1
-            self._record(rank, group, call, sequence, asynchronous, _detail(call))
-            self.log.refused = len(self.log.collectives) - 1
-            raise error from None
-        full = not collective.missing_count
-        record = self._record(rank, group, call, sequence, asynchronous, _detail(call))
-        if baton.timing is None and full:
-            with unwatched():
-                collective.perform(self.order)
-            baton.finish(collective)
-        leg = Leg(collective, len(self.log.collectives) - 1)
-        if baton.timing is not None or self.races:
-            self._lend(
-                leg,
-                call,
-                rank=rank,
-                place=group_rank,
-                group_size=len(group.ranks),
-                what=f"{call.kind} #{sequence} of group {group.label}",
-                key=f"{group.name}|{sequence}",
-                full=full,
-            )
-        work = SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
-        if asynchronous:
-            work.promise([self._promises.make(record)])
-        return work
-
-    def _strike(self, rank: int, group: Group, group_rank: int, call: Call) -> None:
-        """Let the faults happen that are due at a call; those of its data go with it."""
-        what = f"{call.kind} #{group.issued_by(group_rank)} of group {group.label}"
-        strikes = self._injector.due(rank, call, what=what)
-        for strike in strikes:
-            if strike.fault.kind == "crash":
-                strike.fired("the rank raised InjectedCrash")
-                raise InjectedCrash(f"crashed by plan {strike.when}")
-            if strike.fault.kind == "stall":
-                strike.fired("the rank never came to it")
-                stalled = StalledByPlan(strike.when)
-                self._baton.wait_for(rank, stalled, f"{call.file}:{call.line}")
-        call.strikes = strikes
-
-    def send(
-        self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
-    ) -> SimWork:
-        """Issue a send; `Cluster.send`."""
-        call = Call(kind="send", inputs=[tensor])
-        return self._exchange(group, group_rank, peer, tag, call, group.send)
-
-    def receive(
-        self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
-    ) -> SimWork:
-        """Issue a receive; `Cluster.receive`."""
-        call = Call(kind="recv", inputs=[], outputs=[tensor])
-        return self._exchange(group, group_rank, peer, tag, call, group.receive)
-
-    def join_works(self, rank: int, works: Sequence[SimWork]) -> SimWork:
-        """One work for several; `Cluster.join_works`."""
-        legs = [leg for work in works for leg in work._legs]
-        tensors = [tensor for work in works for tensor in work._tensors]
-        joined = SimWork(self._baton, rank, legs, tensors, self.flights[rank])
-        joined.promise([promise for work in works for promise in work._promises])
-        return joined
-
-    def _exchange(
-        self,
-        group: Group,
-        group_rank: int,
-        peer: int | None,
-        tag: int,
-        call: Call,
-        post: Callable[..., tuple[Message, Message | None]],
-    ) -> SimWork:
-        rank = group.ranks[group_rank]
-        baton = self._baton
-        baton.advance()
-        call.file, call.line = call_site()
-        whom = "any" if peer is None else str(group.ranks[peer])
-        try:
-            with unwatched():
-                message, met = post(group_rank, peer, tag=tag, call=call)
-        except WorldFailure as failure:
-            error = self._fail(failure)
-            self._record(rank, group, call, tag, True, f"peer {whom}")
-            self.log.refused = len(self.log.collectives) - 1
-            raise error from None
-        side = "to" if call.kind == "send" else "from"
-        record = self._record(rank, group, call, tag, True, f"peer {whom}")
-        if baton.timing is None and met is not None:
-            with unwatched():
-                deliver(message, met)
-            baton.finish(met)
-        leg = Leg(message, len(self.log.collectives) - 1)
-        if baton.timing is not None or self.races:
-            self._lend(
-                leg,
-                call,
-                rank=rank,
-                place=0 if call.kind == "send" else 1,
-                group_size=2,
-                what=f"{call.kind} {side} rank {whom} in group {group.label}",
-                key=f"{group.name}|{group_rank}|{group.count_message(group_rank)}",
-                joins=met,
-                full=met is not None,
-            )
-        work = SimWork(baton, rank, [leg], call.outputs or call.inputs, self.flights[rank])
-        work.promise([self._promises.make(record)])
-        return work
-
-    def _lend(
-        self,
-        leg: Leg,
-        call: Call,
-        *,
-        rank: int,
-        place: int,
-        group_size: int,
-        what: str,
-        key: str,
-        full: bool,
-        joins: Message | None = None,
-    ) -> None:
-        """Note what memory an operation has until it is waited for; leave the rest to the timing.
-
-        The arguments are those of `Timing.issue`.
-        """
-        timing = self._baton.timing
-        if timing is not None:
-            leg.side = timing.issue(
-                leg.awaited,
-                call,
-                rank=rank,
-                place=place,
-                group_size=group_size,
-                record=leg.record,
-                what=what,
-                key=key,
-                joins=joins,
-                full=full,
-            )
-            leg.flights = leg.side.loan.flights
-            return
-        leg.flights = flights_of(call, what=what, group_rank=place, group_size=group_size)
-        for flight in leg.flights:
-            self.flights[rank].take_off(flight)
-
-    def _record(
-        self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
-    ) -> CollectiveRecord:
-        tensors = call.inputs or call.outputs
-        # Without outputs of their own, these write into their inputs.
-        written = call.inputs if call.kind in IN_PLACE else call.outputs
-        record = CollectiveRecord(
-            rank,
-            call.kind,
-            group.label,
-            group.ranks,
-            sequence,
-            str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
-            sum(tensor.numel() for tensor in tensors),
-            tensors[0].element_size() if tensors else 0,
-            detail,
-            asynchronous,
-            call.file,
-            call.line,
-            sum(tensor.numel() for tensor in written),
-        )
-        self.log.add(record)
-        self.log.note(rank, "issue", len(self.log.collectives) - 1)
-        return record
+        return self._run.fail(failure)
 
     def _wait_in_store(self, waited: KeyWait, site: str) -> None:
         self._baton.advance()
@@ -630,15 +427,3 @@ def _stalled(rank: int, threads: Sequence[threading.Thread], seconds: float) -> 
     frame = sys._current_frames().get(threads[rank].ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "(no stack)"
     return RankStalled(rank, seconds, stack)
-
-
-def _here() -> str:
-    file, line = call_site()
-    return f"{file}:{line}"
-
-
-def _detail(call: Call) -> str:
-    if call.reduce_op is not None:
-        name = call.reduce_op.name
-        return f"{name} root {call.root}" if call.kind == "reduce" else name
-    return f"root {call.root}" if call.kind in ("broadcast", "scatter", "gather") else ""
