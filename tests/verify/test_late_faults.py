@@ -1,0 +1,145 @@
+"""Faults that an eager world cannot see: each passes there, is caught late, and named to the line.
+
+Three classes of bug. ASYNC: a missing wait. ORDER: works waited for as if they completed in the
+order of their issue. ALIAS: memory used again while a collective still has it. Each fault waits for
+everything in the end, so that nothing but the timing betrays it.
+"""
+
+import pytest
+import torch.distributed as dist
+
+from zero_sim.scenario.spec import RunSpec, SystemSpec, WorldSpec
+from zero_sim.zero.buffer import Bucket
+from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.overlap import GradPipeline
+
+SYSTEM = SystemSpec(bucket_elems=40, overlap_grads=True, overlap_params=True)
+
+
+class Late:
+    """Works that are waited for only when the next step begins, or all is over."""
+
+    def __init__(self, patch):
+        self._works = {}
+        for name in ("zero_grad_buffer", "finish_param_gather"):
+            patch.setattr(DistributedDataParallel, name, self._wait_around(name))
+
+    def put_off(self, bucket, field):
+        work = getattr(bucket, field)
+        if work is not None:
+            self._works.setdefault(bucket, []).append(work)
+            setattr(bucket, field, None)
+
+    def _wait_around(self, name):
+        right = getattr(DistributedDataParallel, name)
+
+        def waiting(ddp):
+            self._wait(ddp)
+            right(ddp)
+            self._wait(ddp)
+
+        return waiting
+
+    def _wait(self, ddp):
+        for buffer in ddp.buffers:
+            for bucket in buffer.buckets:
+                for work in self._works.pop(bucket, ()):
+                    work.wait()
+
+
+def gradients_read_before_the_wait(patch):
+    """ASYNC: after a barrier, since what all ranks have issued must be done."""
+    late = Late(patch)
+
+    def wait(bucket):
+        dist.barrier()
+        late.put_off(bucket, "_reducing")
+
+    patch.setattr(Bucket, "_wait_reduce", wait)
+
+
+def params_read_before_the_wait(patch):
+    """ASYNC: the same in forward."""
+    late = Late(patch)
+
+    def wait(bucket):
+        if bucket.gathering:
+            dist.barrier()
+        late.put_off(bucket, "_gathering")
+
+    patch.setattr(Bucket, "finish_gather", wait)
+
+
+def only_the_last_bucket_waited_for(patch):
+    """ORDER: the reductions were issued in order, so the last one must be done last."""
+    late = Late(patch)
+
+    def finish(pipeline):
+        while pipeline._issued_count < len(pipeline._buckets):
+            pipeline._issue_next()
+        pipeline._buckets[-1].finish_reduce()
+        for bucket in pipeline._buckets:
+            late.put_off(bucket, "_reducing")
+        pipeline._issued_count = 0
+        pipeline._issued.clear()
+        pipeline.running = False
+
+    patch.setattr(GradPipeline, "finish", finish)
+
+
+def gradients_cleared_in_flight(patch):
+    """ALIAS: what other ranks' shards hold is needed no more once it was sent, so it is cleared."""
+    right = Bucket.start_reduce
+
+    def start(bucket):
+        right(bucket)
+        dist.barrier()
+        own = bucket.grad_shard
+        for part in bucket.grads.split(max(1, own.numel())):
+            if part.data_ptr() != own.data_ptr():
+                part.zero_()
+
+    patch.setattr(Bucket, "start_reduce", start)
+
+
+FAULTS = [
+    gradients_read_before_the_wait,
+    params_read_before_the_wait,
+    only_the_last_bucket_waited_for,
+    gradients_cleared_in_flight,
+]
+LINES = {
+    gradients_read_before_the_wait: "optimizer.py:",
+    params_read_before_the_wait: "workloads/",
+    only_the_last_bucket_waited_for: "optimizer.py:",
+    gradients_cleared_in_flight: "test_late_faults.py:",
+}
+by_name = pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+
+
+def run(judged, timing, *, races=False, seed=0):
+    world = WorldSpec(size=3, timing=timing, races=races)
+    return judged(system=SYSTEM, world=world, run=RunSpec(steps=2, seed=seed))
+
+
+@by_name
+def test_an_eager_world_passes_it(judged, monkeypatch, plant):
+    plant(monkeypatch)
+    result = run(judged, "eager")
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+@by_name
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hostile_world_catches_it(judged, monkeypatch, plant, seed):
+    plant(monkeypatch)
+    assert run(judged, "hostile", seed=seed).verdict == "fail"
+
+
+@by_name
+@pytest.mark.parametrize("timing", ["eager", "hostile"])
+def test_the_race_is_named_to_the_line(judged, monkeypatch, plant, timing):
+    plant(monkeypatch)
+    finding = run(judged, timing, races=True).findings[0]
+    assert finding.check == "world.race"
+    assert LINES[plant] in finding.message + finding.detail
