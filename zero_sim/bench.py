@@ -6,6 +6,9 @@ only about the machine it was taken on.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import os
 import resource
 import statistics
@@ -27,7 +30,7 @@ from zero_sim.scenario.spec import (
     Scenario,
     WorldSpec,
 )
-from zero_sim.sim import World
+from zero_sim.sim import World, WorldFailure
 from zero_sim.targets import find_target
 from zero_sim.verify import run_case
 from zero_sim.workloads import Workload, build_workload
@@ -35,6 +38,10 @@ from zero_sim.workloads import Workload, build_workload
 
 def _measured(name: str, value: float, unit: str, *, goal: float) -> Measurement:
     return Measurement(name=name, value=round(value, 4), unit=unit, goal=goal, ok=value <= goal)
+
+
+def _shown(name: str, value: float, unit: str) -> Measurement:
+    return Measurement(name=name, value=round(value, 4), unit=unit)
 
 
 def run_benchmarks() -> Iterator[Measurement]:
@@ -48,6 +55,14 @@ def run_benchmarks() -> Iterator[Measurement]:
         for hidden, goal in ((256, 1.2), (8, 2.0)):
             ratio = _overhead(hidden)
             yield _measured(f"ranks over plain loop, hidden {hidden}", ratio, "x", goal=goal)
+        yield _measured("mismatch named, 2 ranks", _failing_run(2) * 1e3, "ms", goal=10.0)
+        yield _measured("deadlock explained, 64 ranks", _failing_run(64) * 1e3, "ms", goal=100.0)
+        for name, world in (
+            ("lazy timing", WorldSpec(size=4, timing="lazy")),
+            ("hostile timing", WorldSpec(size=4, timing="hostile")),
+            ("race detector", WorldSpec(size=4, races=True)),
+        ):
+            yield _shown(f"{name} over none, hidden 8", _cost_of(world), "x")
         yield _measured("peak memory over what 4 ranks hold", _memory_ratio(), "x", goal=1.1)
     finally:
         torch.set_num_threads(threads)
@@ -91,6 +106,39 @@ def _small_case() -> float:
     with WorldPool() as pool:
         run_case(scenario, pool=pool)
         return _median_seconds(lambda: run_case(scenario, pool=pool), 40)
+
+
+def _failing_run(world_size: int) -> float:
+    """A whole run that ends with a mismatch of two ranks, or with one of many that never comes."""
+
+    def program(rank: int) -> None:
+        if world_size > 2 and rank == 1:
+            return
+        dist.all_reduce(torch.ones(1 + (rank == 1)))
+
+    with World(world_size) as world:
+        world.run(_all_reduce_program)
+
+        def run() -> None:
+            with contextlib.suppress(WorldFailure):
+                world.run(program)
+
+        return _median_seconds(run, 20)
+
+
+def _cost_of(world: WorldSpec) -> float:
+    """The small case on such a world, over the same on a plain one."""
+    plain = _mlp(8)
+    other = dataclasses.replace(plain, world=world)
+    with WorldPool() as pool:
+        ratios = []
+        for _ in range(15):
+            one, two = (
+                _median_seconds(functools.partial(run_case, scenario, pool=pool), 1)
+                for scenario in (plain, other)
+            )
+            ratios.append(two / one)
+    return statistics.median(ratios)
 
 
 def _overhead(hidden: int) -> float:
