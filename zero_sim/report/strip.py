@@ -31,6 +31,8 @@ _NOBODY = "?"
 _PADDING = "."
 _SEVERAL = "+"
 _NOTHING = " "
+_UNTOLD = "-"
+"""In the row of ranks: a shard whose ranks own nothing of it, so that none tells of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,16 +58,7 @@ class _View:
 
 def draw_strip(strip: Strip) -> list[str]:
     """The picture, as lines of at most `WIDTH` ASCII characters."""
-    count = len(strip.differ)
-    spans = f"in {count} span{'' if count == 1 else 's'}"
-    ranks = f", on rank{'' if len(strip.differ_ranks) == 1 else 's'} " + _numbers(
-        strip.differ_ranks
-    )
-    marked = sum(stop - start for start, stop in strip.differ)
-    lines = [
-        f"flat buffer {strip.buffer}, {strip.elems:,} elements; marked are {marked:,} "
-        f"{spans}{ranks if strip.differ_ranks else ''}"
-    ]
+    lines = [describe_strip(strip)]
     if (strip.start, strip.stop) != (0, strip.elems):
         lines.append(f"of it, elements {strip.start:,} to {strip.stop:,}")
     numel = strip.stop - strip.start
@@ -79,6 +72,21 @@ def draw_strip(strip: Strip) -> list[str]:
     lines.extend(_draw(strip, view, with_params=True))
     lines.extend(_legend(strip, view))
     return [line.rstrip() for line in lines]
+
+
+def describe_strip(strip: Strip) -> str:
+    """The strip in one sentence."""
+    count = len(strip.differ)
+    marked = sum(stop - start for start, stop in strip.differ)
+    differ = f"{marked:,} differ" if marked != 1 else "1 differs"
+    spans = f"in {count} span{'' if count == 1 else 's'}"
+    if strip.differ_cut:
+        differ, spans = f"{marked:,} or more differ", f"in more than the {count} spans shown"
+    line = f"flat buffer {strip.buffer}, {strip.elems:,} elements: {differ}, {spans}"
+    if strip.differ_ranks:
+        word = "rank" if len(strip.differ_ranks) == 1 else "ranks"
+        line += f", on {word} {_numbers(strip.differ_ranks)}"
+    return line
 
 
 def _zoom(strip: Strip) -> _View:
@@ -97,10 +105,7 @@ def _draw(strip: Strip, view: _View, *, with_params: bool) -> Iterator[str]:
         "bucket",
         _row(view, [(b.start, b.stop, _DIGITS[b.index % len(_DIGITS)]) for b in strip.buckets]),
     )
-    yield _line(
-        "rank",
-        _row(view, [(s.start, s.stop, _DIGITS[s.ranks[0] % len(_DIGITS)]) for s in strip.shards]),
-    )
+    yield _line("rank", _rank_row(strip, view))
     if with_params:
         letters = _letters_of(strip, view)
         rows = [(p.start, p.stop, letters[p.param]) for p in strip.pieces if p.param in letters]
@@ -125,6 +130,11 @@ def _row(view: _View, spans: Sequence[tuple[int, int, str]]) -> str:
         for cell in view.cells_of(start, stop):
             cells[cell] = char if cells[cell] in (_NOTHING, char) else _SEVERAL
     return "".join(cells)
+
+
+def _rank_row(strip: Strip, view: _View) -> str:
+    shards = [(s.start, s.stop, _DIGITS[s.ranks[0] % len(_DIGITS)]) for s in strip.shards]
+    return _row(view, shards).replace(_NOTHING, _UNTOLD)
 
 
 def _ruler(view: _View) -> str:
@@ -171,9 +181,12 @@ def _legend(strip: Strip, view: _View) -> Iterator[str]:
         for ranks in dict.fromkeys(shard.ranks for shard in strip.shards)
         if len(ranks) > 1 or ranks[0] >= len(_DIGITS)
     ]
-    if shared:
-        more = [f"and {len(shared) - NAMES_MAX} more"] if len(shared) > NAMES_MAX else []
-        yield from _wrapped("rank", [*shared[:NAMES_MAX], *more])
+    entries = shared[:NAMES_MAX]
+    if len(shared) > NAMES_MAX:
+        entries.append(f"and {len(shared) - NAMES_MAX} more")
+    if _UNTOLD in _rank_row(strip, view):
+        entries.append(f"{_UNTOLD} of a rank that owns nothing of it")
+    yield from _wrapped("rank", entries)
 
 
 def _wrapped(label: str, entries: Sequence[str]) -> Iterator[str]:

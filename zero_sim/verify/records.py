@@ -147,6 +147,8 @@ class Strip:
     """What belongs to a param and to no rank."""
     differ: tuple[tuple[int, int], ...]
     """What differs on any rank; only the first spans where there are many."""
+    differ_cut: bool
+    """Whether there are more than these."""
     differ_ranks: tuple[int, ...]
     """The ranks that see a difference."""
 

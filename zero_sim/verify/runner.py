@@ -197,9 +197,7 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
     trial.failures.extend(crossing)
 
 
-def _take_seat(
-    segment: Segment, trial: _Trial, *, index: int, cell: Cell, world: World
-) -> Seat:
+def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell, world: World) -> Seat:
     workload = build_workload(cell.scenario)
     reference = trial.references.get(index)
     if reference is None:

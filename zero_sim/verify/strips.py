@@ -15,6 +15,9 @@ from zero_sim.verify.records import Finding, Strip, StripBucket, StripPiece, Str
 PIECES_MAX = 512
 """Pieces told of in one strip; of a larger buffer, those around the first difference."""
 
+DIFFER_MAX = 512
+"""Spans marked in one strip."""
+
 Span = tuple[int, int]
 
 
@@ -57,7 +60,9 @@ def build_strip(
         pieces=tuple(p for p in pieces if whole or _meets(p, start, stop)),
         padding=_cut(padding, start, stop),
         unowned=_cut(unowned, start, stop),
-        differ=_cut(differ, start, stop)[:SPANS_MAX],
+        differ=_cut(differ, start, stop)[:DIFFER_MAX],
+        differ_cut=len(_cut(differ, start, stop)) > DIFFER_MAX
+        or any(len(finding.differ_spans) == SPANS_MAX for finding in found),
         differ_ranks=tuple(sorted({f.rank for f in found if f.rank is not None})),
     )
 
