@@ -15,7 +15,6 @@ import gc
 import importlib
 import os
 import re
-import shlex
 import sys
 import threading
 import time
@@ -29,7 +28,13 @@ import click
 
 import zero_sim
 from zero_sim.cli_findings import explain, report
-from zero_sim.cli_parts import DEFAULT_BUNDLES, bundles_option, echo_json, packages_needed
+from zero_sim.cli_parts import (
+    bundles_option,
+    echo_json,
+    packages_needed,
+    replay_command,
+    reproduce_command,
+)
 from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError, ZeroSimError
 
 if TYPE_CHECKING:
@@ -321,7 +326,9 @@ class _Session:
             for index, case in enumerate(cases):
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
-                command = _reproduce(case, stall_seconds=self.stall_seconds)
+                command = reproduce_command(
+                    case.source, case.file_id, stall_seconds=self.stall_seconds
+                )
                 bundle = self._write_bundle(case, result)
                 if self.trace is not None and result.logs:
                     self._write_trace(case, result, number=index if len(cases) > 1 else None)
@@ -331,7 +338,9 @@ class _Session:
                 source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
                 self.sources.append(source)
                 if not self.as_json:
-                    again = self._replay(bundle) if bundle else ""
+                    again = ""
+                    if bundle is not None and self.bundles is not None:
+                        again = replay_command(bundle, bundles=self.bundles)
                     text = render_case(
                         result,
                         width=width,
@@ -415,10 +424,6 @@ class _Session:
             click.echo(f"No trace of {case.id}: {error}", err=True)
             self.statuses.append(error.exit_status)
 
-    def _replay(self, bundle: str) -> str:
-        where = [] if self.bundles == DEFAULT_BUNDLES else ["--bundles", str(self.bundles)]
-        return shlex.join(["zero-sim", "replay", bundle, *where])
-
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
         from zero_sim.verify.records import CaseResult, Finding
 
@@ -461,14 +466,6 @@ def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
     return dataclasses.replace(
         scenario, run=dataclasses.replace(scenario.run, stall_seconds=seconds)
     )
-
-
-def _reproduce(case: Case, *, stall_seconds: float | None) -> str:
-    words = case.file_id
-    if any(char in " ()\"'" for char in words):
-        words = f'"{words}"'
-    limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
-    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit])
 
 
 def _coloured(text: str, verdict: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,32 @@ bundles_option = click.option(
     metavar="DIR",
     help="Folder with the bundles of failing cases.",
 )
+
+
+def reproduce_command(source: Path, file_id: str, *, stall_seconds: float | None = None) -> str:
+    """The command that runs one case of a file.
+
+    Args:
+        source: The file.
+        file_id: Id of the case, as the file alone has it.
+        stall_seconds: In place of what the scenario says; None for that.
+    """
+    words = file_id
+    if any(char in " ()\"'" for char in words):
+        words = f'"{words}"'
+    limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
+    return shlex.join(["zero-sim", "run", str(source), "-k", words, *limit])
+
+
+def replay_command(bundle: str, *, bundles: Path | None = None) -> str:
+    """The command that repeats a bundle's case.
+
+    Args:
+        bundle: Its id.
+        bundles: The folder it is in; None for where commands look anyway.
+    """
+    where = [] if bundles in (None, DEFAULT_BUNDLES) else ["--bundles", str(bundles)]
+    return shlex.join(["zero-sim", "replay", bundle, *where])
 
 
 @contextlib.contextmanager
