@@ -1,6 +1,7 @@
 """The plugin, as a user's test session sees it."""
 
 from importlib.metadata import entry_points
+from xml.etree import ElementTree
 
 import pytest
 
@@ -87,14 +88,16 @@ def test_what_the_mark_says_reaches_the_world(pytester):
             assert False
     """)
     result = _run(pytester)
-    result.stdout.fnmatch_lines(["*on rank * of 2 ranks, schedule random, seed 7*"])
+    result.stdout.fnmatch_lines(
+        ["*on rank * of 2 ranks, order linear, schedule random, timing eager, seed 7*"]
+    )
 
 
 def test_the_next_test_starts_from_the_defaults(pytester):
     pytester.makepyfile("""
         import pytest
 
-        @pytest.mark.world_size(2, seed=7)
+        @pytest.mark.world_size(2, seed=7, timing="lazy", order="ring")
         def test_seeded(rank):
             pass
 
@@ -102,7 +105,8 @@ def test_the_next_test_starts_from_the_defaults(pytester):
         def test_fails(rank):
             assert False
     """)
-    _run(pytester).stdout.fnmatch_lines(["*schedule round-robin, seed 0*"])
+    result = _run(pytester)
+    result.stdout.fnmatch_lines(["*order linear, schedule round-robin, timing eager, seed 0*"])
 
 
 def test_a_plain_world_can_be_had(pytester):
@@ -148,6 +152,71 @@ def test_a_failing_case_shows_its_finding_and_how_to_run_it(pytester):
     xml = pytester.path.joinpath("out.xml").read_text()
     assert 'name="zero_sim.verdict" value="inconclusive"' in xml
     assert 'name="zero_sim.reproduce"' in xml
+
+
+def test_an_autouse_fixture_is_not_handed_to_the_function(pytester):
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.fixture(autouse=True)
+        def always():
+            return 1
+
+        @pytest.fixture
+        def two():
+            return 2
+
+        class TestInAClass:
+            @pytest.mark.world_size(2)
+            def test_plain(self, two):
+                assert two == 2
+    """)
+    _run(pytester).assert_outcomes(passed=1)
+
+
+FAILING = SCENARIO + '\n    [expect]\n    finding = "equality.grad"\n'
+
+
+def _properties(xml):
+    cases = ElementTree.fromstring(xml).iter("testcase")
+    return {
+        case.get("name"): {p.get("name"): p.get("value") for p in case.iter("property")}
+        for case in cases
+    }
+
+
+@pytest.mark.parametrize("args", [(), ("-n", "2")], ids=["one process", "xdist"])
+def test_a_failing_case_leaves_a_bundle_and_its_replay_line(pytester, args):
+    path = pytester.makefile(".toml", misses=FAILING)
+    load = (*_LOAD, "-p", "no:cacheprovider")
+    # Workers are processes of their own; what they load is not this one's.
+    run = pytester.runpytest_subprocess if args else pytester.runpytest_inprocess
+    result = run(*load, str(path), "--junitxml=out.xml", "--zero-sim-bundles=kept", *args)
+    result.assert_outcomes(failed=2)
+    bundles = {folder.name for folder in pytester.path.joinpath("kept").iterdir()}
+    assert len(bundles) == 2
+    for bundle in bundles:
+        result.stdout.fnmatch_lines([f"*replay: zero-sim replay {bundle} --bundles kept"])
+    properties = _properties(pytester.path.joinpath("out.xml").read_text()).values()
+    assert {found["zero_sim.bundle"] for found in properties} == bundles
+    for found in properties:
+        assert found["zero_sim.verdict"] == "fail"
+        assert found["zero_sim.reproduce"].startswith(f"zero-sim run {path} -k misses")
+        assert found["zero_sim.replay"].endswith("--bundles kept")
+
+
+def test_a_case_that_passes_leaves_none(pytester):
+    path = pytester.makefile(".toml", sums=SCENARIO)
+    _run(pytester, str(path)).assert_outcomes(passed=2)
+    assert not pytester.path.joinpath(".zero-sim").exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_no_verdict(pytester):
+    pytester.makefile(".txt", kept="a file")
+    path = pytester.makefile(".toml", misses=FAILING)
+    result = _run(pytester, str(path), "--zero-sim-bundles=kept.txt")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["*expect.finding*", "*no bundle in kept.txt*"])
 
 
 def test_the_same_test_runs_on_gloo_processes(pytester):

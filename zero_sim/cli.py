@@ -13,10 +13,8 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import json
 import os
 import re
-import shlex
 import sys
 import threading
 import time
@@ -29,6 +27,14 @@ from typing import TYPE_CHECKING
 import click
 
 import zero_sim
+from zero_sim.cli_findings import explain, report
+from zero_sim.cli_parts import (
+    bundles_option,
+    echo_json,
+    packages_needed,
+    replay_command,
+    reproduce_command,
+)
 from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError, ZeroSimError
 
 if TYPE_CHECKING:
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 EXIT_NOTHING_SELECTED = 5
 EXIT_INTERRUPTED = 130
 PROGRESS_AFTER_SECONDS = 0.5
-DEFAULT_BUNDLES = Path(".zero-sim", "bundles")
+DEFAULT_REGRESSIONS = Path("scenarios", "regressions")
 TRACE_NAME_CHARS_MAX = 120
 
 Judge = Callable[["Scenario"], "CaseResult"]
@@ -68,16 +74,6 @@ class _Commands(click.Group):
 @click.version_option(zero_sim.__version__, prog_name="zero-sim")
 def main() -> None:
     """Prove sharded data-parallel training right, bit for bit, or show where it goes wrong."""
-
-
-bundles_option = click.option(
-    "--bundles",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=DEFAULT_BUNDLES,
-    show_default=True,
-    metavar="DIR",
-    help="Folder with the bundles of failing cases.",
-)
 
 
 @main.command()
@@ -131,7 +127,7 @@ def run(
         have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
         click.echo(f"Nothing selected: {have}.", err=True)
         if as_json:
-            _echo_json(_Session().as_dict(status=EXIT_NOTHING_SELECTED))
+            echo_json(_Session().as_dict(status=EXIT_NOTHING_SELECTED))
         ctx.exit(EXIT_NOTHING_SELECTED)
     session = _Session(
         as_json=as_json,
@@ -150,9 +146,29 @@ def run(
 @main.command()
 @click.argument("name", metavar="ID|PATH")
 @bundles_option
+@click.option("--freeze", "frozen", is_flag=True, help="Keep the case as a scenario file.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=DEFAULT_REGRESSIONS,
+    show_default=True,
+    metavar="DIR",
+    help="Where --freeze writes.",
+)
+@click.option("--name", "file_name", default="", metavar="NAME", help="What --freeze calls it.")
+@click.option("--force", is_flag=True, help="Let --freeze replace a file.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
-def replay(ctx: click.Context, name: str, bundles: Path, as_json: bool) -> None:
+def replay(
+    ctx: click.Context,
+    name: str,
+    bundles: Path,
+    frozen: bool,
+    folder: Path,
+    file_name: str,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
 
     Exit status: 0 nothing is wrong now, 1 it fails, 2 the bundle cannot be read or its case is
@@ -160,18 +176,24 @@ def replay(ctx: click.Context, name: str, bundles: Path, as_json: bool) -> None:
     """
     from zero_sim.report.text import render_replay
 
-    with _packages_needed():
-        from zero_sim.bundle import find_bundle, read_bundle, replay_bundle
+    with packages_needed():
+        from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
     bundle = read_bundle(find_bundle(name, folder=bundles))
+    path = None
+    if frozen:
+        path = frozen_path(bundle, folder=folder, name=file_name, force=force)
+        freeze(bundle, path)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, _progress(f"replay {bundle.id}  {bundle.scenario.name}"):
         replayed = replay_bundle(bundle)
     if as_json:
-        _echo_json(replayed.as_dict())
+        echo_json({**replayed.as_dict(), "frozen": None if path is None else str(path)})
     else:
         colour = {"fixed": "pass", "failed": "fail", "error": "error"}[replayed.outcome]
         click.echo(_coloured(render_replay(replayed), colour))
+        if path is not None:
+            click.echo(f"  frozen: {path}")
     ctx.exit(replayed.exit_status)
 
 
@@ -194,7 +216,7 @@ def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path 
     """Write the events of a bundle for other tools."""
     if chrome is None and flight_recorder is None:
         raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
-    with _packages_needed():
+    with packages_needed():
         from zero_sim.bundle import find_bundle, read_bundle
         from zero_sim.report.chrome_trace import write_chrome_trace
         from zero_sim.report.flight_recorder import write_flight_recorder
@@ -209,12 +231,16 @@ def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path 
         click.echo(f"{flight_recorder}: {len(files)} dumps; try `torchfrtrace {flight_recorder}`")
 
 
+main.add_command(explain)
+main.add_command(report)
+
+
 @main.command()
 def schema() -> None:
     """Print the JSON Schema of a scenario file."""
     from zero_sim.scenario.schema import scenario_schema
 
-    _echo_json(scenario_schema())
+    echo_json(scenario_schema())
 
 
 @main.command()
@@ -227,7 +253,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     facts = examine()
     if as_json:
-        _echo_json([fact.as_dict() for fact in facts])
+        echo_json([fact.as_dict() for fact in facts])
     else:
         click.echo(render_facts(facts))
     can_run = all(fact.ok for fact in facts if fact.required)
@@ -242,22 +268,9 @@ def bench(as_json: bool) -> None:
 
     measurements = importlib.import_module("zero_sim.bench").run_benchmarks()
     if as_json:
-        _echo_json([row.as_dict() for row in measurements])
+        echo_json([row.as_dict() for row in measurements])
     else:
         click.echo(render_measurements(measurements))
-
-
-@contextlib.contextmanager
-def _packages_needed() -> Iterator[None]:
-    """Around imports: a package that is missing is a problem of the machine."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "zero_sim":
-            raise
-        raise EnvironmentProblem(
-            f"expected the package {error.name!r}, which is not installed. Try `zero-sim doctor`."
-        ) from None
 
 
 @contextlib.contextmanager
@@ -267,7 +280,7 @@ def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
     Worlds are kept from case to case, so that setting one up is paid for once.
     """
     assert backend == "sim", backend
-    with _packages_needed():
+    with packages_needed():
         from zero_sim.launch import WorldPool
         from zero_sim.verify.runner import run_case
     # What is loaded now stays: the collector need not walk through torch again and again.
@@ -306,24 +319,35 @@ class _Session:
 
     def run_all(self, cases: Sequence[Case], judge: Judge) -> None:
         from zero_sim.report.text import id_width, render_case
+        from zero_sim.scenario.dump import to_chosen_toml
 
         width = id_width(case.id for case in cases)
         try:
             for index, case in enumerate(cases):
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
-                command = _reproduce(case, stall_seconds=self.stall_seconds)
+                command = reproduce_command(
+                    case.source, case.file_id, stall_seconds=self.stall_seconds
+                )
                 bundle = self._write_bundle(case, result)
                 if self.trace is not None and result.logs:
                     self._write_trace(case, result, number=index if len(cases) > 1 else None)
-                # Logs are large, and all that is told of them has been told.
+                # Logs are large, and all that is told of them is told below.
                 self.results.append(dataclasses.replace(result, logs=()))
                 self.statuses.append(status)
                 source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
                 self.sources.append(source)
                 if not self.as_json:
-                    again = self._replay(bundle) if bundle else ""
-                    text = render_case(result, width=width, reproduce=command, replay=again)
+                    again = ""
+                    if bundle is not None and self.bundles is not None:
+                        again = replay_command(bundle, bundles=self.bundles)
+                    text = render_case(
+                        result,
+                        width=width,
+                        case=to_chosen_toml(case.scenario),
+                        reproduce=command,
+                        replay=again,
+                    )
                     click.echo(_coloured(text, result.verdict))
         except KeyboardInterrupt:
             self.interrupted = True
@@ -336,7 +360,7 @@ class _Session:
 
         status = EXIT_INTERRUPTED if self.interrupted else _gravest(self.statuses)
         if self.as_json:
-            _echo_json(self.as_dict(status=status))
+            echo_json(self.as_dict(status=status))
         else:
             summary = render_summary(
                 self.results,
@@ -400,10 +424,6 @@ class _Session:
             click.echo(f"No trace of {case.id}: {error}", err=True)
             self.statuses.append(error.exit_status)
 
-    def _replay(self, bundle: str) -> str:
-        where = [] if self.bundles == DEFAULT_BUNDLES else ["--bundles", str(self.bundles)]
-        return shlex.join(["zero-sim", "replay", bundle, *where])
-
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
         from zero_sim.verify.records import CaseResult, Finding
 
@@ -448,14 +468,6 @@ def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
     )
 
 
-def _reproduce(case: Case, *, stall_seconds: float | None) -> str:
-    words = case.file_id
-    if any(char in " ()\"'" for char in words):
-        words = f'"{words}"'
-    limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
-    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit])
-
-
 def _coloured(text: str, verdict: str) -> str:
     if "NO_COLOR" in os.environ or not sys.stdout.isatty():
         return text
@@ -495,7 +507,3 @@ def _progress(label: str) -> Iterator[None]:
         timer.cancel()
         timer.join()
         progress.stop()
-
-
-def _echo_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))

@@ -6,6 +6,9 @@
 - A scenario file is collected where it is named on the command line, or lies under a path of the
   ini option `zero_sim_scenarios`; each of its cases is one test.
 - `--zero-sim-backend gloo` runs both on real processes instead.
+- A scenario that fails leaves a bundle in `--zero-sim-bundles`. How to run it again, the bundle and
+  the line that replays it are in the failure and, as `zero_sim.*`, among the test's properties,
+  which JUnit files and xdist carry along.
 
 Nothing of torch is imported before a test needs it. A plain `World` may be had as well, from the
 fixture `simulated_world`: a function of the size.
@@ -14,6 +17,7 @@ fixture `simulated_world`: a function of the size.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from zero_sim.cli_parts import DEFAULT_BUNDLES, replay_command, reproduce_command
 from zero_sim.errors import EnvironmentProblem, ScenarioError, ZeroSimError
 
 if TYPE_CHECKING:
     from zero_sim.launch.real import RealRank
     from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import World
+    from zero_sim.verify.records import CaseResult
 
 _MARK = "world_size"
 _SEAT: pytest.StashKey[RealRank] = pytest.StashKey()
@@ -50,6 +56,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="After how long a rank on real processes counts as hung (default: 60).",
+    )
+    group.addoption(
+        "--zero-sim-bundles",
+        # No path: xdist sends options to its workers, and can send plain values only.
+        default=str(DEFAULT_BUNDLES),
+        metavar="DIR",
+        help=f"Where failing scenarios leave their bundles (default: {DEFAULT_BUNDLES}).",
     )
     parser.addini(
         "zero_sim_scenarios",
@@ -83,6 +96,7 @@ class _Stage:
         self.config = config
         self.backend: str = config.getoption("--zero-sim-backend")
         self.timeout_seconds: float = config.getoption("--zero-sim-timeout")
+        self.bundles = Path(config.getoption("--zero-sim-bundles"))
         self._stack = contextlib.ExitStack()
         self._worlds: dict[int, World] = {}
         self._judge: Any = None
@@ -96,7 +110,9 @@ class _Stage:
         if world is None or world.closed:
             world = self._worlds[size] = World(size)
             self._stack.callback(world.close)
-        defaults: dict[str, Any] = {"order": "linear", "schedule": "round-robin", "seed": 0}
+        # All of them, or what one test sets would stay for the next.
+        named = inspect.signature(World).parameters.values()
+        defaults = {p.name: p.default for p in named if p.default is not p.empty}
         world.configure(**{**defaults, **settings})
         return world
 
@@ -116,6 +132,18 @@ class _Stage:
 
             self._judge = self._stack.enter_context(open_judge(backend=self.backend))
         return self._judge(scenario)
+
+    def write_bundle(self, scenario: Scenario, result: CaseResult) -> str:
+        """Write the bundle of a failed case; its id, or nothing where there is none to write.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if result.verdict != "fail" or not result.findings:
+            return ""
+        from zero_sim.bundle import write_bundle
+
+        return write_bundle(scenario, result, folder=self.bundles).name
 
     def close(self) -> None:
         """Close everything, the latest first."""
@@ -168,7 +196,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     if marker is None:
         return None
     size, config = _size_of(marker), pyfuncitem.config
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    # Of all fixtures, those that the function names; autouse ones are not handed to it.
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names if name in pyfuncitem.funcargs}
 
     def program(rank: int) -> None:
         own = {"rank": rank} if "rank" in arguments else {}
@@ -191,7 +221,7 @@ def _run_simulated(
 ) -> None:
     from zero_sim.sim import RankFailed, WorldFailure
 
-    settings = f"{world.world_size} ranks, schedule {world.schedule}, seed {world.seed}"
+    settings = _describe(world)
     try:
         world.run(program)
     except RankFailed as failed:
@@ -203,6 +233,15 @@ def _run_simulated(
         pytest.fail(f"{failed}\nin a world of {settings}", pytrace=False)
     finally:
         pyfuncitem.user_properties.append(("zero_sim.world", settings))
+
+
+def _describe(world: World) -> str:
+    """What decides what a program does in a world."""
+    schedule = world.schedule if isinstance(world.schedule, str) else type(world.schedule).__name__
+    return (
+        f"{world.world_size} ranks, order {world.order.name}, schedule {schedule}, "
+        f"timing {world.timing}, seed {world.seed}"
+    )
 
 
 def _run_on_processes(stage: _Stage, pyfuncitem: pytest.Function, size: int) -> None:
@@ -326,22 +365,40 @@ class ScenarioCase(pytest.Item):
 
     def runtest(self) -> None:
         """Run and judge it."""
-        result = self.config.stash[_STAGE].judge(self.scenario)
+        stage = self.config.stash[_STAGE]
+        result = stage.judge(self.scenario)
         self.user_properties += [
             ("zero_sim.verdict", result.verdict),
             ("zero_sim.compared_elems", result.compared_elems),
         ]
-        if result.verdict != "pass":
-            self.user_properties.append(("zero_sim.reproduce", self._reproduce()))
-            raise CaseFailed(result)
+        if result.verdict == "pass":
+            return
+        reproduce, replay, bundle = self._reproduce(), "", ""
+        self.user_properties.append(("zero_sim.reproduce", reproduce))
+        try:
+            bundle = stage.write_bundle(self.scenario, result)
+        except OSError as error:
+            # A full disk must not cost the case its verdict.
+            said = f"no bundle in {stage.bundles}: {error.strerror}"
+            self.add_report_section("call", "zero_sim", said)
+        if bundle:
+            replay = replay_command(bundle, bundles=stage.bundles)
+            self.user_properties += [("zero_sim.bundle", bundle), ("zero_sim.replay", replay)]
+        raise CaseFailed(result, reproduce=reproduce, replay=replay)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The findings, not a traceback through the harness."""
         error = excinfo.value
         if isinstance(error, CaseFailed):
             from zero_sim.report.text import render_case
+            from zero_sim.scenario.dump import to_chosen_toml
 
-            return render_case(error.result, reproduce=self._reproduce())
+            return render_case(
+                error.result,
+                case=to_chosen_toml(self.scenario),
+                reproduce=error.reproduce,
+                replay=error.replay,
+            )
         if isinstance(error, EnvironmentProblem):
             return f"this machine cannot run it: {error}"
         if isinstance(error, ZeroSimError):
@@ -353,12 +410,14 @@ class ScenarioCase(pytest.Item):
         return self.path, None, f"{self.path.name}: {self.name}"
 
     def _reproduce(self) -> str:
-        return f"zero-sim run {self.path} -k '{self.scenario.name}'"
+        return reproduce_command(self.path, self.scenario.name)
 
 
 class CaseFailed(AssertionError):
     """A case whose verdict is not `pass`."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: CaseResult, *, reproduce: str, replay: str) -> None:
         super().__init__(f"verdict {result.verdict}")
         self.result = result
+        self.reproduce = reproduce
+        self.replay = replay

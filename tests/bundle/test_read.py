@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 
 import pytest
 import torch
 
-from zero_sim.bundle import find_bundle, read_bundle, write_bundle
+from zero_sim.bundle import find_bundle, find_bundles, read_bundle, write_bundle
 from zero_sim.errors import BundleError
 
 
@@ -36,6 +37,9 @@ def test_everything_comes_back(path, scenario, failed):
     assert bundle.scenario == scenario
     assert bundle.findings == failed.findings
     assert bundle.notes == failed.notes
+    assert bundle.strip == failed.strip
+    assert bundle.strip is not None
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", bundle.written)
     assert [log.collectives for log in bundle.logs] == [log.collectives for log in failed.logs]
     assert [log.turns for log in bundle.logs] == [log.turns for log in failed.logs]
     for read, wrote in zip(bundle.findings, failed.findings, strict=True):
@@ -101,6 +105,13 @@ def set_(*keys, to):
         (set_("findings", 0, "evidence", to=1), "got 'evidence' as well"),
         (set_("environment", "threads", to=1.5), "expected an integer, got a number"),
         (set_("evidence", 0, "finding", to=99), "evidence[0].finding[0]: expected 0 to"),
+        (set_("strip", to=1), "strip: expected an object, got an integer"),
+        (set_("strip", "stop", to=10**9), "strip: expected a part of"),
+        (set_("strip", "shards", 0, "ranks", to=[]), "strip.shards: expected a rank or more"),
+        (set_("strip", "shards", 0, "ranks", to=[-1]), "strip.shards[0]: expected 0 to"),
+        (set_("strip", "differ", 0, to=[1]), "strip.differ[0]: expected 2 values, got 1"),
+        (set_("strip", "buckets", 0, "index", to=-1), "strip: expected indices of at least 0"),
+        (set_("written", to="long ago"), "written: expected a day such as"),
         (set_("files", "../x", to={}), "files: expected"),
         (set_("files", to={}), "files: expected"),
         (set_("worlds", 0, "calls", to=1), "worlds[0]: expected 1 calls"),
@@ -144,10 +155,23 @@ def test_content_that_is_not_right(path, file, data, said):
 def test_a_bundle_older_than_a_field_with_a_default(path, failed):
     def edit(head):
         del head["findings"][0]["ulp"]
+        del head["findings"][0]["differ_spans"]
         del head["scenario"]["world"]["races"]
+        del head["strip"], head["written"]
 
     change(path, edit)
     assert read_bundle(path).findings[0].check == failed.findings[0].check
+
+
+class TestFindSeveral:
+    def test_all_those_named_and_those_in_a_folder(self, path, folder):
+        assert find_bundles([], folder=folder) == [path]
+        assert find_bundles([str(folder)], folder=folder / "elsewhere") == [path]
+        assert find_bundles([path.name[:5], str(path)], folder=folder) == [path]
+
+    def test_none(self, folder):
+        with pytest.raises(BundleError, match="expected bundles, got none"):
+            find_bundles([], folder=folder)
 
 
 class TestFind:

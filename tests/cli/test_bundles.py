@@ -8,75 +8,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from click.testing import CliRunner, Result
-
-from zero_sim import cli
-from zero_sim.zero.optimizer import DistributedOptimizer
-
-CASE = """schema = 1
-[model]
-name = "mlp"
-hidden = 5
-[run]
-steps = 1
-[world]
-size = 3
-schedule = "random"
-"""
-SEVERAL = CASE + '[matrix]\n"run.seed" = [1, 2]\n'
+from click.testing import Result
 
 Invoke = Callable[..., Result]
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
-    """Run the command line in an empty folder with two scenarios."""
-    monkeypatch.chdir(tmp_path)
-    Path("one.toml").write_text(CASE)
-    Path("several.toml").write_text(SEVERAL)
-    return lambda *arguments: CliRunner().invoke(cli.main, [str(word) for word in arguments])
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Turn on and off that sums are not divided."""
-    right = DistributedOptimizer.step
-
-    def undivided(self: DistributedOptimizer) -> object:
-        with torch.no_grad():
-            self.ddp.divisor.fill_(1.0)
-        return right(self)
-
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(DistributedOptimizer, "step", undivided if on else right)
-
-    return switch
-
-
-@pytest.fixture
-def bundle(invoke: Invoke, broken: Callable[[bool], None]) -> str:
-    """The id of a bundle that the broken system left; the system is whole again."""
-    broken(True)
-    invoke("run", "one.toml")
-    broken(False)
-    (path,) = Path(".zero-sim/bundles").iterdir()
-    return path.name
 
 
 class TestRun:
     """What a run leaves behind."""
 
-    def test_a_failing_case_ends_with_the_line_that_replays_it(
+    def test_a_failing_case_shows_the_line_that_replays_it(
         self, invoke: Invoke, broken: Callable[[bool], None]
     ) -> None:
         """And that very line works."""
         broken(True)
         result = invoke("run", "one.toml")
         assert result.exit_code == 1
-        last, summary = result.stdout.splitlines()[-2:]
+        *_, line, explain, summary = result.stdout.splitlines()
+        assert explain.startswith("  explain: zero-sim explain equality.")
         assert summary.startswith("1 case")
-        command = shlex.split(last.removeprefix("  replay: "))
+        command = shlex.split(line.removeprefix("  replay: "))
         assert command[:2] == ["zero-sim", "replay"]
         again = invoke(*command[1:])
         assert (again.exit_code, again.stdout.split()[0]) == (1, "FAILED")
@@ -128,6 +78,8 @@ class TestRun:
         (case,) = json.loads(invoke("run", "one.toml", "--json").stdout)["cases"]
         assert Path(".zero-sim/bundles", case["bundle"], "bundle.json").exists()
         assert not {"logs", "evidence"} & {*case, *case["findings"][0]}
+        assert case["strip"]["buckets"][0]["start"] == 0
+        assert sum(case["owed"].values()) > 0
 
     def test_a_folder_that_cannot_be_written_costs_no_verdict(
         self, invoke: Invoke, broken: Callable[[bool], None]

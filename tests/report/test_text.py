@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+from zero_sim.report.explain import explain
 from zero_sim.report.records import Fact, Measurement
 from zero_sim.report.text import (
     FINDINGS_SHOWN,
     id_width,
     render_case,
     render_case_line,
+    render_explanation,
     render_facts,
     render_finding,
     render_measurements,
     render_summary,
 )
+from zero_sim.sim import CollectiveRecord, EventLog
 from zero_sim.verify.records import CaseResult, Finding
 
 FINDING = Finding(
@@ -103,7 +106,58 @@ def test_failed_case_shows_how_to_run_it_again() -> None:
     lines = render_case(FAILED, reproduce="zero-sim run a.toml -k toy").splitlines()
     assert lines[0].startswith("FAIL  toy")
     assert lines[1] == "  equality.master: the fp32 master differs from the reference"
-    assert lines[-1] == "  reproduce: zero-sim run a.toml -k toy"
+    assert lines[-2:] == [
+        "  reproduce: zero-sim run a.toml -k toy",
+        "  explain: zero-sim explain equality.master",
+    ]
+
+
+def test_a_failed_case_is_told_in_order(even_strip) -> None:
+    """What differs, where, the calls around it, how to repeat it, how to learn more."""
+    log = EventLog()
+    log.add(CollectiveRecord(2, "barrier", "world", (2,), 0, "", 0, 0, "", False, "a.py", 1))
+    result = dataclasses.replace(
+        FAILED,
+        strip=dataclasses.replace(even_strip(), check="equality.master"),
+        logs=(log,),
+        notes=("a note",),
+    )
+    text = render_case(result, case='[model]\nname = "mlp"\n', reproduce="R", replay="P")
+    starts = [
+        "  equality.master: the",
+        "    flat buffer 0, 24",
+        "    differ       ^^",
+        "    calls of rank 2:",
+        "  note: a note",
+        "  case:",
+        '    name = "mlp"',
+        "  reproduce: R",
+        "  replay: P",
+        "  explain: zero-sim explain equality.master",
+    ]
+    lines = text.splitlines()
+    places = [next(i for i, line in enumerate(lines) if line.startswith(s)) for s in starts]
+    assert places == sorted(places)
+    assert max(map(len, lines)) <= 100 or "at " in max(lines, key=len)
+
+
+def test_the_strip_stands_below_its_own_finding(even_strip) -> None:
+    """Not below another one."""
+    result = dataclasses.replace(FAILED, strip=even_strip())
+    assert "flat buffer" not in render_case(result)
+
+
+def test_an_explanation_is_wrapped() -> None:
+    """Every line fits, with its label."""
+    lines = render_explanation(explain("equality.grad")).splitlines()
+    assert lines[0] == "equality.grad"
+    assert [line[2:9].strip() for line in lines[1:] if line[2:3].strip()] == [
+        "what",
+        "why",
+        "causes",
+        "seen in",
+    ]
+    assert max(map(len, lines)) <= 100
 
 
 def test_passed_case_is_one_line() -> None:

@@ -1,6 +1,7 @@
 """Bundles: a failed case as a folder that anyone can look at and repeat. JSON and safetensors."""
 
-from zero_sim.bundle.read import find_bundle, read_bundle
+from zero_sim.bundle.freeze import freeze, frozen_path
+from zero_sim.bundle.read import find_bundle, find_bundles, read_bundle
 from zero_sim.bundle.records import Bundle, Environment, bundle_id
 from zero_sim.bundle.replay import Replayed, replay_bundle
 from zero_sim.bundle.write import write_bundle
@@ -11,6 +12,9 @@ __all__ = [
     "Replayed",
     "bundle_id",
     "find_bundle",
+    "find_bundles",
+    "freeze",
+    "frozen_path",
     "read_bundle",
     "replay_bundle",
     "write_bundle",

@@ -118,8 +118,12 @@ def _checked(value: object, hint: object, where: str) -> object:
             raise Unfit(f"{where}: expected one of {', '.join(choices)}, got {value!r}")
         return value
     if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
+        inner, *rest = typing.get_args(hint)
         items = typed(value, list, where=where)
+        if rest != [...] and len(items) != 1 + len(rest):
+            raise Unfit(f"{where}: expected {1 + len(rest)} values, got {len(items)}")
         return tuple(_checked(item, inner, f"{where}[{i}]") for i, item in enumerate(items))
     assert isinstance(hint, type), hint
+    if dataclasses.is_dataclass(hint):
+        return record_of(hint, value, where=where)
     return typed(value, hint, where=where)

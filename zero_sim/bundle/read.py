@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
 from zero_sim.sim.world import WORLD_SIZE_MAX
 from zero_sim.targets import target_names
-from zero_sim.verify.records import Evidence, Finding, Verdict
+from zero_sim.verify.records import Evidence, Finding, Strip, Verdict
 
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
@@ -51,7 +52,10 @@ _FIELDS = (
     "worlds",
     "files",
 )
+_LATER_FIELDS = ("strip", "written")
+"""Fields that a bundle may lack: the first ones were written before there were any."""
 _IDS_SHOWN = 5
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 def find_bundle(name: str, *, folder: Path) -> Path:
@@ -78,6 +82,32 @@ def find_bundle(name: str, *, folder: Path) -> Path:
         f"{folder}: expected {wanted} or a path to one, got {name!r}; bundles there: {have}. "
         "Try --bundles with the folder that `zero-sim run` wrote to."
     )
+
+
+def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
+    """The folders of some bundles, each once.
+
+    Args:
+        names: As for `find_bundle`, or folders that hold bundles; none for all in `folder`.
+        folder: Where bundles are kept.
+
+    Raises:
+        BundleError: One of them is not there, or there is none at all.
+    """
+    found: list[Path] = []
+    for name in names or [str(folder)]:
+        path = Path(name)
+        inside = sorted(file.parent for file in path.glob(f"*/{BUNDLE_FILE}")) if name else []
+        if path.is_dir() and not (path / BUNDLE_FILE).exists() and inside:
+            found.extend(entry for entry in inside if not entry.name.startswith("."))
+        elif names:
+            found.append(find_bundle(name, folder=folder))
+    if not found:
+        raise BundleError(
+            f"{folder}: expected bundles, got none. "
+            "Try --bundles with the folder that `zero-sim run` wrote to."
+        )
+    return list(dict.fromkeys(found))
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -127,6 +157,7 @@ def _read(path: Path) -> Bundle:
         raise Unfit(f"verdict: expected {verdict!r}, got {head['verdict']!r}")
     for index, evidence in _evidence(head["evidence"], files, finding_count=len(findings)).items():
         findings[index] = dataclasses.replace(findings[index], evidence=evidence)
+    strip = head.get("strip")
     notes = typed(head["notes"], list, where="notes")
     return Bundle(
         id=name,
@@ -136,7 +167,33 @@ def _read(path: Path) -> Bundle:
         notes=tuple(typed(note, str, where="notes") for note in notes),
         environment=record_of(Environment, head["environment"], where="environment"),
         logs=_logs(head["worlds"], files),
+        strip=None if strip is None else _strip(strip),
+        written=_day(head.get("written", "")),
     )
+
+
+def _strip(value: object) -> Strip:
+    strip = record_of(Strip, value, where="strip")
+    if not 0 <= strip.start < strip.stop <= strip.elems:
+        raise Unfit(
+            f"strip: expected a part of {strip.elems} elements, got {strip.start} to {strip.stop}"
+        )
+    for shard in strip.shards:
+        if not shard.ranks:
+            raise Unfit("strip.shards: expected a rank or more for each, got none")
+        integers(list(shard.ranks), stop=WORLD_SIZE_MAX, where="strip.shards")
+    for parts in (strip.buckets, strip.shards):
+        for part in parts:
+            if part.index < 0:
+                raise Unfit(f"strip: expected indices of at least 0, got {part.index}")
+    return strip
+
+
+def _day(value: object) -> str:
+    text = typed(value, str, where="written")
+    if text and not _DAY.fullmatch(text):
+        raise Unfit(f"written: expected a day such as 2026-07-31, got {text[:20]!r}")
+    return text
 
 
 def _read_head(path: Path) -> Mapping[str, object]:
@@ -151,7 +208,8 @@ def _read_head(path: Path) -> Mapping[str, object]:
         )
     if version != VERSION:
         raise Unfit(f"version: expected {VERSION}, got {version}")
-    return fields_of(table, _FIELDS, where=BUNDLE_FILE)
+    later = [name for name in _LATER_FIELDS if name in table]
+    return fields_of(table, (*_FIELDS, *later), where=BUNDLE_FILE)
 
 
 def _read_file(path: Path, *, bytes_max: int) -> bytes:

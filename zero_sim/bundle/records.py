@@ -16,7 +16,7 @@ import zero_sim
 from zero_sim.scenario.dump import to_chosen_data
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
-from zero_sim.verify.records import Finding, Verdict
+from zero_sim.verify.records import Finding, Strip, Verdict
 
 FORMAT = "zero_sim bundle"
 VERSION = 1
@@ -77,6 +77,10 @@ class Bundle:
     environment: Environment
     logs: tuple[EventLog, ...]
     """The event log of each world that the case ran in."""
+    strip: Strip | None = None
+    """The flat buffer of the first finding that lies in one."""
+    written: str = ""
+    """The day on which it was written, such as `2026-07-31`; empty where it does not say."""
 
 
 def bundle_id(scenario: Scenario, finding: Finding) -> str:

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from safetensors.torch import save
@@ -110,6 +111,8 @@ def _head(
             if finding.evidence is not None
         ],
         "notes": list(result.notes),
+        "strip": None if result.strip is None else result.strip.as_dict(),
+        "written": datetime.now(UTC).date().isoformat(),
         "environment": dataclasses.asdict(current_environment()),
         "worlds": [
             {

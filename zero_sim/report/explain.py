@@ -6,6 +6,7 @@ cause.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from zero_sim.errors import UsageError
@@ -24,6 +25,10 @@ class Explanation:
     """What usually breaks it, the most frequent first."""
     seen_in: tuple[str, ...] = ()
     """Public bugs of this kind, `project#number: what it was`."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return dataclasses.asdict(self)
 
 
 _EXPLANATIONS = (
@@ -68,7 +73,7 @@ _EXPLANATIONS = (
     ),
     Explanation(
         check="equality.norm",
-        meaning="The gradient norm, and the number of zeros, that the step reports equal the "
+        meaning="The gradient norm that the step reports equals the "
         "reference's: every element of every param counted exactly once.",
         why="Clipping scales all gradients by it; a norm that is a little wrong changes the "
         "learning rate a little, on every step, and looks like nothing at all.",
@@ -86,6 +91,19 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
+        check="equality.zeros",
+        meaning="The number of zero elements in the whole gradient that the step reports equals "
+        "the reference's: every element of every param counted exactly once.",
+        why="It is a cheap witness of what was reduced: a count that is off tells of padding, of a "
+        "shard or of a param that was counted twice or not at all.",
+        causes=(
+            "padding, which is all zeros, was counted",
+            "the count of the local shard only, or of one replica several times",
+            "counted before the reduction, or after clipping by value",
+        ),
+        seen_in=("DeepSpeed#3832: padding took part in what was summed over the gradient",),
+    ),
+    Explanation(
         check="equality.skipped",
         meaning="The step was skipped exactly where some rank's scaled gradient overflowed.",
         why="If some ranks skip a step and others take it, their params part for ever.",
@@ -96,7 +114,7 @@ _EXPLANATIONS = (
         seen_in=("PyTorch#115710: found_inf was used before its reduction had completed",),
     ),
     Explanation(
-        check="equality.loss_scale",
+        check="equality.loss-scale",
         meaning="The loss scale used in the step equals the reference's.",
         why="A scale that differs between ranks weights their gradients differently, silently.",
         causes=("the scale's counters were advanced on some ranks only, or not restored on load",),
@@ -194,6 +212,18 @@ _EXPLANATIONS = (
         seen_in=("Megatron-LM#6336: only the first part of a split param was refreshed",),
     ),
     Explanation(
+        check="input.nonfinite",
+        meaning="A local gradient is NaN or infinite before anything was reduced, in the "
+        "reference's replay too.",
+        why="It is spread by the first sum to all ranks and looks there like a fault of the "
+        "system, which it is not: it comes from the model, the data or the learning rate.",
+        causes=(
+            "a NaN planted by data.nan, or one in the data",
+            "a division by zero or an overflow in the model; in fp16, add a loss scale",
+            "a learning rate at which training diverges",
+        ),
+    ),
+    Explanation(
         check="invariant.crossing",
         meaning="No collective of the system joins ranks that train different params.",
         why="Sums over different params are sums of unrelated numbers.",
@@ -239,6 +269,29 @@ _EXPLANATIONS = (
             "PyTorch#144535: the reduced gradient was read without a wait",
             "DeepSpeed#5545: a data race of overlapped reductions",
         ),
+    ),
+    Explanation(
+        check="world.in-flight-race",
+        meaning="The program touched memory that it had lent to a collective, between its issue "
+        "and its wait.",
+        why="Until then the collective may read its inputs and write its outputs at any time: "
+        "what it carries then depends on timing, and no run shows it for certain.",
+        causes=(
+            "a buffer zeroed, refilled or freed right after an asynchronous call",
+            "an output read, or lent to a second collective, before the wait",
+            "the handle dropped, so that nobody ever waits",
+        ),
+        seen_in=(
+            "DeepSpeed#5545: a data race of overlapped reductions",
+            "Megatron-LM#4609: the gather's target was a gradient buffer still in use",
+        ),
+    ),
+    Explanation(
+        check="world.stalled-by-plan",
+        meaning="The ranks wait for one that the scenario's plan of faults stalled.",
+        why="A stalled rank stops all others: that the world says so at once, and whom it waits "
+        "for, is what such a case is to show.",
+        causes=("faults in the scenario; where it is meant, say expect.finding",),
     ),
     Explanation(
         check="world.rank-failed",
@@ -290,6 +343,17 @@ _EXPLANATIONS = (
         causes=("an overflow in every step",),
     ),
     Explanation(
+        check="guard.not-order-free",
+        meaning="With a model that is there to have exact sums, no sum depends on the order of "
+        "addition.",
+        why="Where one does, equality is owed only under the modelled order, and a real backend "
+        "may rightly differ.",
+        causes=(
+            "more ranks, rows or micro-batches than the exact numbers leave room for",
+            "a division before the sum, which rounds",
+        ),
+    ),
+    Explanation(
         check="guard.norm-not-certified",
         meaning="The rounding of the norm does not depend on the order of its sum.",
         why="Where it does, no bit behind the clipping is owed, and a difference would be no bug.",
@@ -306,6 +370,12 @@ _EXPLANATIONS = (
         meaning="A planted fault took effect.",
         why="A run that never came to it says nothing about it.",
         causes=("a call number beyond the last call of that rank",),
+    ),
+    Explanation(
+        check="internal.judge",
+        meaning="The judge, the reference or the workload raised an error that it did not foresee.",
+        why="Nothing is said about the system; please report it.",
+        causes=("a bug in zero_sim", "a workload of your own that raises"),
     ),
     Explanation(
         check="internal.error",

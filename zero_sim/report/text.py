@@ -5,15 +5,21 @@ Plain ASCII on purpose, so that no locale and no log viewer can break a report.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from zero_sim.report.calls import render_calls
+from zero_sim.report.strip import draw_strip
+
 if TYPE_CHECKING:
-    from zero_sim.bundle import Replayed
+    from zero_sim.bundle import Bundle, Replayed
     from zero_sim.errors import ScenarioError
+    from zero_sim.report.explain import Explanation
     from zero_sim.report.records import Fact, Measurement
-    from zero_sim.verify.records import CaseResult, Finding
+    from zero_sim.sim import EventLog
+    from zero_sim.verify.records import CaseResult, Finding, Strip
 
 MARKS = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "error": "ERROR"}
 """First word of a case's line, by verdict."""
@@ -21,8 +27,10 @@ MARKS = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "error"
 FINDINGS_SHOWN = 5
 """Findings printed in full for one case; the first one is nearly always the cause."""
 DETAIL_LINES_MAX = 60
+CASE_LINES_MAX = 40
 
 _ID_WIDTH_MAX = 72
+_TEXT_WIDTH = 100
 
 
 def id_width(ids: Iterable[str]) -> int:
@@ -47,31 +55,96 @@ def render_case_line(result: CaseResult, *, width: int = 0) -> str:
 
 
 def render_case(
-    result: CaseResult, *, width: int = 0, reproduce: str = "", replay: str = ""
+    result: CaseResult, *, width: int = 0, case: str = "", reproduce: str = "", replay: str = ""
 ) -> str:
     """A case's line and, under it, everything there is to say.
 
+    What differs, where in the buffer, the calls around it, how to repeat it, how to learn more.
+
     Args:
-        result: The result.
+        result: The result; with its event logs, the calls are shown.
         width: Characters for the id column.
+        case: The case as TOML, shown if it failed.
         reproduce: Command that runs this case alone; shown unless the case passed.
-        replay: Command that repeats exactly this run; always the last line.
+        replay: Command that repeats exactly this run.
     """
     lines = [render_case_line(result, width=width)]
     if result.verdict == "error":
         lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
     shown = result.findings[:FINDINGS_SHOWN]
-    for finding in shown:
-        lines.extend(f"  {line}" if line else "" for line in render_finding(finding).splitlines())
+    for index, finding in enumerate(shown):
+        around = result.logs if index == 0 and result.verdict == "fail" else ()
+        block = _finding_lines(finding, strip=result.strip, logs=around)
+        lines.extend(f"  {line}" if line else "" for line in block)
     if len(result.findings) > len(shown):
         left = len(result.findings) - len(shown)
         lines.append(f"  and {_count(left, 'more finding')}; --json lists them all")
     lines.extend(f"  note: {note}" for note in result.notes)
+    if case and result.verdict == "fail":
+        lines.extend(_case_lines(case))
     if reproduce and result.verdict != "pass":
         lines.append(f"  reproduce: {reproduce}")
     if replay:
         lines.append(f"  replay: {replay}")
+    if result.findings and result.verdict in ("fail", "inconclusive"):
+        lines.append(f"  explain: zero-sim explain {result.findings[0].check}")
     return "\n".join(lines)
+
+
+def _finding_lines(finding: Finding, *, strip: Strip | None, logs: Sequence[EventLog]) -> list[str]:
+    """A finding, the strip if it is this one's, and the calls around it."""
+    lines = render_finding(finding).splitlines()
+    if strip is not None and strip.check == finding.check:
+        lines.extend(f"  {line}" for line in draw_strip(strip))
+    if logs:
+        lines.extend(f"  {line}" for line in render_calls(logs[-1], finding))
+    return lines
+
+
+def _case_lines(case: str) -> list[str]:
+    own = [line for line in case.splitlines() if line]
+    cut = [f"    ... {_count(len(own) - CASE_LINES_MAX, 'more line')}"]
+    return [
+        "  case:",
+        *(f"    {line}" for line in own[:CASE_LINES_MAX]),
+        *(cut if len(own) > CASE_LINES_MAX else ()),
+    ]
+
+
+def render_explanation(explanation: Explanation) -> str:
+    """A check explained: its meaning, why it matters, what breaks it, where it was seen."""
+    parts = [
+        explanation.check,
+        *_paragraph("what", explanation.meaning),
+        *_paragraph("why", explanation.why),
+    ]
+    for label, entries in (("causes", explanation.causes), ("seen in", explanation.seen_in)):
+        for index, entry in enumerate(entries):
+            parts.extend(_paragraph(label if index == 0 else "", entry, bullet="- "))
+    return "\n".join(parts)
+
+
+def render_bundle(bundle: Bundle) -> str:
+    """What a bundle is of: its case and its first finding, with the case's own numbers."""
+    first = bundle.findings[0]
+    lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
+    block = _finding_lines(first, strip=bundle.strip, logs=bundle.logs)
+    if bundle.strip is not None and bundle.strip.check != first.check:
+        block.append(f"where {bundle.strip.check} fails:")
+        block.extend(f"  {line}" for line in draw_strip(bundle.strip))
+    lines.extend(f"  {line}" if line else "" for line in block)
+    return "\n".join(lines)
+
+
+def _paragraph(label: str, text: str, *, bullet: str = "") -> list[str]:
+    first = f"  {label:<9} {bullet}"
+    return textwrap.wrap(
+        text,
+        width=_TEXT_WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_on_hyphens=False,
+    )
 
 
 def render_replay(replayed: Replayed) -> str:

@@ -270,6 +270,10 @@ class ZeroSimEngine:
                 reduced_by=_reduced_by(self._system.stage, bucket),
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
+                buffer=owned.buffer,
+                bucket_start=bucket.span.start,
+                bucket_stop=bucket.span.stop,
+                padding_start=bucket.padding.start,
             )
         return place
 

@@ -40,6 +40,13 @@ class Place:
     """Elements of all tensors of a coalesced call; None for a call of one tensor."""
     joined_offset: int | None = None
     """Offset of `start` in all of these, one after another."""
+    buffer: int = 0
+    """Index of the flat buffer."""
+    bucket_start: int | None = None
+    bucket_stop: int | None = None
+    """Half-open range of the bucket, padding included, in the flat buffer; None where not told."""
+    padding_start: int | None = None
+    """Where the bucket's padding begins, its tail that belongs to no param; None where not told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SPANS_MAX = 64
+"""Spans kept of what differs: enough to draw it."""
+
 _INT_OF = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -28,6 +31,8 @@ class Difference:
     """Values of the dtype from one to the other; None where one is NaN, and for integers."""
     differ_count: int
     compared_count: int
+    spans: tuple[tuple[int, int], ...]
+    """Half-open spans of elements that differ, at most `SPANS_MAX` of them."""
 
 
 def same_bits(expected: Tensor, got: Tensor) -> bool:
@@ -57,7 +62,15 @@ def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
         ulp=_ulp(a, b),
         differ_count=differ_count,
         compared_count=unequal.numel(),
+        spans=_spans(unequal),
     )
+
+
+def _spans(unequal: Tensor) -> tuple[tuple[int, int], ...]:
+    edges = torch.zeros(unequal.numel() + 2, dtype=torch.int8)
+    edges[1:-1] = unequal
+    bounds = (edges[1:] != edges[:-1]).nonzero().reshape(-1)[: 2 * SPANS_MAX].tolist()
+    return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def _unequal(expected: Tensor, got: Tensor) -> Tensor:

@@ -128,8 +128,13 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
         ulp=difference.ulp,
         differ_count=difference.differ_count,
         compared_count=difference.compared_count,
+        differ_spans=_moved(difference.spans, by=at.offset_in_param or 0),
         evidence=_evidence(first, expected, got),
     )
+
+
+def _moved(spans: Sequence[tuple[int, int]], *, by: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start + by, stop + by) for start, stop in spans)
 
 
 def _evidence(first: int, expected: Tensor, got: Tensor) -> Evidence:

@@ -62,7 +62,10 @@ def _check_cover(
         for start, stop, rank in [*sorted(spans), (numel, numel, -1)]:
             if start > reached:
                 yield _ownership(
-                    name, reached, f"elements {reached} to {start} of {numel} belong to no rank"
+                    name,
+                    reached,
+                    f"elements {reached} to {start} of {numel} belong to no rank",
+                    stop=start,
                 )
             elif start < reached and start < stop:
                 yield _ownership(
@@ -70,6 +73,7 @@ def _check_cover(
                     start,
                     f"elements {start} to {min(stop, reached)} belong to ranks "
                     f"{last_rank} and {rank}",
+                    stop=min(stop, reached),
                 )
             if stop > numel:
                 yield _ownership(
@@ -79,7 +83,7 @@ def _check_cover(
                 reached, last_rank = stop, rank
 
 
-def _ownership(param: str, offset: int, message: str) -> Finding:
+def _ownership(param: str, offset: int, message: str, *, stop: int | None = None) -> Finding:
     return Finding(
         check="invariant.ownership",
         message=message,
@@ -87,6 +91,7 @@ def _ownership(param: str, offset: int, message: str) -> Finding:
         phase="forward",
         param=param,
         offset_in_param=offset,
+        differ_spans=() if stop is None else ((offset, stop),),
     )
 
 

@@ -7,7 +7,7 @@ anything else changes the state; so nothing is copied unless a difference is fou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -31,7 +31,8 @@ from zero_sim.verify.compare import same_bits
 from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.owed import Row, count_rows
 from zero_sim.verify.positions import sum_spans
-from zero_sim.verify.records import Finding
+from zero_sim.verify.records import Finding, Strip
+from zero_sim.verify.strips import build_strip
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
@@ -47,6 +48,8 @@ class Judge:
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
         world_ranks: The ranks of the group that is judged, as findings name them.
         order_seed: Seed of the world, if it is not the scenario's.
+        calls_made: How many calls the world has logged, for findings to say where in the log they
+            stand; left out where there is no log.
 
     Judges of one world that share a norm have to be told of each other by `seat_together`.
     """
@@ -59,6 +62,7 @@ class Judge:
         first_step: int = 0,
         world_ranks: Sequence[int] | None = None,
         order_seed: int | None = None,
+        calls_made: Callable[[], int] | None = None,
     ) -> None:
         self.scenario = scenario
         self.compared_elems = 0
@@ -78,6 +82,8 @@ class Judge:
         self.first_step = first_step
         self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self._order_seed = scenario.run.seed if order_seed is None else order_seed
+        self._calls_made = calls_made
+        self._call_starts: dict[tuple[int, int], int] = {}
         self._places: dict[int, list[Place]] = {}
         self._parts: dict[int, list[OwnedPart]] = {}
         self._addresses: dict[int, Addresses] = {}
@@ -94,12 +100,30 @@ class Judge:
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
+        return findings.sort_and_merge(self._named(), phases=PHASES)
+
+    def strip(self) -> Strip | None:
+        """The flat buffer of the first finding that lies in one."""
+        named = self._named()
+        for first in self.findings():
+            sharing = (ranks for ranks, names in self._sharings if first.param in names)
+            places = {
+                self.world_ranks[rank]: self._places[rank]
+                for rank in next(sharing, ())
+                if rank in self._places
+            }
+            found = [finding for finding in named if finding.check == first.check]
+            strip = build_strip(first, found=found, places=places)
+            if strip is not None:
+                return strip
+        return None
+
+    def _named(self) -> list[Finding]:
         placed = (findings.with_index(found, self._shapes) for found in self._findings)
-        named = [
+        return [
             found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
             for found in placed
         ]
-        return findings.sort_and_merge(named, phases=PHASES)
 
     def built(self, rank: int, engine: AskedEngine) -> None:
         """Look at a rank's engine before the first step: who owns what."""
@@ -165,6 +189,10 @@ class Judge:
 
     def before_backward(self, rank: int, step: int, engine: AskedEngine) -> None:
         """Look at a rank right before the first backward of a step."""
+        if self._calls_made is not None:
+            self._call_starts[rank, step] = self._calls_made()
+            # Params of the step before may be looked at in this one.
+            self._call_starts.pop((rank, step - 2), None)
         self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
     def observe(
@@ -201,11 +229,20 @@ class Judge:
 
     def _report(self, step: int, found: Iterator[Finding]) -> None:
         for finding in found:
-            self._findings.append(finding)
+            self._findings.append(self._dated(finding))
             self._bad_step = step if self._bad_step is None else min(self._bad_step, step)
         if self._bad_step is not None:
             # Only the first bad step tells where it began.
             self._findings = [f for f in self._findings if f.step in (None, self._bad_step)]
+
+    def _dated(self, finding: Finding) -> Finding:
+        """A finding with its place in the event log."""
+        if self._calls_made is None:
+            return finding
+        started = None
+        if finding.rank is not None and finding.step is not None:
+            started = self._call_starts.get((finding.rank, finding.step))
+        return replace(finding, call_start=started, call_stop=self._calls_made())
 
     def _expected(self, step: int) -> ReferenceStep:
         if step not in self._steps:

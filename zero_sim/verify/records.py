@@ -69,6 +69,13 @@ class Finding:
     """Elements that differ, of `compared_count`."""
     compared_count: int | None = None
     """Elements compared in this check."""
+    differ_spans: tuple[tuple[int, int], ...] = ()
+    """Half-open spans of what differs, in elements of the flattened param; where there is no param,
+    of what was compared. Only the first ones where there are many."""
+    call_start: int | None = None
+    """Calls that the world had logged when the step of this finding began on its rank."""
+    call_stop: int | None = None
+    """Calls that the world had logged when it was found."""
     detail: str = ""
     """More lines: a table, a traceback."""
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
@@ -82,6 +89,72 @@ class Finding:
     def as_dict(self) -> dict[str, object]:
         """Everything but the evidence, ready for JSON."""
         return _plain(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripBucket:
+    """A bucket in the strip."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripShard:
+    """A shard of a bucket, and who holds it."""
+
+    index: int
+    bucket: int
+    ranks: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripPiece:
+    """A part of a param that lies inside one shard."""
+
+    param: str
+    start: int
+    stop: int
+    param_start: int
+    """Offset of its first element in the flattened param."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strip:
+    """A flat buffer in which a finding lies: integers and names to draw it from.
+
+    All spans are half-open and count elements from the start of the buffer.
+    """
+
+    check: str
+    """The check of the finding that it shows."""
+    buffer: int
+    elems: int
+    """Elements of the whole buffer, as far as its owners tell."""
+    start: int
+    stop: int
+    """The part of it that is told of here; the whole, unless there is too much in it."""
+    buckets: tuple[StripBucket, ...]
+    shards: tuple[StripShard, ...]
+    pieces: tuple[StripPiece, ...]
+    """In buffer order."""
+    padding: tuple[tuple[int, int], ...]
+    """What belongs to no param."""
+    unowned: tuple[tuple[int, int], ...]
+    """What belongs to a param and to no rank."""
+    differ: tuple[tuple[int, int], ...]
+    """What differs on any rank; only the first spans where there are many."""
+    differ_cut: bool
+    """Whether there are more than these."""
+    differ_ranks: tuple[int, ...]
+    """The ranks that see a difference."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +178,18 @@ class CaseResult:
     """Digest of the event log: equal for two runs of one seed."""
     error: str = ""
     """Why the case was not judged; for verdict `error`."""
+    strip: Strip | None = None
+    """The flat buffer of the first finding that lies in one."""
     logs: tuple[EventLog, ...] = field(default=(), compare=False, repr=False)
     """The event log of each world that the case ran in; kept where it failed, or on demand."""
 
     def as_dict(self) -> dict[str, object]:
         """Everything but the event logs, ready for JSON."""
-        return {**_plain(self), "findings": [finding.as_dict() for finding in self.findings]}
+        return {
+            **_plain(self),
+            "findings": [finding.as_dict() for finding in self.findings],
+            "strip": None if self.strip is None else self.strip.as_dict(),
+        }
 
 
 def _plain(record: Finding | CaseResult) -> dict[str, object]:

@@ -26,6 +26,7 @@ from zero_sim.sim import (
     RankFailed,
     RankStalled,
     Replay,
+    World,
     WorldFailure,
 )
 from zero_sim.targets import Target, find_target
@@ -159,19 +160,22 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
         compared_elems=sum(judge.compared_elems for judge in trial.judges),
         collectives=sum(len(log.collectives) for log in trial.logs),
         log_digest="+".join(log.digest() for log in trial.logs),
+        strip=next(filter(None, (judge.strip() for judge in trial.judges)), None)
+        if findings
+        else None,
     )
 
 
 def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: Target) -> None:
     """Run some consecutive steps in one world; what the ranks raise comes through."""
+    world = worlds.world_for(segment.scenario)
     seats = [
-        _take_seat(segment, trial, index=index, cell=cell)
+        _take_seat(segment, trial, index=index, cell=cell, world=world)
         for index, cell in enumerate(cells_of(segment.scenario))
     ]
     judges = [seat.judge for seat in seats]
     Judge.seat_together(judges)
     trial.judges.extend(judges)
-    world = worlds.world_for(segment.scenario)
     replay = None
     if len(trial.logs) < len(trial.turns):
         replay = Replay(trial.turns[len(trial.logs)], strict=False)
@@ -193,7 +197,7 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
     trial.failures.extend(crossing)
 
 
-def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Seat:
+def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell, world: World) -> Seat:
     workload = build_workload(cell.scenario)
     reference = trial.references.get(index)
     if reference is None:
@@ -208,6 +212,7 @@ def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Se
         first_step=segment.start,
         world_ranks=cell.ranks,
         order_seed=segment.scenario.run.seed,
+        calls_made=lambda: len(world.log.collectives),
     )
     return Seat(cell=cell, workload=workload, judge=judge)
 

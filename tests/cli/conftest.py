@@ -1,0 +1,62 @@
+"""A command line in an empty folder, and a system that can be broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from zero_sim import cli
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+CASE = """schema = 1
+[model]
+name = "mlp"
+hidden = 5
+[run]
+steps = 1
+[world]
+size = 3
+schedule = "random"
+"""
+SEVERAL = CASE + '[matrix]\n"run.seed" = [1, 2]\n'
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    """Run the command line in an empty folder with two scenarios."""
+    monkeypatch.chdir(tmp_path)
+    Path("one.toml").write_text(CASE)
+    Path("several.toml").write_text(SEVERAL)
+    return lambda *arguments: CliRunner().invoke(cli.main, [str(word) for word in arguments])
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Turn on and off that sums are not divided."""
+    right = DistributedOptimizer.step
+
+    def undivided(self: DistributedOptimizer) -> object:
+        with torch.no_grad():
+            self.ddp.divisor.fill_(1.0)
+        return right(self)
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(DistributedOptimizer, "step", undivided if on else right)
+
+    return switch
+
+
+@pytest.fixture
+def bundle(invoke: Invoke, broken: Callable[[bool], None]) -> str:
+    """The id of a bundle that the broken system left; the system is whole again."""
+    broken(True)
+    invoke("run", "one.toml")
+    broken(False)
+    (path,) = Path(".zero-sim/bundles").iterdir()
+    return path.name

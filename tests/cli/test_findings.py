@@ -1,0 +1,94 @@
+"""`zero-sim explain`, `zero-sim report` and `zero-sim replay --freeze`, end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+
+class TestExplain:
+    def test_a_check(self, invoke) -> None:
+        result = invoke("explain", "world.race")
+        assert result.exit_code == 0
+        assert result.stdout.startswith("world.race\n  what ")
+        assert "PyTorch#144535" in result.stdout
+
+    def test_a_bundle_with_its_own_numbers(self, invoke, bundle: str) -> None:
+        result = invoke("explain", bundle[:6])
+        assert result.stdout.startswith(f"bundle {bundle}  one\n  equality.")
+        assert "ulp apart" in result.stdout
+        assert "flat buffer 0, " in result.stdout
+        assert "  causes    - " in result.stdout
+
+    def test_json(self, invoke, bundle: str) -> None:
+        plain = json.loads(invoke("explain", "guard.same-data", "--json").stdout)
+        assert (plain["check"], plain["bundle"], plain["finding"]) == (
+            "guard.same-data",
+            None,
+            None,
+        )
+        of = json.loads(invoke("explain", bundle, "--json").stdout)
+        assert (of["bundle"], of["finding"]["check"]) == (bundle, of["check"])
+        assert of["strip"]["elems"] > 0
+
+    def test_what_is_neither_names_the_checks(self, invoke, bundle: str) -> None:
+        result = invoke("explain", "equality.gard")
+        assert result.exit_code == 2
+        assert "got 'equality.gard'" in result.stderr
+        assert "equality.grad" in result.stderr
+        assert bundle in result.stderr
+
+
+class TestReport:
+    def test_all_bundles_of_a_folder_are_one_page(self, invoke, bundle: str) -> None:
+        result = invoke("report", "--output", "out/page.html")
+        assert (result.exit_code, result.stdout) == (0, "out/page.html: 1 finding\n")
+        page = Path("out/page.html").read_text()
+        assert f"zero-sim replay {bundle}" in page
+        assert page.count("<svg") >= 2
+
+    def test_without_any(self, invoke) -> None:
+        result = invoke("report")
+        assert result.exit_code == 2
+        assert "expected bundles, got none" in result.stderr
+
+    def test_a_page_that_cannot_be_written(self, invoke, bundle: str) -> None:
+        Path("file").write_text("x")
+        result = invoke("report", bundle, "--output", "file/page.html")
+        assert result.exit_code == 2
+        assert "expected to write a page" in result.stderr
+
+
+class TestFreeze:
+    def test_the_file_runs(self, invoke, bundle: str, broken) -> None:
+        result = invoke("replay", bundle, "--freeze")
+        (path,) = Path("scenarios/regressions").iterdir()
+        assert result.stdout.splitlines()[-1] == f"  frozen: {path}"
+        assert invoke("run", path).exit_code == 0
+        broken(True)
+        again = json.loads(invoke("run", path, "--json").stdout)["cases"][0]
+        assert (again["verdict"], again["bundle"]) == ("fail", bundle)
+
+    def test_it_is_not_written_twice(self, invoke, bundle: str) -> None:
+        def freeze(*more: str) -> Result:
+            options = ("--freeze", "--folder", "kept", "--name", "mine", *more)
+            return invoke("replay", bundle, *options)
+
+        assert freeze("--json").exit_code == 0
+        refused = freeze()
+        assert refused.exit_code == 2
+        assert "kept/mine.toml: expected no such file yet" in refused.stderr
+        assert freeze("--force").exit_code == 0
+
+    def test_json_names_the_file(self, invoke, bundle: str) -> None:
+        assert json.loads(invoke("replay", bundle, "--json").stdout)["frozen"] is None
+        report = json.loads(invoke("replay", bundle, "--freeze", "--json").stdout)
+        assert Path(report["frozen"]).exists()
+
+
+@pytest.mark.parametrize("command", ["explain", "report"])
+def test_help(invoke, command: str) -> None:
+    assert invoke(command, "--help").exit_code == 0

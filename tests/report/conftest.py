@@ -1,0 +1,47 @@
+"""Strips made by hand, for tests of what is drawn."""
+
+import itertools
+
+import pytest
+
+from zero_sim.verify.records import Strip, StripBucket, StripPiece, StripShard
+
+
+def make_strip(*, shards=4, shard_elems=6, padding=2, names=("w", "b"), differ=((5, 7),), start=0):
+    """One bucket, evenly cut; params share it evenly, but for the padding."""
+    elems = shards * shard_elems
+    payload = elems - padding
+    bounds = [i * payload // len(names) for i in range(len(names) + 1)]
+    pieces = []
+    for name, low, high in zip(names, bounds, bounds[1:], strict=False):
+        cuts = [low, *(c for c in range(0, elems, shard_elems) if low < c < high), high]
+        pieces += [
+            StripPiece(param=name, start=a, stop=b, param_start=a - low)
+            for a, b in itertools.pairwise(cuts)
+        ]
+    return Strip(
+        check="equality.grad",
+        buffer=0,
+        elems=elems,
+        start=start,
+        stop=elems,
+        buckets=(StripBucket(index=0, start=0, stop=elems),),
+        shards=tuple(
+            StripShard(
+                index=i, bucket=0, ranks=(i,), start=i * shard_elems, stop=(i + 1) * shard_elems
+            )
+            for i in range(shards)
+        ),
+        pieces=tuple(pieces),
+        padding=((payload, elems),) if padding else (),
+        unowned=(),
+        differ=tuple(differ),
+        differ_cut=False,
+        differ_ranks=(1,),
+    )
+
+
+@pytest.fixture(scope="session")
+def even_strip():
+    """One bucket, evenly cut; keyword arguments say how."""
+    return make_strip

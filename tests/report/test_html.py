@@ -1,0 +1,225 @@
+"""The HTML page: it stands alone, escapes everything, and shows what there is."""
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from zero_sim.bundle import Bundle
+from zero_sim.bundle.records import current_environment
+from zero_sim.report.html import render_page, write_page
+from zero_sim.report.html_tables import values_table
+from zero_sim.report.markup import Markup, element, escaped
+from zero_sim.report.svg_strip import strip_pictures
+from zero_sim.scenario.spec import ModelSpec, Scenario
+from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.verify.records import Evidence, Finding
+
+HOSTILE = "<script>alert('x')</script>\"&\x1b[31m https://evil.example/a.js"
+VOID = {"meta", "br", "wbr", "hr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page; fails where they do not nest."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open = []
+        self.elements = []
+        self.text = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.elements if name == tag]
+
+
+def logged(name="world", calls=3):
+    log = EventLog()
+    for number in range(calls):
+        for rank in (0, 1):
+            log.turns.append(rank)
+            log.note(rank, "issue", len(log.collectives))
+            log.add(
+                CollectiveRecord(
+                    rank=rank,
+                    kind="all_reduce",
+                    group=name,
+                    group_ranks=(0, 1),
+                    sequence=number,
+                    dtype="float32",
+                    elems=4,
+                    elem_bytes=4,
+                    detail=name,
+                    asynchronous=False,
+                    file=f"/{name}.py",
+                    line=1,
+                )
+            )
+            log.tick += 1
+    return log
+
+
+@pytest.fixture
+def bundle(even_strip):
+    """One whose every text is as given."""
+
+    def make(text="w", **parts):
+        got = torch.arange(20.0)
+        expected = got.clone()
+        expected[9:11] += 1
+        finding = Finding(
+            check="equality.grad",
+            message=f"it differs: {text}",
+            step=0,
+            phase="reduce",
+            rank=1,
+            param=text,
+            offset_in_param=9,
+            flat_offset=29,
+            call_start=2,
+            call_stop=4,
+            detail=text,
+            evidence=Evidence(start=0, expected=expected, got=got),
+        )
+        chosen = {
+            "id": "0123456789ab",
+            "scenario": Scenario(
+                schema=1, name=text, description=text, model=ModelSpec(name="mlp")
+            ),
+            "verdict": "fail",
+            "findings": (finding, dataclasses.replace(finding, check="equality.norm")),
+            "notes": (text,),
+            "environment": dataclasses.replace(current_environment(), platform=text),
+            "logs": (logged(text),),
+            "strip": even_strip(names=(text, "b")),
+            "written": "2026-07-31",
+            **parts,
+        }
+        return Bundle(**chosen)
+
+    return make
+
+
+def test_it_stands_alone(bundle):
+    text = render_page([bundle()])
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|src=|<link|<script", text)
+    page = Page(text)
+    (style,) = [a for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    assert style["content"].startswith("default-src 'none'")
+    assert page.elements[0] == ("html", {"lang": "en"})
+
+
+def test_a_hostile_name_is_text_everywhere(bundle):
+    text = render_page([bundle(HOSTILE), bundle(HOSTILE)])
+    page = Page(text)
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert not any(key.startswith("on") for _, attrs in page.elements for key in attrs)
+    assert not any("src" in attrs for _, attrs in page.elements)
+    assert {attrs["href"] for attrs in page.all("a")} == {"#b-0123456789ab"}
+    assert "\x1b" not in text
+    assert "<script>alert('x')</script>" in "".join(page.text)
+
+
+def test_what_it_shows(bundle):
+    page = Page(render_page([bundle()]))
+    text = "".join(page.text)
+    for shown in (
+        "equality.grad: it differs: w",
+        "flat buffer 0, 24 elements: 2 differ",
+        "zero-sim replay 0123456789ab",
+        'name = "mlp"',
+        "What equality.grad means",
+        "Nearest public bugs:",
+        "rank 1: all_reduce #1 of group w",
+        "2026-07-31",
+    ):
+        assert shown in text, shown
+    assert [attrs["class"] for attrs in page.all("svg")] == ["strip", "timeline"]
+
+
+def test_the_folder_is_part_of_the_replay_line(bundle, tmp_path):
+    page = render_page([bundle()], bundles_folder=tmp_path / "my bundles")
+    assert f"--bundles &#x27;{tmp_path}/my bundles&#x27;" in page
+
+
+def test_wide_things_scroll_in_their_own_box(bundle):
+    text = render_page([bundle()])
+    boxed = len(re.findall(r'<div class="scroll[^"]*"><(?:table|svg)', text))
+    assert boxed == len(re.findall(r"<(?:table|svg)\b", text)) > 0
+    assert re.search(r"\.scroll \{[^}]*overflow-x: auto", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+
+
+def test_a_bare_bundle_is_a_page(bundle):
+    bare = Finding(check="made.up", message="m")
+    Page(render_page([bundle(findings=(bare,), logs=(), strip=None, notes=())]))
+    Page(render_page([bundle(findings=(bare,), logs=(EventLog(),), strip=None)]))
+
+
+def test_a_name_that_is_no_unicode_can_be_written(bundle, tmp_path):
+    write_page(tmp_path / "deep" / "p.html", [bundle("\udcff")], bundles_folder=None)
+    Page((tmp_path / "deep" / "p.html").read_text())
+
+
+def test_values_around_the_first_difference(bundle):
+    finding = bundle().findings[0]
+    rows = re.findall(
+        r"<tr( class=\"bad\")?><td>(.*?)</tr>", values_table(finding, finding.evidence)
+    )
+    assert len(rows) == 19  # 8 before the first difference, up to the end
+    bad = [cells for marked, cells in rows if marked]
+    assert [cells.split("</td><td>")[:5] for cells in bad] == [
+        ["9", "9", "29", "10.0", "9.0"],
+        ["10", "10", "30", "11.0", "10.0"],
+    ]
+
+
+def test_values_of_another_length_are_shown_side_by_side():
+    evidence = Evidence(start=0, expected=torch.zeros(2), got=torch.zeros(3, dtype=torch.int64))
+    text = values_table(Finding(check="c", message="m"), evidence)
+    assert text.count("<tr>") == 1 + 3
+
+
+class TestStripPicture:
+    @pytest.mark.parametrize("at", [0, 499_999, 999_999])
+    def test_one_element_of_a_million_is_marked_inside_the_picture(self, even_strip, at):
+        strip = even_strip(shards=4, shard_elems=250_000, differ=((at, at + 1),))
+        rects = re.findall(r'<rect[^>]*class="differs"[^>]*>', strip_pictures(strip))
+        assert len(rects) == 2  # the whole, and its surroundings
+        for rect in rects:
+            x, width = (float(re.search(rf' {k}="([\d.]+)"', rect)[1]) for k in ("x", "width"))
+            assert width >= 3
+            assert 60 <= x <= x + width <= 1000.01
+
+    def test_a_small_one_is_one_picture(self, even_strip):
+        assert strip_pictures(even_strip()).count("<svg") == 1
+
+
+class TestMarkup:
+    def test_strings_are_escaped_and_markup_is_not(self):
+        inner = element("b", "<i>")
+        assert element("p", inner, "&", class_="a\"'") == (
+            '<p class="a&quot;&#x27;"><b>&lt;i&gt;</b>&amp;</p>'
+        )
+
+    def test_control_characters_are_spelled_out(self):
+        assert escaped("a\x1b\u202eb\n") == "a\\x1b\\u202eb\n"
+
+    def test_what_becomes_of_markup_is_no_markup(self):
+        assert not isinstance(Markup("<b>") + "<i>", Markup)

@@ -1,0 +1,68 @@
+"""What the commands of the command line share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from zero_sim.errors import EnvironmentProblem
+
+DEFAULT_BUNDLES = Path(".zero-sim", "bundles")
+
+bundles_option = click.option(
+    "--bundles",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=DEFAULT_BUNDLES,
+    show_default=True,
+    metavar="DIR",
+    help="Folder with the bundles of failing cases.",
+)
+
+
+def reproduce_command(source: Path, file_id: str, *, stall_seconds: float | None = None) -> str:
+    """The command that runs one case of a file.
+
+    Args:
+        source: The file.
+        file_id: Id of the case, as the file alone has it.
+        stall_seconds: In place of what the scenario says; None for that.
+    """
+    words = file_id
+    if any(char in " ()\"'" for char in words):
+        words = f'"{words}"'
+    limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
+    return shlex.join(["zero-sim", "run", str(source), "-k", words, *limit])
+
+
+def replay_command(bundle: str, *, bundles: Path | None = None) -> str:
+    """The command that repeats a bundle's case.
+
+    Args:
+        bundle: Its id.
+        bundles: The folder it is in; None for where commands look anyway.
+    """
+    where = [] if bundles in (None, DEFAULT_BUNDLES) else ["--bundles", str(bundles)]
+    return shlex.join(["zero-sim", "replay", bundle, *where])
+
+
+@contextlib.contextmanager
+def packages_needed() -> Iterator[None]:
+    """Around imports: a package that is missing is a problem of the machine."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "zero_sim":
+            raise
+        raise EnvironmentProblem(
+            f"expected the package {error.name!r}, which is not installed. Try `zero-sim doctor`."
+        ) from None
+
+
+def echo_json(value: object) -> None:
+    """Print a value as JSON on stdout."""
+    click.echo(json.dumps(value, indent=2))

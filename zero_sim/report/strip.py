@@ -1,0 +1,219 @@
+"""The strip picture: a flat buffer as rows of characters, with what differs marked below.
+
+One character is one element where the buffer is small. Of a larger one, a first picture shows all
+of it, several elements to a character, and a second one the surroundings of the first difference,
+element by element. A character below which anything differs is always marked.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero_sim.verify.records import Strip, StripPiece
+
+WIDTH = 96
+"""Characters of a line, so that it fits into 100 below a case's indentation."""
+NAMES_MAX = 12
+"""Params named below a picture."""
+
+_LABEL_CHARS = 8
+_CELLS_MAX = WIDTH - _LABEL_CHARS
+_DIGITS = string.digits + string.ascii_lowercase
+_LETTERS = string.ascii_letters
+_TICK_CHARS = 10
+
+_NOBODY = "?"
+_PADDING = "."
+_SEVERAL = "+"
+_NOTHING = " "
+_UNTOLD = "-"
+"""In the row of ranks: a shard whose ranks own nothing of it, so that none tells of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    """A range of the buffer, `per_char` elements to a character."""
+
+    start: int
+    stop: int
+    per_char: int
+
+    @property
+    def cells(self) -> int:
+        return -(-(self.stop - self.start) // self.per_char)
+
+    def cells_of(self, start: int, stop: int) -> range:
+        """The characters that hold any element of a span."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        if start >= stop:
+            return range(0)
+        first = (start - self.start) // self.per_char
+        return range(first, (stop - 1 - self.start) // self.per_char + 1)
+
+
+def draw_strip(strip: Strip) -> list[str]:
+    """The picture, as lines of at most `WIDTH` ASCII characters."""
+    lines = [describe_strip(strip)]
+    if (strip.start, strip.stop) != (0, strip.elems):
+        lines.append(f"of it, elements {strip.start:,} to {strip.stop:,}")
+    numel = strip.stop - strip.start
+    if numel > _CELLS_MAX:
+        per_char = -(-numel // _CELLS_MAX)
+        view = _View(start=strip.start, stop=strip.stop, per_char=per_char)
+        lines.append(f"all, {per_char:,} elements a character ({_SEVERAL} more than one in it):")
+        lines.extend(_draw(strip, view, with_params=False))
+        lines.append("around the first difference, 1 element a character:")
+    view = _zoom(strip)
+    lines.extend(_draw(strip, view, with_params=True))
+    lines.extend(_legend(strip, view))
+    return [line.rstrip() for line in lines]
+
+
+def describe_strip(strip: Strip) -> str:
+    """The strip in one sentence."""
+    count = len(strip.differ)
+    marked = sum(stop - start for start, stop in strip.differ)
+    differ = f"{marked:,} differ" if marked != 1 else "1 differs"
+    spans = f"in {count} span{'' if count == 1 else 's'}"
+    if strip.differ_cut:
+        differ, spans = f"{marked:,} or more differ", f"in more than the {count} spans shown"
+    line = f"flat buffer {strip.buffer}, {strip.elems:,} elements: {differ}, {spans}"
+    if strip.differ_ranks:
+        word = "rank" if len(strip.differ_ranks) == 1 else "ranks"
+        line += f", on {word} {_numbers(strip.differ_ranks)}"
+    return line
+
+
+def _zoom(strip: Strip) -> _View:
+    numel = strip.stop - strip.start
+    start = strip.start
+    if numel > _CELLS_MAX and strip.differ:
+        # Tens, so that the ruler reads well.
+        start = max(strip.start, (strip.differ[0][0] - _CELLS_MAX // 3) // 10 * 10)
+        start = max(strip.start, min(start, strip.stop - _CELLS_MAX))
+    return _View(start=start, stop=min(strip.stop, start + _CELLS_MAX), per_char=1)
+
+
+def _draw(strip: Strip, view: _View, *, with_params: bool) -> Iterator[str]:
+    yield _line("offset", _ruler(view))
+    yield _line(
+        "bucket",
+        _row(view, [(b.start, b.stop, _DIGITS[b.index % len(_DIGITS)]) for b in strip.buckets]),
+    )
+    yield _line("rank", _rank_row(strip, view))
+    if with_params:
+        letters = _letters_of(strip, view)
+        rows = [(p.start, p.stop, letters[p.param]) for p in strip.pieces if p.param in letters]
+        rows += [(start, stop, _PADDING) for start, stop in strip.padding]
+        rows += [(start, stop, _NOBODY) for start, stop in strip.unowned]
+        yield _line("param", _row(view, rows))
+    marks = [_NOTHING] * view.cells
+    for start, stop in strip.differ:
+        for cell in view.cells_of(start, stop):
+            marks[cell] = "^"
+    yield _line("differ", "".join(marks))
+
+
+def _line(label: str, cells: str) -> str:
+    return f"{label:<{_LABEL_CHARS}}{cells}"
+
+
+def _row(view: _View, spans: Sequence[tuple[int, int, str]]) -> str:
+    """One character a cell: that of the only span in it, or a sign that there are several."""
+    cells = [_NOTHING] * view.cells
+    for start, stop, char in spans:
+        for cell in view.cells_of(start, stop):
+            cells[cell] = char if cells[cell] in (_NOTHING, char) else _SEVERAL
+    return "".join(cells)
+
+
+def _rank_row(strip: Strip, view: _View) -> str:
+    shards = [(s.start, s.stop, _DIGITS[s.ranks[0] % len(_DIGITS)]) for s in strip.shards]
+    return _row(view, shards).replace(_NOTHING, _UNTOLD)
+
+
+def _ruler(view: _View) -> str:
+    """Offsets above every tenth character; one that would run into the next is left out."""
+    cells = [_NOTHING] * (view.cells + _TICK_CHARS)
+    free = 0
+    for cell in range(0, view.cells, _TICK_CHARS):
+        text = str(view.start + cell * view.per_char)
+        if cell >= free and cell + len(text) <= _CELLS_MAX:
+            cells[cell : cell + len(text)] = text
+            free = cell + len(text) + 1
+    return "".join(cells)[:_CELLS_MAX]
+
+
+def _seen(strip: Strip, view: _View) -> list[StripPiece]:
+    return [p for p in strip.pieces if p.start < view.stop and view.start < p.stop]
+
+
+def _letters_of(strip: Strip, view: _View) -> dict[str, str]:
+    """A letter for each param in view; neighbours never share one."""
+    names = dict.fromkeys(piece.param for piece in _seen(strip, view))
+    return {name: _LETTERS[i % len(_LETTERS)] for i, name in enumerate(names)}
+
+
+def _legend(strip: Strip, view: _View) -> Iterator[str]:
+    letters = _letters_of(strip, view)
+    bad = {
+        piece.param
+        for piece in _seen(strip, view)
+        if any(piece.start < stop and start < piece.stop for start, stop in strip.differ)
+    }
+    # What differs is named before what does not, if there is not room for all.
+    names = sorted(letters, key=lambda name: name not in bad)[:NAMES_MAX]
+    entries = [f"{letters[n]} {_short(n)}" for n in letters if n in names]
+    if len(letters) > len(names):
+        entries.append(f"and {len(letters) - len(names)} more")
+    if any(start < view.stop and view.start < stop for start, stop in strip.padding):
+        entries.append(f"{_PADDING} padding")
+    if any(start < view.stop and view.start < stop for start, stop in strip.unowned):
+        entries.append(f"{_NOBODY} owned by no rank")
+    yield from _wrapped("param", entries)
+    shared = [
+        f"{_DIGITS[ranks[0] % len(_DIGITS)]} ranks {_numbers(ranks)}"
+        for ranks in dict.fromkeys(shard.ranks for shard in strip.shards)
+        if len(ranks) > 1 or ranks[0] >= len(_DIGITS)
+    ]
+    entries = shared[:NAMES_MAX]
+    if len(shared) > NAMES_MAX:
+        entries.append(f"and {len(shared) - NAMES_MAX} more")
+    if _UNTOLD in _rank_row(strip, view):
+        entries.append(f"{_UNTOLD} of a rank that owns nothing of it")
+    yield from _wrapped("rank", entries)
+
+
+def _wrapped(label: str, entries: Sequence[str]) -> Iterator[str]:
+    line = ""
+    for entry in entries:
+        if line and len(line) + 2 + len(entry) > _CELLS_MAX:
+            yield _line(label, line)
+            label, line = "", ""
+        line = f"{line}  {entry}" if line else entry
+    if line:
+        yield _line(label, line)
+
+
+def _short(name: str) -> str:
+    """A name in ASCII, without its middle where it is long."""
+    plain = ascii(name)[1:-1]
+    most = _CELLS_MAX // 2
+    return plain if len(plain) <= most else f"{plain[: most // 2]}...{plain[3 - most // 2 :]}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Ranks in ascending order, runs shortened; a few of many."""
+    runs: list[list[int]] = []
+    for before, rank in pairwise([-2, *sorted(ranks)]):
+        if rank == before + 1:
+            runs[-1][-1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} runs more" if len(texts) > 8 else "")

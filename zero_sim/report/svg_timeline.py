@@ -1,0 +1,132 @@
+"""The timeline of a run as SVG: ranks as rows, calls as spans, for the HTML report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from zero_sim.report.markup import Markup, element
+from zero_sim.report.timeline import CallSpan, read_timeline
+
+if TYPE_CHECKING:
+    from zero_sim.sim import EventLog
+    from zero_sim.verify.records import Finding
+
+CALLS_MAX = 600
+"""Calls drawn; of a longer log, those around the finding."""
+RANKS_MAX = 32
+
+_WIDTH, _LEFT, _LANE, _LANES = 1000, 60, 10, 3
+_CHAR_WIDTH = 6
+_KINDS = (("reduce", "reduce"), ("gather", "gather"), ("send", "mail"), ("recv", "mail"))
+
+
+def draw_timeline(log: EventLog, finding: Finding) -> tuple[Markup, str]:
+    """The calls of all ranks around a finding.
+
+    Args:
+        log: The log of the world that it was found in.
+        finding: The finding; its step is shaded.
+
+    Returns:
+        The picture, and a sentence that says what of the run it shows.
+    """
+    timeline = read_timeline(log)
+    total = len(timeline.calls)
+    first, last = _window(total, finding)
+    calls = timeline.calls[first:last]
+    ranks = _ranks(timeline.world_size, finding)
+    start = calls[0].issue_tick if calls else 0
+    stop = max([start + 1, *(_end(call, timeline.stop_tick) for call in calls)])
+    scale = (_WIDTH - _LEFT) / (stop - start)
+
+    def x(tick: float) -> float:
+        return _LEFT + (min(max(tick, start), stop) - start) * scale
+
+    height = 16 + len(ranks) * (_LANES * _LANE + 6)
+    rows = {rank: 16 + i * (_LANES * _LANE + 6) for i, rank in enumerate(ranks)}
+    parts: list[Markup] = [element("text", "time, in calls", x=_LEFT, y=11, class_="tick")]
+    parts.extend(_shade(timeline.calls, finding, x=x, height=height))
+    for rank, top in rows.items():
+        parts.append(element("text", f"rank {rank}", x=0, y=top + 19, class_="label"))
+        own = [call for call in calls if call.record.rank == rank]
+        for call, lane in zip(own, _lanes(own, timeline.stop_tick), strict=True):
+            end = _end(call, timeline.stop_tick)
+            parts.extend(_span(call, x(call.issue_tick), x(end), top + lane * _LANE))
+    svg = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", class_="timeline")
+    said = f"{len(calls)} of {total} calls" if len(calls) < total else f"all {total} calls"
+    if len(ranks) < timeline.world_size:
+        said += f", {len(ranks)} of {timeline.world_size} ranks"
+    return element("div", svg, class_="scroll"), said
+
+
+def _window(total: int, finding: Finding) -> tuple[int, int]:
+    if total <= CALLS_MAX:
+        return 0, total
+    start = finding.call_start
+    if start is None:
+        start = total if finding.call_stop is None else finding.call_stop
+    first = max(0, min(start - CALLS_MAX // 4, total - CALLS_MAX))
+    return first, first + CALLS_MAX
+
+
+def _ranks(world_size: int, finding: Finding) -> list[int]:
+    """All ranks, or those around the finding's."""
+    first = 0
+    if world_size > RANKS_MAX and finding.rank is not None:
+        first = max(0, min(finding.rank - RANKS_MAX // 2, world_size - RANKS_MAX))
+    return list(range(first, min(world_size, first + RANKS_MAX)))
+
+
+def _end(call: CallSpan, stop: int) -> int:
+    """When a call is over; who never returned from it waits to the end."""
+    if call.land_tick is not None:
+        return max(call.land_tick, call.issue_tick + 1)
+    return call.issue_tick + 1 if call.completed else stop
+
+
+def _lanes(calls: Sequence[CallSpan], stop: int) -> Iterator[int]:
+    """A lane for each call of one rank: those in flight together lie in several."""
+    free = [0] * _LANES
+    for call in calls:
+        lane = next((i for i, tick in enumerate(free) if tick <= call.issue_tick), _LANES - 1)
+        free[lane] = _end(call, stop)
+        yield lane
+
+
+def _shade(
+    calls: Sequence[CallSpan], finding: Finding, *, x: Callable[[float], float], height: int
+) -> Iterator[Markup]:
+    start, stop = finding.call_start, finding.call_stop
+    if start is None or stop is None or start >= len(calls):
+        return
+    left = x(calls[start].issue_tick)
+    right = x(calls[stop].issue_tick) if stop < len(calls) else float(_WIDTH)
+    title = element("title", f"step {finding.step} of rank {finding.rank}, until it was found")
+    width = f"{max(1.0, right - left):.2f}"
+    yield element("rect", title, x=f"{left:.2f}", y=0, width=width, height=height, class_="step")
+
+
+def _span(call: CallSpan, left: float, right: float, top: int) -> Iterator[Markup]:
+    record = call.record
+    class_ = next((name for word, name in _KINDS if word in record.kind), "other")
+    if call.refused:
+        class_ += " refused"
+    elif not call.completed:
+        class_ += " open"
+    landed = "never" if call.land_tick is None else str(call.land_tick)
+    ended = "" if call.land_tick is None and call.completed else f", over at {landed}"
+    came = ", ".join(map(str, call.came))
+    title = f"rank {record.rank}: {record.text}; issued at {call.issue_tick}{ended}; came: {came}"
+    width = max(1.5, right - left - 0.5)
+    yield element(
+        "rect",
+        element("title", title),
+        x=f"{left:.2f}",
+        y=top,
+        width=f"{width:.2f}",
+        height=_LANE - 1,
+        class_=class_,
+    )
+    if width > len(record.kind) * _CHAR_WIDTH:
+        yield element("text", record.kind, x=f"{left + 2:.2f}", y=top + 7.5, class_="call")

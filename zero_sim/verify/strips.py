@@ -1,0 +1,200 @@
+"""The strip of a finding: the flat buffer in which it lies, put together from what its owners tell.
+
+Integers and names only; `zero_sim.report` draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+from zero_sim.targets import Place
+from zero_sim.verify.compare import SPANS_MAX
+from zero_sim.verify.records import Finding, Strip, StripBucket, StripPiece, StripShard
+
+PIECES_MAX = 512
+"""Pieces told of in one strip; of a larger buffer, those around the first difference."""
+
+DIFFER_MAX = 512
+"""Spans marked in one strip."""
+
+Span = tuple[int, int]
+
+
+def build_strip(
+    first: Finding, *, found: Sequence[Finding], places: Mapping[int, Sequence[Place]]
+) -> Strip | None:
+    """The strip of a finding.
+
+    Args:
+        first: The finding to show.
+        found: All findings of its check, it among them: what else differs is marked, too.
+        places: What each rank owns, by the rank's name in findings, for all ranks that share the
+            finding's param.
+
+    Returns:
+        None where it lies in no buffer that any rank told of.
+    """
+    owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
+    buffer = next((place.buffer for _, place in owned if place.param == first.param), None)
+    if buffer is None:
+        return None
+    inside = [(rank, place) for rank, place in owned if place.buffer == buffer]
+    pieces = _pieces(place for _, place in inside)
+    buckets = _buckets(place for _, place in inside)
+    padding, unowned = _gaps([place for _, place in inside], pieces, buckets)
+    differ = _flat(found, pieces)
+    if not differ:
+        return None
+    elems = max(bucket.stop for bucket in buckets)
+    start, stop = _window(pieces, differ=_flat([first], pieces) or differ, elems=elems)
+    whole = (start, stop) == (0, elems)
+    return Strip(
+        check=first.check,
+        buffer=buffer,
+        elems=elems,
+        start=start,
+        stop=stop,
+        buckets=tuple(b for b in buckets if whole or _meets(b, start, stop)),
+        shards=tuple(s for s in _shards(inside) if whole or _meets(s, start, stop)),
+        pieces=tuple(p for p in pieces if whole or _meets(p, start, stop)),
+        padding=_cut(padding, start, stop),
+        unowned=_cut(unowned, start, stop),
+        differ=_cut(differ, start, stop)[:DIFFER_MAX],
+        differ_cut=len(_cut(differ, start, stop)) > DIFFER_MAX
+        or any(len(finding.differ_spans) == SPANS_MAX for finding in found),
+        differ_ranks=tuple(sorted({f.rank for f in found if f.rank is not None})),
+    )
+
+
+def _pieces(places: Iterable[Place]) -> list[StripPiece]:
+    spans = {
+        (place.flat_start, place.flat_start + place.stop - place.start, place.param, place.start)
+        for place in places
+    }
+    return [
+        StripPiece(param=param, start=start, stop=stop, param_start=param_start)
+        for start, stop, param, param_start in sorted(spans)
+        if start < stop
+    ]
+
+
+def _buckets(places: Iterable[Place]) -> list[StripBucket]:
+    spans: dict[int, Span] = {}
+    for place in places:
+        told = place.bucket_start is not None and place.bucket_stop is not None
+        start = place.bucket_start if told else place.shard_start
+        stop = place.bucket_stop if told else place.shard_stop
+        assert start is not None
+        assert stop is not None
+        known = spans.get(place.bucket, (start, stop))
+        spans[place.bucket] = (min(start, known[0]), max(stop, known[1]))
+    return [StripBucket(index=i, start=a, stop=b) for i, (a, b) in sorted(spans.items())]
+
+
+def _shards(inside: Iterable[tuple[int, Place]]) -> list[StripShard]:
+    ranks: dict[tuple[int, int, int, int], list[int]] = {}
+    for rank, place in inside:
+        key = (place.shard_start, place.shard_stop, place.bucket, place.shard)
+        holders = ranks.setdefault(key, [])
+        if rank not in holders:
+            holders.append(rank)
+    return [
+        StripShard(index=shard, bucket=bucket, ranks=tuple(ranks[key]), start=start, stop=stop)
+        for key in sorted(ranks)
+        for start, stop, bucket, shard in [key]
+    ]
+
+
+def _gaps(
+    places: Sequence[Place], pieces: Sequence[StripPiece], buckets: Sequence[StripBucket]
+) -> tuple[list[Span], list[Span]]:
+    """What no piece covers: padding, and what should have an owner and has none."""
+    covered = _merged((piece.start, piece.stop) for piece in pieces)
+    gaps = _without(_merged((bucket.start, bucket.stop) for bucket in buckets), covered)
+    told = [
+        (place.padding_start, place.bucket_stop)
+        for place in places
+        if place.padding_start is not None and place.bucket_stop is not None
+    ]
+    # Who does not tell of padding has said nothing of where it must not be.
+    padding = _merged(told) if len(told) == len(places) else gaps
+    return padding, _without(gaps, padding)
+
+
+def _flat(found: Iterable[Finding], pieces: Sequence[StripPiece]) -> list[Span]:
+    """Where in the buffer the elements lie that differ."""
+    of_param: dict[str, list[StripPiece]] = {}
+    for piece in pieces:
+        of_param.setdefault(piece.param, []).append(piece)
+    return _merged(
+        chain.from_iterable(
+            _place_span(span, of_param[finding.param])
+            for finding in found
+            if finding.param in of_param
+            for span in finding.differ_spans
+        )
+    )
+
+
+def _place_span(span: Span, pieces: Sequence[StripPiece]) -> list[Span]:
+    found: list[Span] = []
+    left = [span]
+    for piece in pieces:
+        shift = piece.start - piece.param_start
+        stop = piece.param_start + piece.stop - piece.start
+        start, end = max(span[0], piece.param_start), min(span[1], stop)
+        if start < end:
+            found.append((start + shift, end + shift))
+            left = _without(left, [(start, end)])
+    # What nobody owns lies where it would if the param were in one piece.
+    shift = pieces[0].start - pieces[0].param_start
+    return found + [(start + shift, stop + shift) for start, stop in left if start + shift >= 0]
+
+
+def _window(pieces: Sequence[StripPiece], *, differ: Sequence[Span], elems: int) -> Span:
+    if len(pieces) <= PIECES_MAX:
+        return 0, elems
+    at = sum(piece.start <= differ[0][0] for piece in pieces) - 1
+    low = max(0, min(at - PIECES_MAX // 2, len(pieces) - PIECES_MAX))
+    high = low + PIECES_MAX
+    start = 0 if low == 0 else pieces[low].start
+    return start, elems if high == len(pieces) else pieces[high - 1].stop
+
+
+def _meets(part: StripBucket | StripShard | StripPiece, start: int, stop: int) -> bool:
+    return part.start < stop and start < part.stop
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
+    """What of some spans lies in no hole; both sorted and disjoint."""
+    found: list[Span] = []
+    first = 0
+    for begin, stop in spans:
+        start = begin
+        while first < len(holes) and holes[first][1] <= start:
+            first += 1
+        for hole_start, hole_stop in holes[first:]:
+            if hole_start >= stop:
+                break
+            if start < hole_start:
+                found.append((start, hole_start))
+            start = max(start, hole_stop)
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+def _cut(spans: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
+    cut = ((max(a, start), min(b, stop)) for a, b in spans)
+    return tuple((a, b) for a, b in cut if a < b)
