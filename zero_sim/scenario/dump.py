@@ -26,7 +26,15 @@ def to_chosen_data(scenario: Scenario) -> dict[str, object]:
 
 def to_toml(scenario: Scenario) -> str:
     """A scenario file of this one case, which loads as an equal scenario."""
-    data = to_data(scenario)
+    return _file(to_data(scenario))
+
+
+def to_chosen_toml(scenario: Scenario) -> str:
+    """The same without what is as by default: what a person wants to read."""
+    return _file(to_chosen_data(scenario))
+
+
+def _file(data: Mapping[str, object]) -> str:
     tables = {name: value for name, value in data.items() if isinstance(value, dict)}
     lines = [f"{name} = {_inline(value)}" for name, value in data.items() if name not in tables]
     for name, table in tables.items():
