@@ -92,6 +92,12 @@ bundles_option = click.option(
     show_default=True,
     help="What carries the collectives.",
 )
+@click.option(
+    "--target",
+    metavar="NAME",
+    help="System to judge, whatever the scenarios say: a registered name, or module:name, which "
+    "is imported; no bundles are then written.",
+)
 @bundles_option
 @click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
 @click.option(
@@ -113,6 +119,7 @@ def run(
     paths: tuple[str, ...],
     expression: str,
     backend: str,
+    target: str | None,
     bundles: Path,
     no_bundles: bool,
     trace: Path | None,
@@ -136,14 +143,16 @@ def run(
     session = _Session(
         as_json=as_json,
         errors=found.errors,
-        bundles=None if no_bundles else bundles,
+        # A bundle could not say how to find the target of another package.
+        bundles=None if no_bundles or (target and ":" in target) else bundles,
+        target=target,
         trace=trace,
         stall_seconds=stall_seconds,
     )
     session.report_problems()
     if found.cases:
-        with open_judge(backend=backend, keep_logs=trace is not None) as judge:
-            session.run_all(found.cases, judge)
+        with open_judge(backend=backend, keep_logs=trace is not None, target=target) as judge:
+            session.run_all([_of_target(case, target) for case in found.cases], judge)
     ctx.exit(session.finish())
 
 
@@ -261,20 +270,33 @@ def _packages_needed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
+def open_judge(
+    *, backend: str, keep_logs: bool = False, target: str | None = None
+) -> Iterator[Judge]:
     """What judges one case after another; the one place where the command line meets `verify`.
 
     Worlds are kept from case to case, so that setting one up is paid for once.
+
+    Args:
+        backend: What carries the collectives.
+        keep_logs: Whether results carry their event logs even if nothing fails.
+        target: The system to judge in place of the scenarios' own: a registered name, or
+            `module:name`, whose code is run.
+
+    Raises:
+        UsageError: There is no such target.
     """
     assert backend == "sim", backend
     with _packages_needed():
         from zero_sim.launch import WorldPool
+        from zero_sim.targets import import_target
         from zero_sim.verify.runner import run_case
+    chosen = None if target is None else import_target(target)
     # What is loaded now stays: the collector need not walk through torch again and again.
     gc.collect()
     gc.freeze()
     with WorldPool() as pool:
-        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs)
+        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs, target=chosen)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -288,6 +310,8 @@ class _Session:
     trace: Path | None = None
     """Where Chrome traces go, if anywhere."""
     stall_seconds: float | None = None
+    """In place of what the scenarios say; None for theirs."""
+    target: str | None = None
     """In place of what the scenarios say; None for theirs."""
     results: list[CaseResult] = field(default_factory=list)
     sources: list[dict[str, str | None]] = field(default_factory=list)
@@ -312,7 +336,7 @@ class _Session:
             for index, case in enumerate(cases):
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
-                command = _reproduce(case, stall_seconds=self.stall_seconds)
+                command = _reproduce(case, stall_seconds=self.stall_seconds, target=self.target)
                 bundle = self._write_bundle(case, result)
                 if self.trace is not None and result.logs:
                     self._write_trace(case, result, number=index if len(cases) > 1 else None)
@@ -436,6 +460,14 @@ class _Session:
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]
 
 
+def _of_target(case: Case, target: str | None) -> Case:
+    """The case of a registered target, so that its bundle names it; of another, as it is."""
+    if target is None or ":" in target:
+        return case
+    system = dataclasses.replace(case.scenario.system, target=target)
+    return dataclasses.replace(case, scenario=dataclasses.replace(case.scenario, system=system))
+
+
 def _gravest(statuses: Sequence[int]) -> int:
     return min(statuses, key=_GRAVITY.index, default=0)
 
@@ -448,12 +480,13 @@ def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
     )
 
 
-def _reproduce(case: Case, *, stall_seconds: float | None) -> str:
+def _reproduce(case: Case, *, stall_seconds: float | None, target: str | None) -> str:
     words = case.file_id
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
     limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
-    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit])
+    named = [] if target is None else ["--target", target]
+    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit, *named])
 
 
 def _coloured(text: str, verdict: str) -> str:

@@ -35,7 +35,6 @@ PLAIN_MODELS: tuple[ModelName, ...] = (
     "transformer-260",
     "lattice",
     "bit-hash",
-    "ternary",
 )
 """Models of which every rank has all params and every micro-batch uses each of them."""
 

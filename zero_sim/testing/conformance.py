@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import hypothesis
-from hypothesis import HealthCheck, Verbosity, given, settings
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 
 from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case
@@ -111,6 +111,7 @@ def _build_check(
         max_examples=cases,
         deadline=None,
         database=None,
+        phases=(Phase.generate, Phase.shrink),
         print_blob=False,
         report_multiple_bugs=False,
         # The case is shown as TOML, not as the repr of a record.

@@ -6,7 +6,6 @@ and no feature.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -143,14 +142,13 @@ def _draw_model(on: _Features, *, ranks: int, steps: int) -> ModelSpec:
 
 def _draw_shapes(on: _Features, *, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of 0, 1, N - 1, N, N + 1 elements a dimension, and any other small number."""
-    edges = sorted({0, 1, ranks - 1, ranks, ranks + 1})
-    dim = st.sampled_from(edges) | st.integers(0, 2 * ranks + 1)
-    shape = st.lists(dim, max_size=2).map(tuple)
-    if not on.able.scalar_params:
-        shape = shape.filter(len)
-    if not on.able.empty_params:
-        shape = shape.filter(math.prod)
-    drawn = on.draw(st.lists(shape, max_size=5))
+    least = 0 if on.able.empty_params else 1
+    edges = sorted(edge for edge in {0, 1, ranks - 1, ranks, ranks + 1} if edge >= least)
+    dim = st.sampled_from(edges) | st.integers(least, 2 * ranks + 1)
+    kinds: list[st.SearchStrategy[tuple[int, ...]]] = [st.tuples(dim), st.tuples(dim, dim)]
+    if on.able.scalar_params:
+        kinds.append(st.just(()))
+    drawn = on.draw(st.lists(st.one_of(kinds), max_size=5))
     # One at least has elements: without a gradient, equality means nothing.
     return (*drawn, (on.number(1, 5),))
 

@@ -70,7 +70,7 @@ class AskedEngine:
 
     def params(self) -> dict[str, Tensor]:
         """Full working params on this rank."""
-        return self._ask(lambda: dict(self._engine.params()))
+        return {name: param.detach() for name, param in self._params().items()}
 
     def module_buffers(self) -> dict[str, Tensor]:
         """Buffers of the module, such as the scales of fp8 params."""
@@ -86,7 +86,14 @@ class AskedEngine:
 
     def gradients(self) -> dict[str, Tensor]:
         """What the full working params have in `.grad`."""
-        return {name: p.grad for name, p in self.params().items() if p.grad is not None}
+        return {
+            name: param.grad.detach()
+            for name, param in self._params().items()
+            if param.grad is not None
+        }
+
+    def _params(self) -> dict[str, Tensor]:
+        return self._ask(lambda: dict(self._engine.params()))
 
     @property
     def untold(self) -> frozenset[str]:
