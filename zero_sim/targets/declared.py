@@ -101,13 +101,15 @@ class Capabilities:
                     message=f"expected {'an element or more' if shape else 'a dimension or more'}, "
                     f"got {show(shape)}.",
                 )
-        yield from self._unfollowed(scenario, numerics.replayed(scenario))
+        yield from self._unfollowed(scenario, numerics)
 
-    def _unfollowed(self, scenario: Scenario, replayed: Scenario) -> Iterator[Problem]:
+    def _unfollowed(self, scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:
         for path, value, default in _options(scenario):
             if value == default or path in self.follows or path in _FREE:
                 continue
-            if path.startswith("system.") and value == getattr(replayed.system, path[7:]):
+            # What the target does anyway, a scenario may say.
+            table, _, name = path.partition(".")
+            if table == "system" and value == getattr(numerics, name, None):
                 continue
             yield Problem(
                 path=path,
@@ -154,16 +156,19 @@ def numerics_of(target: Target) -> Numerics:
 
 
 def capabilities_of(target: Target) -> Capabilities:
-    """What may be drawn for a target: what it declares, or what ten lines around AdamW can do."""
+    """What may be drawn for a target: what it declares, or what ten lines around AdamW can do.
+
+    One that declares None, which stands for all that a scenario can say, is drawn the same for.
+    """
     return getattr(target, "capabilities", None) or Capabilities()
 
 
 def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     """All that keeps a case from being run on a target; empty where nothing does.
 
-    A target without declared capabilities refuses nothing by them.
+    Capabilities that are None, and not just left out, refuse nothing.
     """
-    declared: Capabilities | None = getattr(target, "capabilities", None)
+    declared: Capabilities | None = getattr(target, "capabilities", Capabilities())
     own = getattr(target, "refuses", None)
     found = () if own is None else tuple(own(scenario))
     if declared is None:

@@ -290,6 +290,7 @@ class ZeroSimTarget:
     """The project's own system, stages 0 and 1."""
 
     name = "zero_sim"
+    capabilities = None
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:
         """Wrap the module for training on this rank."""

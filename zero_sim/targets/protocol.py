@@ -180,8 +180,8 @@ class Target(Protocol):
     """A system under test.
 
     What it declares besides, in attributes of these names, is read where it is there:
-    `capabilities` (`Capabilities`), `numerics` (`Numerics`), and a method `refuses(scenario)` that
-    gives more `Problem`s than the capabilities can say.
+    `capabilities` (`Capabilities`; None for all that a scenario can say), `numerics` (`Numerics`),
+    and a method `refuses(scenario)` that gives more `Problem`s than the capabilities can say.
     """
 
     name: str

@@ -6,6 +6,13 @@ a sum, then a division in the reduce dtype; in fp32 that is `post` of the refere
 sharded params hold in `.grad` is divided already. A param is cut along its first dimension into
 chunks of equally many rows, the last ones shorter or empty. Between micro-batches gradients
 accumulate locally, whole.
+
+[Note: params that some rank does not use]
+Each rank leaves the params that its own losses do not reach out of the reduce-scatter. Where ranks
+differ in that, they bring tensors of other params to one call: it fails where the sizes differ, and
+where they are equal, gradients of different params are added without an error (torch 2.13, without
+`reduce_scatter_unused_params`). So only models are declared of which every micro-batch uses all; a
+test shows what comes of others.
 """
 
 from __future__ import annotations
@@ -45,7 +52,9 @@ class FSDP2Engine:
         self._spec, self._rank, self._size = scenario.optimizer, group.rank(), group.size()
         mesh = DeviceMesh.from_group(group, "cpu")
         for child in module.children():
-            if any(param.requires_grad for param in child.parameters()):
+            # What is no more than a container has no forward to gather before.
+            is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if is_called and any(param.requires_grad for param in child.parameters()):
                 fully_shard(child, mesh=mesh)
         self._sharded: FSDPModule = fully_shard(module, mesh=mesh)
         self.module = module
@@ -133,7 +142,7 @@ class TorchFSDP2:
     name = "torch-fsdp2"
     capabilities = Capabilities(
         stages=(1,),
-        # fully_shard refuses a scalar, which has no rows to deal out; and its backward, an empty one.
+        # A scalar has no rows to deal out, and backward fails where a param has no elements.
         scalar_params=False,
         empty_params=False,
         # Rprop's in-place masks have no rule for sharded tensors: torch raises.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class ShardedAdamW:
 
 
 def slices(elems: int, ranks: int) -> list[tuple[int, int]]:
-    """Start and stop of each rank's slice; the first ones are one longer where it does not divide."""
+    """Start and stop of each rank's slice; the first ones take one of what is left over each."""
     least, longer = divmod(elems, ranks)
     starts = [rank * least + min(rank, longer) for rank in range(ranks + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
