@@ -88,6 +88,12 @@ def main() -> None:
     show_default=True,
     help="What carries the collectives.",
 )
+@click.option(
+    "--target",
+    metavar="NAME",
+    help="System to judge, whatever the scenarios say: a registered name, or module:name, which "
+    "is imported; no bundles are then written.",
+)
 @bundles_option
 @click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
 @click.option(
@@ -109,6 +115,7 @@ def run(
     paths: tuple[str, ...],
     expression: str,
     backend: str,
+    target: str | None,
     bundles: Path,
     no_bundles: bool,
     trace: Path | None,
@@ -132,14 +139,16 @@ def run(
     session = _Session(
         as_json=as_json,
         errors=found.errors,
-        bundles=None if no_bundles else bundles,
+        # A bundle could not say how to find the target of another package.
+        bundles=None if no_bundles or (target and ":" in target) else bundles,
+        target=target,
         trace=trace,
         stall_seconds=stall_seconds,
     )
     session.report_problems()
     if found.cases:
-        with open_judge(backend=backend, keep_logs=trace is not None) as judge:
-            session.run_all(found.cases, judge)
+        with open_judge(backend=backend, keep_logs=trace is not None, target=target) as judge:
+            session.run_all([_of_target(case, target) for case in found.cases], judge)
     ctx.exit(session.finish())
 
 
@@ -274,20 +283,33 @@ def bench(as_json: bool) -> None:
 
 
 @contextlib.contextmanager
-def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
+def open_judge(
+    *, backend: str, keep_logs: bool = False, target: str | None = None
+) -> Iterator[Judge]:
     """What judges one case after another; the one place where the command line meets `verify`.
 
     Worlds are kept from case to case, so that setting one up is paid for once.
+
+    Args:
+        backend: What carries the collectives.
+        keep_logs: Whether results carry their event logs even if nothing fails.
+        target: The system to judge in place of the scenarios' own: a registered name, or
+            `module:name`, whose code is run.
+
+    Raises:
+        UsageError: There is no such target.
     """
     assert backend == "sim", backend
     with packages_needed():
         from zero_sim.launch import WorldPool
+        from zero_sim.targets import import_target
         from zero_sim.verify.runner import run_case
+    chosen = None if target is None else import_target(target)
     # What is loaded now stays: the collector need not walk through torch again and again.
     gc.collect()
     gc.freeze()
     with WorldPool() as pool:
-        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs)
+        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs, target=chosen)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -301,6 +323,8 @@ class _Session:
     trace: Path | None = None
     """Where Chrome traces go, if anywhere."""
     stall_seconds: float | None = None
+    """In place of what the scenarios say; None for theirs."""
+    target: str | None = None
     """In place of what the scenarios say; None for theirs."""
     results: list[CaseResult] = field(default_factory=list)
     sources: list[dict[str, str | None]] = field(default_factory=list)
@@ -327,7 +351,10 @@ class _Session:
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
                 command = reproduce_command(
-                    case.source, case.file_id, stall_seconds=self.stall_seconds
+                    case.source,
+                    case.file_id,
+                    stall_seconds=self.stall_seconds,
+                    target=self.target,
                 )
                 bundle = self._write_bundle(case, result)
                 if self.trace is not None and result.logs:
@@ -454,6 +481,14 @@ class _Session:
         # Without a finding, the judge refused a scenario that only it could see is not possible.
         refused = result.verdict == "error" and not result.findings
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]
+
+
+def _of_target(case: Case, target: str | None) -> Case:
+    """The case of a registered target, so that its bundle names it; of another, as it is."""
+    if target is None or ":" in target:
+        return case
+    system = dataclasses.replace(case.scenario.system, target=target)
+    return dataclasses.replace(case, scenario=dataclasses.replace(case.scenario, system=system))
 
 
 def _gravest(statuses: Sequence[int]) -> int:

@@ -24,19 +24,27 @@ bundles_option = click.option(
 )
 
 
-def reproduce_command(source: Path, file_id: str, *, stall_seconds: float | None = None) -> str:
+def reproduce_command(
+    source: Path,
+    file_id: str,
+    *,
+    stall_seconds: float | None = None,
+    target: str | None = None,
+) -> str:
     """The command that runs one case of a file.
 
     Args:
         source: The file.
         file_id: Id of the case, as the file alone has it.
         stall_seconds: In place of what the scenario says; None for that.
+        target: In place of the one that the scenario names; None for that.
     """
     words = file_id
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
     limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
-    return shlex.join(["zero-sim", "run", str(source), "-k", words, *limit])
+    named = [] if target is None else ["--target", target]
+    return shlex.join(["zero-sim", "run", str(source), "-k", words, *limit, *named])
 
 
 def replay_command(bundle: str, *, bundles: Path | None = None) -> str:

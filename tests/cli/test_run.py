@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Res
     """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
 
     @contextlib.contextmanager
-    def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
+    def open_judge(*, backend: str, keep_logs: bool = False, target: str | None = None):
         assert backend == "sim"
         yield judge_by_name
 
@@ -128,7 +128,9 @@ def test_the_stall_limit_goes_into_every_case(
     seen = []
 
     @contextlib.contextmanager
-    def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
+    def open_judge(
+        *, backend: str, keep_logs: bool = False, target: str | None = None
+    ) -> Iterator[Judge]:
         yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
 
     monkeypatch.setattr(cli, "open_judge", open_judge)

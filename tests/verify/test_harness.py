@@ -192,6 +192,7 @@ class TestNotObserved:
 
         class ReticentTarget:
             name = "reticent"
+            capabilities = None
 
             def build(self, module, *, scenario, group):
                 return Reticent(ZeroSimTarget().build(module, scenario=scenario, group=group))

@@ -93,6 +93,7 @@ class SlowEngine(ZeroSimEngine):
 
 class SlowTarget:
     name = "slow"
+    capabilities = None
 
     def build(self, module, *, scenario, group):
         return SlowEngine(module, scenario=scenario, group=group)
@@ -102,6 +103,7 @@ class HastyTarget:
     """The same, but it looks for itself."""
 
     name = "hasty"
+    capabilities = None
 
     def build(self, module, *, scenario, group):
         engine = SlowEngine(module, scenario=scenario, group=group)

@@ -29,6 +29,7 @@ class ChangedTarget:
     """The project's own system with its engine changed by a function."""
 
     name = "changed"
+    capabilities = None
 
     def __init__(self, change):
         self._change = change

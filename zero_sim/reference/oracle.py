@@ -48,6 +48,8 @@ class ReferenceStep:
     grads: Mapping[str, Tensor]  # each ND, grad dtype
     """Sum over ranks, by param, before the division that `post` asks for and still scaled; zeros
     for a param that is frozen in this step."""
+    divisor: int
+    """What `grads` are yet to be divided by: 1 but for `post`."""
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
     """The working params: the masters, cast; of all ranks, also those that only some hold."""
@@ -86,6 +88,8 @@ class BegunStep:
 
     replays: Sequence[RankReplay]
     grads: Mapping[str, Tensor]  # each ND, grad dtype
+    """As in `ReferenceStep`."""
+    divisor: int
     """As in `ReferenceStep`."""
     flat: Tensor  # 1D, fp32
     """The master gradient of what is trained in this step, not clipped."""
@@ -279,6 +283,7 @@ class Reference:
         return BegunStep(
             replays=replays,
             grads=grads,
+            divisor=division.count if division.how == "post" else 1,
             flat=flat,
             active=active,
             measured=measured,
@@ -314,6 +319,7 @@ class Reference:
                 for micro, loss in enumerate(replay.losses)
             },
             grads=begun.grads,
+            divisor=begun.divisor,
             masters=self._stepper.masters,
             params={
                 name: param.detach()

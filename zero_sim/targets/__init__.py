@@ -1,22 +1,44 @@
 """Systems under test behind one small protocol."""
 
+from zero_sim.targets.adapt import CompletedEngine, complete
+from zero_sim.targets.declared import (
+    ADAMW_SETTINGS,
+    OPTIMIZER_SETTINGS,
+    PLAIN_MODELS,
+    Capabilities,
+    Numerics,
+    capabilities_of,
+    numerics_of,
+    refusals,
+)
 from zero_sim.targets.protocol import (
     Engine,
+    FullEngine,
     OwnedPart,
-    PaddedEngine,
     Place,
     StepResult,
     Target,
 )
-from zero_sim.targets.registry import find_target, target_names
+from zero_sim.targets.registry import find_target, import_target, target_names
 
 __all__ = [
+    "ADAMW_SETTINGS",
+    "OPTIMIZER_SETTINGS",
+    "PLAIN_MODELS",
+    "Capabilities",
+    "CompletedEngine",
     "Engine",
+    "FullEngine",
+    "Numerics",
     "OwnedPart",
-    "PaddedEngine",
     "Place",
     "StepResult",
     "Target",
+    "capabilities_of",
+    "complete",
     "find_target",
+    "import_target",
+    "numerics_of",
+    "refusals",
     "target_names",
 ]

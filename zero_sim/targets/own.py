@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -18,13 +16,12 @@ from zero_sim.layout import BucketPlan
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import (
     CheckpointForm,
-    GroupSpec,
-    OptimizerName,
     OptimizerSpec,
     Scenario,
     TopologySpec,
 )
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
+from zero_sim.targets.torch_optim import class_of, group_index, own_settings, settings_of
 from zero_sim.topology import Topology
 from zero_sim.zero import (
     DistributedDataParallel,
@@ -41,47 +38,10 @@ from zero_sim.zero.groups import (
 )
 from zero_sim.zero.scaler import LossScaler
 
-_CLASSES: dict[OptimizerName, type[Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamax": torch.optim.Adamax,
-    "adadelta": torch.optim.Adadelta,
-    "asgd": torch.optim.ASGD,
-    "rprop": torch.optim.Rprop,
-}
-
-
-def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
-    """The scenario's settings that the optimizer's class takes, under torch's names."""
-    cls = _CLASSES[spec.name]
-    known = inspect.signature(cls.__init__).parameters
-    said = {
-        "lr": spec.lr,
-        "betas": spec.betas,
-        "eps": spec.eps,
-        "weight_decay": spec.weight_decay,
-        "momentum": spec.momentum,
-        "nesterov": spec.nesterov,
-        "amsgrad": spec.amsgrad,
-        "foreach": spec.foreach,
-    }
-    return {name: value for name, value in said.items() if name in known}
-
-
-def group_index(spec: OptimizerSpec, name: str) -> int:
-    """Which param group a param belongs to; the last one is for all that no group names."""
-    matches = (i for i, group in enumerate(spec.groups) if name.endswith(group.match))
-    return next(matches, len(spec.groups))
-
 
 def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
     """What makes the scenario's optimizer from the masters that a rank owns, group by group."""
-    cls, settings = _CLASSES[spec.name], settings_of(spec)
+    cls, settings = class_of(spec), settings_of(spec)
 
     def factory(groups: ParamsT) -> Optimizer:
         if not spec.groups:
@@ -90,16 +50,11 @@ def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
         for group in groups:
             assert isinstance(group, dict)
             index = group["group_index"]
-            said = {} if index == len(spec.groups) else _own_settings(spec.groups[index])
+            said = {} if index == len(spec.groups) else own_settings(spec.groups[index])
             own.append({"params": group["params"], **said})
         return cls(own, **settings)
 
     return factory
-
-
-def _own_settings(group: GroupSpec) -> dict[str, float]:
-    said = {"lr": group.lr, "weight_decay": group.weight_decay}
-    return {name: value for name, value in said.items() if value is not None}
 
 
 def topology_of(scenario: Scenario) -> Topology:
@@ -339,6 +294,7 @@ class ZeroSimTarget:
     """The project's own system, stages 0 and 1."""
 
     name = "zero_sim"
+    capabilities = None
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:
         """Wrap the module for training on this rank."""

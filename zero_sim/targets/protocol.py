@@ -1,11 +1,19 @@
-"""The small protocol behind which every system under test stands."""
+"""The small protocol behind which every system under test stands.
+
+[Note: what a target must have]
+A target needs a name and `build`; the engine that it builds needs `module`, `zero_grad`,
+`backward`, `step` and `params`. With that, every rank's losses and working params are compared
+after every step. Whatever else of `FullEngine` an engine has is used, and what it has not is
+reported as not observed, never as passed: see `zero_sim.targets.adapt`. What a target can be asked
+for and how it computes are facts that it declares: `zero_sim.targets.declared`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -22,19 +30,20 @@ class Place:
     start: int
     stop: int
     """Half-open range of the flattened param's elements."""
-    flat_start: int
-    """Offset of `start` in the flat buffer."""
-    bucket: int
-    shard: int
+    flat_start: int | None = None
+    """Offset of `start` in the flat buffer; None, like all that follows, where it is not told: then
+    the order of addition must not depend on positions."""
+    bucket: int | None = None
+    shard: int | None = None
     """Index of the shard that holds it, 0 where nothing is sharded."""
-    shard_start: int
-    shard_stop: int
+    shard_start: int | None = None
+    shard_stop: int | None = None
     """Half-open range of that shard in the flat buffer."""
-    reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"]
+    reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"] | None = None
     """The collective that reduces its gradient; most orders of addition depend on it."""
-    call_elems: int
+    call_elems: int | None = None
     """Elements of the tensor that is reduced in that one call."""
-    call_offset: int
+    call_offset: int | None = None
     """Offset of `start` in that tensor."""
     joined_elems: int | None = None
     """Elements of all tensors of a coalesced call; None for a call of one tensor."""
@@ -79,10 +88,10 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """One rank's training engine."""
+    """One rank's training engine: what it must have."""
 
     module: nn.Module
-    """What the harness calls forward on."""
+    """What the harness calls forward on; a wrapper may stand around the model."""
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -98,20 +107,42 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, *, lr_factor: float) -> StepResult:
+    def step(self, *, lr_factor: float) -> StepResult | None:
         """Reduce what is not reduced yet and update the params on every rank.
 
         Args:
             lr_factor: What every learning rate is multiplied by in this step.
+
+        Returns:
+            What there is to say of the step; None for nothing.
+        """
+        ...
+
+    def params(self) -> Mapping[str, Tensor]:
+        """Full working params on this rank, trainable ones, by their name in the bare model.
+
+        All ranks call it at the same points, so it may communicate.
+        """
+        ...
+
+
+class FullEngine(Engine, Protocol):
+    """All that an engine may have; each method that it has is used by itself."""
+
+    def step(self, *, lr_factor: float) -> StepResult:
+        """As in `Engine`."""
+        ...
+
+    def start_micro_batch(self, *, last: bool) -> None:
+        """Get ready for a forward and its backward.
+
+        Args:
+            last: Whether the step has no micro-batch after this one, so that gradients are reduced.
         """
         ...
 
     def settle(self) -> None:
         """Wait for whatever the last step left in flight, so that params can be read."""
-        ...
-
-    def params(self) -> Mapping[str, Tensor]:
-        """Full working params on this rank, trainable ones, by name."""
         ...
 
     def parts(self) -> Iterable[OwnedPart]:
@@ -123,6 +154,13 @@ class Engine(Protocol):
 
         Asked twice: right after `zero_grad`, when everything must be zero, and after a step with
         only the padding looked at, which must be zero always.
+        """
+        ...
+
+    def stray_padding(self) -> str:
+        """Where padding of working params or masters is not zero; empty where nowhere.
+
+        Asked after a step, when params can be read.
         """
         ...
 
@@ -145,20 +183,13 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
-class PaddedEngine(Protocol):
-    """An engine that also tells of the padding of what is no gradient; not all have or tell it."""
-
-    def stray_padding(self) -> str:
-        """Where padding of working params or masters is not zero; empty where nowhere.
-
-        Asked after a step, when params can be read.
-        """
-        ...
-
-
 class Target(Protocol):
-    """A system under test."""
+    """A system under test.
+
+    What it declares besides, in attributes of these names, is read where it is there:
+    `capabilities` (`Capabilities`; None for all that a scenario can say), `numerics` (`Numerics`),
+    and a method `refuses(scenario)` that gives more `Problem`s than the capabilities can say.
+    """
 
     name: str
 

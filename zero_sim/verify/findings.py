@@ -42,6 +42,19 @@ def param(step: int, rank: int, name: str) -> Finding:
     )
 
 
+def gradient(step: int, rank: int, name: str) -> Finding:
+    """The reduced gradient of a whole param, before it is compared."""
+    return Finding(
+        check="equality.grad",
+        message="the reduced gradient differs",
+        step=step,
+        phase="reduce",
+        rank=rank,
+        param=name,
+        offset_in_param=0,
+    )
+
+
 def scale(step: int, rank: int, name: str) -> Finding:
     """The scale of a param in fp8, before it is compared."""
     return Finding(

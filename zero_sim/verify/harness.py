@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_sim.errors import EnvironmentProblem, ZeroSimError
 from zero_sim.sim import unwatched
-from zero_sim.targets import Engine, OwnedPart, PaddedEngine
+from zero_sim.targets import Engine, OwnedPart, complete
 
 Excused = Callable[[bool], AbstractContextManager[object]]
 """Makes a block in which the calling rank's time is not its program's; or is again, given False."""
@@ -65,12 +65,12 @@ class AskedEngine:
     """A rank's engine as the judge sees it: what it may ask, and who answers for the asking."""
 
     def __init__(self, engine: Engine, *, excused: Excused) -> None:
-        self._engine = engine
+        self._engine = complete(engine)
         self._excused = excused
 
     def params(self) -> dict[str, Tensor]:
         """Full working params on this rank."""
-        return self._ask(lambda: dict(self._engine.params()))
+        return {name: param.detach() for name, param in self._params().items()}
 
     def module_buffers(self) -> dict[str, Tensor]:
         """Buffers of the module, such as the scales of fp8 params."""
@@ -84,15 +84,25 @@ class AskedEngine:
         """Where gradient buffers hold a nonzero they must not."""
         return self._ask(lambda: self._engine.stray_gradients(padding_only=padding_only))
 
+    def gradients(self) -> dict[str, Tensor]:
+        """What the full working params have in `.grad`."""
+        return {
+            name: param.grad.detach()
+            for name, param in self._params().items()
+            if param.grad is not None
+        }
+
+    def _params(self) -> dict[str, Tensor]:
+        return self._ask(lambda: dict(self._engine.params()))
+
     @property
-    def tells_padding(self) -> bool:
-        """Whether it can be asked for the padding of params and masters."""
-        return isinstance(self._engine, PaddedEngine)
+    def untold(self) -> frozenset[str]:
+        """What it does not tell, in words."""
+        return self._engine.untold
 
     def stray_padding(self) -> str:
         """Where padding of params and masters is not zero; empty where it is not told."""
-        engine = self._engine
-        return self._ask(engine.stray_padding) if isinstance(engine, PaddedEngine) else ""
+        return self._ask(self._engine.stray_padding)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         with self._excused(False):

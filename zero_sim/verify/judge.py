@@ -25,7 +25,8 @@ from zero_sim.reference import (
     step_together,
 )
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import OwnedPart, Place, StepResult
+from zero_sim.targets import Numerics, OwnedPart, Place, StepResult
+from zero_sim.targets.adapt import PARTS
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
 from zero_sim.verify.harness import AskedEngine
@@ -50,6 +51,7 @@ class Judge:
         order_seed: Seed of the world, if it is not the scenario's.
         calls_made: How many calls the world has logged, for findings to say where in the log they
             stand; left out where there is no log.
+        numerics: What the target declares; without it, gradients are told before the division.
 
     Judges of one world that share a norm have to be told of each other by `seat_together`.
     """
@@ -63,8 +65,10 @@ class Judge:
         world_ranks: Sequence[int] | None = None,
         order_seed: int | None = None,
         calls_made: Callable[[], int] | None = None,
+        numerics: Numerics | None = None,
     ) -> None:
         self.scenario = scenario
+        self._numerics = numerics or Numerics()
         self.compared_elems = 0
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
@@ -131,6 +135,7 @@ class Judge:
         self._places[rank] = [part.place for part in engine.parts()]
         self._addresses[rank] = {name: place_of(param) for name, param in params.items()}
         self._shapes |= {name: tuple(param.shape) for name, param in params.items()}
+        self.unobserved |= engine.untold
         if self.has_started:
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
             self._report(self.first_step, self._check_ownership())
@@ -147,7 +152,7 @@ class Judge:
             for rank, addresses in self._addresses.items()
         }
         yield from invariants.check_holding(named, held=self._reference.held, step=self.first_step)
-        for ranks, names in self._sharings:
+        for ranks, names in self._sharings if PARTS not in self.unobserved else ():
             yield from invariants.check_ownership(
                 self._replicas(ranks, names),
                 shapes={name: shape for name, shape in self._shapes.items() if name in names},
@@ -330,6 +335,34 @@ class Judge:
         for part in self._parts[rank]:
             yield from self._compare_part(rank, step, part, expected)
         yield from invariants.check_padding(engine, step=step, rank=rank)
+        yield from self._compare_told_gradients(rank, step, engine, expected)
+
+    def _compare_told_gradients(
+        self, rank: int, step: int, engine: AskedEngine, expected: ReferenceStep
+    ) -> Iterator[Finding]:
+        """Compare gradients of whole params, where the target declares that it shows them."""
+        spec = self.scenario.optimizer
+        changed = spec.clip_norm or spec.clip_value or spec.loss_scale
+        if not self._numerics.grads_in_params or changed:
+            if PARTS in self.unobserved:
+                self.unobserved.add("reduced gradients")
+            return
+        told = engine.gradients()
+        for name in self._reference.held[rank]:
+            wanted, got = self._told(expected, name), told.get(name)
+            if got is None:
+                if wanted.any():
+                    at = findings.gradient(step, rank, name)
+                    yield replace(at, message="the system has no gradient of this param")
+            elif self._differs(wanted, got):
+                yield findings.differing(findings.gradient(step, rank, name), wanted, got)
+
+    def _told(self, expected: ReferenceStep, name: str) -> Tensor:
+        """A reduced gradient as the target is to tell it."""
+        grad = expected.grads[name]
+        if self._numerics.grads_told == "before-division" or expected.divisor == 1:
+            return grad
+        return grad / expected.divisor
 
     def _compare_params(
         self, rank: int, step: int, engine: AskedEngine, expected: ReferenceStep
@@ -366,8 +399,6 @@ class Judge:
                 yield replace(at, message="the system does not have this param")
             elif self._differs(value, params[name]):
                 yield findings.differing(findings.param(step, rank, name), value, params[name])
-        if not engine.tells_padding:
-            self.unobserved.add("padding of params and masters")
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_part(
@@ -387,7 +418,7 @@ class Judge:
             return flat if whole else flat[start:stop]
 
         compared = [
-            ("equality.grad", "", cut(expected.grads[name]), part.grad),
+            ("equality.grad", "", cut(self._told(expected, name)), part.grad),
             ("equality.master", "", cut(expected.masters[name]), part.master),
         ]
         for key in sorted(want.keys() & part.state.keys()):

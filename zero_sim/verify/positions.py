@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zero_sim.errors import UsageError
 from zero_sim.reference import SumSite, SumSpan
 from zero_sim.targets import Place
 
@@ -36,27 +37,37 @@ def sum_spans(places: Iterable[Place], *, replica_count: int) -> dict[str, list[
 
 
 def _site_of(place: Place) -> SumSite:
-    if place.reduced_by == "reduce_scatter_list":
+    shard, kind = _told(place.shard, place), place.reduced_by
+    if kind == "reduce_scatter_list":
         # Every rank's entry is a tensor of its own.
-        return SumSite(
-            kind=place.reduced_by,
-            elems=place.shard_stop - place.shard_start,
-            offset=place.flat_start - place.shard_start,
-            ends_on=place.shard,
-        )
+        return SumSite(kind="reduce_scatter_list", **_in_shard(place), ends_on=shard)
     return SumSite(
-        kind=place.reduced_by,
-        elems=place.call_elems,
-        offset=place.call_offset,
-        ends_on=0 if place.reduced_by == "all_reduce" else place.shard,
+        kind=kind or "all_reduce",
+        elems=_told(place.call_elems, place),
+        offset=_told(place.call_offset, place),
+        ends_on=0 if kind == "all_reduce" else shard,
         joined_elems=place.joined_elems,
         joined_offset=place.joined_offset,
     )
 
 
 def _replica_site_of(place: Place) -> SumSite:
-    return SumSite(
-        kind="all_reduce",
-        elems=place.shard_stop - place.shard_start,
-        offset=place.flat_start - place.shard_start,
-    )
+    return SumSite(kind="all_reduce", **_in_shard(place))
+
+
+def _in_shard(place: Place) -> dict[str, int]:
+    start = _told(place.shard_start, place)
+    return {
+        "elems": _told(place.shard_stop, place) - start,
+        "offset": _told(place.flat_start, place) - start,
+    }
+
+
+def _told(value: int | None, place: Place) -> int:
+    if value is None:
+        raise UsageError(
+            f"expected a target that tells where param {place.param!r} lies in the calls that "
+            "reduce it, because the order of addition depends on that, but it does not. Try "
+            'world.order = "linear".'
+        )
+    return value

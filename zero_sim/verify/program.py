@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_sim.errors import UsageError
 from zero_sim.scenario.overlap import overlaps_params
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Engine, Target
+from zero_sim.targets import CompletedEngine, Engine, Target, complete
 from zero_sim.verify.cells import Cell
 from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
@@ -142,7 +143,8 @@ def _train(
     deferred = overlaps_params(scenario.system)
     with ours(excused):
         module = build_module(workload, expert_index=rank % scenario.topology.ep)
-    engine = target.build(module, scenario=scenario, group=group)
+    engine = complete(target.build(module, scenario=scenario, group=group))
+    _check_can_reload(engine, segment, target=target)
     asked = AskedEngine(engine, excused=excused)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
@@ -184,6 +186,14 @@ def _train(
         outcome.notes.extend(engine.notes())
 
 
+def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:
+    if (segment.save or segment.load) and not engine.can_reload:
+        raise UsageError(
+            f"expected a target with save and load for a scenario with `reload`, got "
+            f"{target.name!r}, which has not both. Try a scenario without `reload`."
+        )
+
+
 def lr_factor(scenario: Scenario, step: int) -> float:
     """What learning rates are multiplied by in a step: a linear warm-up, then 1."""
     warmup_steps = scenario.optimizer.warmup_steps
@@ -206,8 +216,11 @@ def _draw(workload: Workload, scenario: Scenario, step: int, rank: int, micro: i
     return workload.batch(step=step, rank=rank, micro=micro)
 
 
-def _micro_batch(engine: Engine, workload: Workload, batch: Batch, *, last_micro: bool) -> Tensor:
+def _micro_batch(
+    engine: CompletedEngine, workload: Workload, batch: Batch, *, last_micro: bool
+) -> Tensor:
     # The loss runs the system's module, so what fails or lasts here is the system's.
+    engine.start_micro_batch(last=last_micro)
     loss = workload.loss(engine.module, batch)
     engine.backward(loss, last_micro=last_micro, rows=batch.rows)
     return loss.detach()

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError
 from zero_sim.launch import WorldPool
 from zero_sim.reference import Reference
 from zero_sim.scenario.spec import Scenario
@@ -29,7 +29,7 @@ from zero_sim.sim import (
     World,
     WorldFailure,
 )
-from zero_sim.targets import Target, find_target
+from zero_sim.targets import Target, find_target, numerics_of, refusals
 from zero_sim.verify import guards
 from zero_sim.verify.cells import Cell, cells_of, check_crossing
 from zero_sim.verify.expected import settle
@@ -128,6 +128,9 @@ class _Trial:
 
 def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _Trial) -> CaseResult:
     target = target or find_target(scenario.system.target)
+    problems = refusals(target, scenario)
+    if problems:
+        raise ScenarioError(f"{scenario.name}: target {target.name!r} cannot be asked", problems)
     needs_folder = scenario.reload is not None
     with TemporaryDirectory(prefix="zero-sim-") if needs_folder else nullcontext("") as folder:
         for segment in segments_of(scenario, folder=Path(folder)):
@@ -170,7 +173,7 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
     """Run some consecutive steps in one world; what the ranks raise comes through."""
     world = worlds.world_for(segment.scenario)
     seats = [
-        _take_seat(segment, trial, index=index, cell=cell, world=world)
+        _take_seat(segment, trial, index=index, cell=cell, world=world, target=target)
         for index, cell in enumerate(cells_of(segment.scenario))
     ]
     judges = [seat.judge for seat in seats]
@@ -197,18 +200,23 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
     trial.failures.extend(crossing)
 
 
-def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell, world: World) -> Seat:
-    workload = build_workload(cell.scenario)
+def _take_seat(
+    segment: Segment, trial: _Trial, *, index: int, cell: Cell, world: World, target: Target
+) -> Seat:
+    workload, numerics = build_workload(cell.scenario), numerics_of(target)
+    # What the target computes, in the reference's words; the target itself gets the case as it is.
+    replayed = numerics.replayed(cell.scenario)
     reference = trial.references.get(index)
     if reference is None:
         reference = trial.references[index] = Reference(
-            cell.scenario, workload=workload, uncounted=cell.uncounted
+            replayed, workload=workload, uncounted=cell.uncounted
         )
     else:
-        reference.continue_as(cell.scenario, weights_only=segment.weights_only)
+        reference.continue_as(replayed, weights_only=segment.weights_only)
     judge = Judge(
-        cell.scenario,
+        replayed,
         reference=reference,
+        numerics=numerics,
         first_step=segment.start,
         world_ranks=cell.ranks,
         order_seed=segment.scenario.run.seed,

@@ -1,0 +1,69 @@
+"""`zero-sim run --target`: another system in place of the scenarios' own."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zero_sim.cli import main
+
+SCENARIO = """schema = 1
+[model]
+name = "params"
+shapes = [[3]]
+[optimizer]
+lr = 0.1
+"""
+MODULE = """
+from zero_sim.targets import find_target
+
+class Mine:
+    name = "mine"
+
+    def build(self, module, *, scenario, group):
+        engine = find_target("torch-ddp").build(module, scenario=scenario, group=group)
+        right = engine.step
+
+        def step(*, lr_factor):
+            result = right(lr_factor=lr_factor)
+            next(module.parameters()).data[0] += 1
+            return result
+
+        engine.step = step
+        return engine
+"""
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    (tmp_path / "case.toml").write_text(SCENARIO)
+    (tmp_path / "a_wrong_target.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda target: CliRunner().invoke(main, ["run", "case.toml", "--target", target])
+
+
+def test_a_users_own_is_judged(invoke):
+    result = invoke("a_wrong_target:Mine")
+    assert result.exit_code == 1, result.output
+    assert "--target a_wrong_target:Mine" in result.output
+
+
+def test_no_bundle_is_written_that_could_not_be_replayed(invoke):
+    invoke("a_wrong_target:Mine")
+    assert not Path(".zero-sim").exists()
+
+
+def test_a_case_outside_the_capabilities_is_refused(invoke):
+    result = invoke("torch-ddp")
+    assert result.exit_code == 2, result.output
+    assert "system.stage: this target supports 0, got 1. Try 0." in result.output
+
+
+def test_a_registered_one_is_judged_on_the_case(invoke):
+    result = invoke("torch-zero-redundancy")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_module_that_is_not_there_is_a_usage_error(invoke):
+    assert invoke("no_such_module:Mine").exit_code == 2

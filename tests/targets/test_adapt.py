@@ -1,0 +1,174 @@
+"""An engine with the least it must have is judged; what it lacks is not observed, never passed."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.errors import UsageError
+from zero_sim.launch import WorldPool
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    WorldSpec,
+)
+from zero_sim.targets import Numerics, StepResult, complete
+from zero_sim.verify import run_case
+
+
+class Least:
+    """All-reduce, divide, AdamW."""
+
+    def __init__(self, module, scenario, group):
+        self.module, self.group = module, group
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), lr=scenario.optimizer.lr, weight_decay=0.0, foreach=False
+        )
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        for param in self.module.parameters():
+            dist.all_reduce(param.grad, group=self.group)
+            param.grad /= self.group.size()
+        self.optimizer.step()
+
+    def params(self):
+        return dict(self.module.named_parameters())
+
+
+class Target:
+    name = "least"
+
+    def __init__(self, engine=Least, numerics=None, capabilities=None):
+        self.engine, self.numerics = engine, numerics
+        if capabilities == "everything":
+            self.capabilities = None
+
+    def build(self, module, *, scenario, group):
+        return self.engine(module, scenario, group)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool() as worlds:
+        yield worlds
+
+
+def judge(pool, target, **parts):
+    scenario = Scenario(
+        schema=1, name="case", model=ModelSpec(name="mlp", hidden=3),
+        optimizer=OptimizerSpec(lr=0.1), world=WorldSpec(size=3), **parts,
+    )  # fmt: skip
+    return run_case(scenario, pool=pool, target=target)
+
+
+def unobserved(result):
+    return next(note for note in result.notes if note.startswith("not observed"))
+
+
+def test_it_passes_and_the_notes_say_what_was_not_seen(pool):
+    result = judge(pool, Target())
+    assert (result.verdict, result.findings) == ("pass", ())
+    for what in ("masters and optimizer state", "reduced gradients", "padding", "norm", "skipped"):
+        assert what in unobserved(result)
+
+
+class WithoutDividing(Least):
+    def step(self, *, lr_factor):
+        for param in self.module.parameters():
+            dist.all_reduce(param.grad, group=self.group)
+        self.optimizer.step()
+
+
+def test_a_wrong_divisor_is_seen_in_gradients_that_are_shown(pool):
+    shown = Numerics(grads_in_params=True, grads_told="after-division")
+    assert judge(pool, Target(numerics=shown)).verdict == "pass"
+    result = judge(pool, Target(WithoutDividing, numerics=shown))
+    assert result.findings[0].check == "equality.grad"
+    assert result.verdict == "fail"
+
+
+def test_gradients_that_are_shown_are_not_called_unobserved(pool):
+    shown = Numerics(grads_in_params=True, grads_told="after-division")
+    assert "reduced gradients" not in unobserved(judge(pool, Target(numerics=shown)))
+
+
+def test_a_param_without_the_gradient_that_it_is_to_show_is_a_finding(pool):
+    class Forgetful(Least):
+        def step(self, *, lr_factor):
+            super().step(lr_factor=lr_factor)
+            next(iter(self.module.parameters())).grad = None
+
+    shown = Numerics(grads_in_params=True, grads_told="after-division")
+    result = judge(pool, Target(Forgetful, numerics=shown))
+    assert "has no gradient" in result.findings[0].message
+
+
+def test_a_wrong_param_on_one_rank_is_a_finding(pool):
+    class Stale(Least):
+        def step(self, *, lr_factor):
+            super().step(lr_factor=lr_factor)
+            if self.group.rank() == 2:
+                next(self.module.parameters()).data[0] += 1
+
+    result = judge(pool, Target(Stale))
+    assert (result.findings[0].check, result.findings[0].rank) == ("equality.params", 2)
+
+
+def test_a_reload_of_an_engine_that_cannot_save_is_refused(pool):
+    target = Target(capabilities="everything")
+    result = judge(pool, target, reload=ReloadSpec(step=1), run=RunSpec(steps=2))
+    assert result.verdict == "error"
+    assert "save and load" in result.error
+
+
+def test_an_engine_is_told_of_the_last_micro_batch_before_its_forward(pool):
+    calls = []
+
+    class Told(Least):
+        def start_micro_batch(self, *, last):
+            calls.append(last)
+
+        def backward(self, loss, *, last_micro, rows):
+            assert calls[-1] == last_micro
+            loss.backward()
+
+    judge(pool, Target(Told, capabilities="everything"), run=RunSpec(steps=1, micro_batches=2))
+    assert sorted(calls) == [False] * 3 + [True] * 3
+
+
+def test_a_step_that_says_nothing_is_an_empty_record():
+    class Silent:
+        module = torch.nn.Linear(1, 1)
+        zero_grad = backward = params = None
+
+        def step(self, *, lr_factor):
+            return None
+
+    assert complete(Silent()).step(lr_factor=1.0) == StepResult()
+
+
+def test_what_is_missing_of_the_least_is_named():
+    class Half:
+        module = None
+
+        def step(self, *, lr_factor):
+            return None
+
+    with pytest.raises(UsageError, match="without zero_grad, backward, params"):
+        complete(Half())
+
+
+def test_a_complete_engine_stays_as_it_is():
+    class All:
+        module = zero_grad = backward = step = params = None
+
+    once = complete(All())
+    assert complete(once) is once

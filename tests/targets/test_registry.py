@@ -1,0 +1,48 @@
+"""Targets by name: registered ones, and a user's own where it is asked for."""
+
+import pytest
+
+from zero_sim.errors import UsageError
+from zero_sim.targets import find_target, import_target, target_names
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "a_users_target.py").write_text(
+        "class Mine:\n    name = 'mine'\n    build = None\n\nmade = Mine()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_torchs_own_are_registered():
+    assert {"torch-ddp", "torch-zero-redundancy", "torch-fsdp2"} <= set(target_names())
+
+
+def test_a_name_without_a_colon_is_a_registered_one():
+    assert import_target("torch-ddp") is find_target("torch-ddp")
+
+
+@pytest.mark.parametrize("attribute", ["Mine", "made"])
+@pytest.mark.usefixtures("module")
+def test_a_users_own_is_an_object_or_a_class(attribute):
+    assert import_target(f"a_users_target:{attribute}").name == "mine"
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:Mine", "expected an importable module"),
+        ("a_users_target:Theirs", "expected a target, with `name` and `build`, got None"),
+        (":Mine", "expected --target module:name"),
+    ],
+)
+def test_what_is_not_there_is_named(name, message):
+    with pytest.raises(UsageError, match=message):
+        import_target(name)
+
+
+def test_a_scenario_cannot_name_a_module():
+    with pytest.raises(UsageError, match="--target module:name"):
+        find_target("a_users_target:Mine")

@@ -1,0 +1,90 @@
+"""torch's own optimizers equal the reference bit for bit, and break where they are broken."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.sim import World
+from zero_sim.targets import Numerics
+from zero_sim.targets.torch_ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
+from zero_sim.targets.torch_fsdp2 import FSDP2Engine
+from zero_sim.testing import NotConformant, conformance
+
+NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp2"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
+def test_it_equals_the_reference(name):
+    conformance(name, cases=15)()
+
+
+def test_another_rule_of_division_shows():
+    target = TorchDDP()
+    target.numerics = Numerics(divide="post", grads_told="after-division")
+    with pytest.raises(NotConformant) as failed:
+        conformance(target, cases=60)()
+    assert failed.value.scenario.world.size == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("torch-ddp", DDPEngine),
+        ("torch-fsdp2", FSDP2Engine),
+    ],
+)
+def test_reducing_after_every_micro_batch_shows(monkeypatch, name, engine):
+    monkeypatch.setattr(engine, "start_micro_batch", lambda self, *, last: None)
+    with pytest.raises(NotConformant) as failed:
+        conformance(name, cases=60)()
+    assert failed.value.scenario.run.micro_batches > 1
+
+
+def test_a_rank_that_updates_anothers_param_shows(monkeypatch):
+    right = ZeroRedundancyEngine.step
+
+    def wrong(self, *, lr_factor):
+        result = right(self, lr_factor=lr_factor)
+        if dist.get_rank() == 1:
+            next(iter(self._params.values())).data.mul_(2)
+        return result
+
+    monkeypatch.setattr(ZeroRedundancyEngine, "step", wrong)
+    with pytest.raises(NotConformant, match="rank 1"):
+        conformance("torch-zero-redundancy", cases=60)()
+
+
+class TwoPaths(nn.Module):
+    """Two params of one shape, of which a forward uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.ones(2)) for _ in range(2))
+
+    def forward(self, goes_left):
+        return (self.left if goes_left else 3 * self.right).sum()
+
+
+@pytest.mark.xfail(
+    reason="torch 2.13's FSDP2 adds gradients of different params where ranks use different ones",
+    strict=True,
+)
+def test_ranks_that_use_different_params_do_not_mix_their_gradients():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def program(rank):
+        net = TwoPaths()
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+        net(rank == 0).backward()
+        grads = (net.left.grad, net.right.grad)
+        return [None if grad is None else grad.to_local().clone() for grad in grads]
+
+    with World(2) as world:
+        of_ranks = world.run(program)
+    # Means over two ranks, of which one contributes nothing.
+    for left, right in of_ranks:
+        assert left is None or torch.equal(left, torch.tensor([0.5]))
+        assert right is None or torch.equal(right, torch.tensor([1.5]))

@@ -1,0 +1,142 @@
+"""The conformance helper judges within the capabilities, finds what is planted, and says where."""
+
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from zero_sim.scenario.load import parse_cases
+from zero_sim.scenario.spec import OptimizerName
+from zero_sim.targets import find_target, refusals, target_names
+from zero_sim.testing import NotConformant, conformance, scenarios_for
+from zero_sim.verify.records import CaseResult
+
+# The function of the same name hides the module in its package.
+conformance_module = importlib.import_module("zero_sim.testing.conformance")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "my_optimizer"
+
+
+class Idle:
+    """A target that never updates a param."""
+
+    name = "idle"
+
+    def build(self, module, *, scenario, group):
+        return IdleEngine(module)
+
+
+class IdleEngine:
+    def __init__(self, module):
+        self.module = module
+
+    def zero_grad(self):
+        self.module.zero_grad()
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        pass
+
+    def params(self):
+        return dict(self.module.named_parameters())
+
+
+def test_a_failure_shows_the_finding_and_a_scenario_file():
+    with pytest.raises(NotConformant) as failed:
+        conformance(Idle(), cases=20)()
+    text = str(failed.value)
+    assert "equality.params" in text
+    (scenario,) = parse_cases(text[text.index("schema = 1") :], source="text", stem="drawn")
+    assert scenario == failed.value.scenario
+
+
+def test_what_fails_shrinks_to_one_rank_and_one_element():
+    with pytest.raises(NotConformant) as failed:
+        conformance(Idle(), cases=20)()
+    scenario = failed.value.scenario
+    assert (scenario.world.size, scenario.model.shapes, scenario.run.steps) == (1, ((1,),), 1)
+
+
+def test_the_same_seed_draws_the_same_cases():
+    drawn = []
+
+    class Watching(Idle):
+        def refuses(self, scenario):
+            drawn.append(scenario)
+            return ()
+
+    for _ in range(2):
+        with pytest.raises(NotConformant):
+            conformance(Watching(), cases=5, seed=3)()
+    half = len(drawn) // 2
+    assert drawn[:half] == drawn[half:]
+
+
+def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
+    def judge(scenario, **_):
+        return CaseResult(id=scenario.name, verdict="inconclusive", seconds=0.0)
+
+    monkeypatch.setattr(conformance_module, "run_case", judge)
+    with pytest.raises(AssertionError, match="nothing was shown"):
+        conformance(Idle(), cases=2)()
+
+
+@pytest.mark.parametrize("name", target_names())
+def test_what_is_drawn_is_within_the_capabilities(name):
+    target = find_target(name)
+
+    @given(scenario=scenarios_for(target))
+    @settings(max_examples=60, database=None, derandomize=True, deadline=None)
+    def check(scenario):
+        assert refusals(target, scenario) == ()
+        assert scenario.system.target == name
+
+    check()
+
+
+def test_every_optimizer_that_is_declared_is_drawn():
+    seen: set[OptimizerName] = set()
+
+    @given(scenario=scenarios_for(find_target("torch-ddp")))
+    @settings(max_examples=200, database=None, derandomize=True, deadline=None)
+    def check(scenario):
+        seen.add(scenario.optimizer.name)
+
+    check()
+    assert seen == set(find_target("torch-ddp").capabilities.optimizers)
+
+
+def run_example(folder):
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
+        cwd=folder, capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(EXAMPLE.parents[1]), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+
+
+def test_the_example_package_passes():
+    result = run_example(EXAMPLE)
+    assert result.returncode == 0, result.stdout
+    assert "1 passed" in result.stdout
+
+
+def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
+    folder = tmp_path / "my_optimizer"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    source = folder / "my_optimizer" / "sharded_adamw.py"
+    right = "rank * least + min(rank, longer)"
+    assert right in source.read_text()
+    # The elements that are left over where it does not divide go to nobody.
+    source.write_text(source.read_text().replace(right, "rank * least"))
+    result = run_example(folder)
+    assert result.returncode == 1, result.stdout
+    assert "equality.params" in result.stdout
+    shown = result.stdout[result.stdout.index("schema = 1") : result.stdout.index("All traceback")]
+    text = "\n".join(line.strip() for line in shown.splitlines())
+    (scenario,) = parse_cases(text, source="text", stem="drawn")
+    assert (scenario.world.size, scenario.model.shapes) == (2, ((1,),))

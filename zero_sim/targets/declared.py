@@ -1,0 +1,202 @@
+"""What a target declares: what it may be asked for, and by which rules it computes.
+
+Declared facts, never tolerances. A case outside the capabilities is refused before it runs; the
+numerics turn the case that a target is given into the case that the reference replays, so that the
+reference knows nothing of targets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zero_sim.errors import Problem
+from zero_sim.reference import POSITION_FREE
+from zero_sim.scenario.fields import show
+from zero_sim.scenario.spec import (
+    DtypeName,
+    ModelName,
+    ModelSpec,
+    OptimizerName,
+    OptimizerSpec,
+    OrderName,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+)
+from zero_sim.targets.protocol import Target
+
+PLAIN_MODELS: tuple[ModelName, ...] = (
+    "mlp",
+    "params",
+    "transformer-260",
+    "lattice",
+    "bit-hash",
+)
+"""Models of which every rank has all params and every micro-batch uses each of them."""
+
+ADAMW_SETTINGS = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
+OPTIMIZER_SETTINGS = (
+    *ADAMW_SETTINGS,
+    "optimizer.momentum",
+    "optimizer.nesterov",
+    "optimizer.amsgrad",
+    "optimizer.foreach",
+    "optimizer.groups",
+    "optimizer.warmup_steps",
+)
+"""What an engine follows that steps with a class of torch and the settings of the scenario."""
+
+_FREE = ("optimizer.name", "optimizer.lr", "system.target", "system.stage")
+"""Fields that are no option, or that a field of their own speaks of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What a target may be asked for; the defaults are what ten lines around AdamW can do."""
+
+    models: tuple[ModelName, ...] = PLAIN_MODELS
+    empty_params: bool = True
+    """Whether a param may have no elements."""
+    scalar_params: bool = True
+    """Whether a param may have no dimensions."""
+    dtypes: tuple[DtypeName, ...] = ("fp32",)
+    """Of the working params."""
+    stages: tuple[Literal[0, 1], ...] = (0, 1)
+    """ZeRO stages: 0 where every rank holds all optimizer state, 1 where it is sharded."""
+    optimizers: tuple[OptimizerName, ...] = ("adamw",)
+    orders: tuple[OrderName, ...] = POSITION_FREE
+    """Orders of addition; those that depend on positions only where parts tell their places."""
+    world_size_max: int | None = None
+    """Most ranks; None for any number."""
+    follows: tuple[str, ...] = ()
+    """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
+    `topology`; and `run.micro_batches`, `model.freeze`, `reload`. All others must be as by default,
+    or as the numerics say."""
+
+    def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
+        """What of a case is not supported, each with the path to it."""
+        topology = scenario.topology
+        parts = max(1, topology.tp * topology.pp)
+        yield from _one_of("model.name", scenario.model.name, self.models)
+        yield from _one_of("model.dtype", scenario.model.dtype, self.dtypes)
+        yield from _one_of("system.stage", scenario.system.stage, self.stages)
+        yield from _one_of("optimizer.name", scenario.optimizer.name, self.optimizers)
+        yield from _one_of("world.order", scenario.world.order, self.orders)
+        if self.world_size_max is not None and scenario.world.size // parts > self.world_size_max:
+            yield Problem(
+                path="world.size",
+                message=f"expected at most {self.world_size_max} data-parallel ranks, got "
+                f"{scenario.world.size // parts}.",
+            )
+        for index, shape in enumerate(scenario.model.shapes or ()):
+            if (not shape and not self.scalar_params) or (
+                math.prod(shape) == 0 and not self.empty_params
+            ):
+                yield Problem(
+                    path=f"model.shapes[{index}]",
+                    message=f"expected {'an element or more' if shape else 'a dimension or more'}, "
+                    f"got {show(shape)}.",
+                )
+        yield from self._unfollowed(scenario, numerics)
+
+    def _unfollowed(self, scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:
+        for path, value, default in _options(scenario):
+            if value == default or path in self.follows or path in _FREE:
+                continue
+            # What the target does anyway, a scenario may say.
+            table, _, name = path.partition(".")
+            if table == "system" and value == getattr(numerics, name, None):
+                continue
+            yield Problem(
+                path=path,
+                message=f"this target does not follow it, got {show(value)}.",
+                suggestion="Leave it out.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """By which rules a target computes; None where it does as the scenario says."""
+
+    divide: Literal["none", "pre", "post", "premul"] | None = None
+    """How the sum over the ranks becomes a mean, as `system.divide` has it."""
+    divide_by: Literal["ranks", "micro-batches", "tokens"] | None = None
+    """What it is divided by."""
+    sync: Literal["last", "every"] | None = None
+    """The accumulation rule: whether ranks are summed after the last micro-batch or every one."""
+    grad_dtype: Literal["param", "fp32"] | None = None
+    """Dtype in which gradients are accumulated and reduced."""
+    grads_told: Literal["before-division", "after-division"] = "before-division"
+    """Whether the reduced gradients that it tells are as the collective left them, or already
+    divided where the division comes after the sum."""
+    grads_in_params: bool = False
+    """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
+    not clipped, not unscaled."""
+
+    def replayed(self, scenario: Scenario) -> Scenario:
+        """The case that the reference replays in place of the one that the target is given."""
+        system = scenario.system
+        declared = replace(
+            system,
+            divide=self.divide or system.divide,
+            divide_by=self.divide_by or system.divide_by,
+            sync=self.sync or system.sync,
+            grad_dtype=self.grad_dtype or system.grad_dtype,
+        )
+        return replace(scenario, system=declared)
+
+
+def numerics_of(target: Target) -> Numerics:
+    """What a target declares of its numerics; what the scenario says, where it declares nothing."""
+    return getattr(target, "numerics", None) or Numerics()
+
+
+def capabilities_of(target: Target) -> Capabilities:
+    """What may be drawn for a target: what it declares, or what ten lines around AdamW can do.
+
+    One that declares None, which stands for all that a scenario can say, is drawn the same for.
+    """
+    return getattr(target, "capabilities", None) or Capabilities()
+
+
+def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
+    """All that keeps a case from being run on a target; empty where nothing does.
+
+    Capabilities that are None, and not just left out, refuse nothing.
+    """
+    declared: Capabilities | None = getattr(target, "capabilities", Capabilities())
+    own = getattr(target, "refuses", None)
+    found = () if own is None else tuple(own(scenario))
+    if declared is None:
+        return found
+    return (*declared.problems(scenario, numerics=numerics_of(target)), *found)
+
+
+def _one_of(path: str, value: object, choices: tuple[object, ...]) -> Iterator[Problem]:
+    if value not in choices:
+        names = ", ".join(show(choice) for choice in choices)
+        yield Problem(
+            path=path,
+            message=f"this target supports {names}, got {show(value)}.",
+            suggestion=f"Try {show(choices[0])}." if choices else "",
+        )
+
+
+def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
+    """Path, value and default of every option that a target has to follow."""
+    tables = (
+        ("system", scenario.system, SystemSpec()),
+        ("optimizer", scenario.optimizer, OptimizerSpec()),
+        ("topology", scenario.topology, TopologySpec()),
+    )
+    for table, record, default in tables:
+        for field in dataclasses.fields(record):
+            path = f"{table}.{field.name}"
+            yield path, getattr(record, field.name), getattr(default, field.name)
+    yield "run.micro_batches", scenario.run.micro_batches, 1
+    yield "model.freeze", scenario.model.freeze, ModelSpec(name="mlp").freeze
+    yield "reload", scenario.reload, None

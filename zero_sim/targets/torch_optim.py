@@ -1,0 +1,97 @@
+"""A scenario's optimizer as one of `torch.optim`, for targets that step with torch's classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_sim.scenario.spec import GroupSpec, OptimizerName, OptimizerSpec
+
+_CLASSES: dict[OptimizerName, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+}
+
+
+OPTIMIZERS: tuple[OptimizerName, ...] = tuple(_CLASSES)
+"""All that `class_of` knows."""
+
+
+def class_of(spec: OptimizerSpec) -> type[Optimizer]:
+    """Torch's class of the scenario's optimizer."""
+    return _CLASSES[spec.name]
+
+
+def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
+    """The scenario's settings that the optimizer's class takes, under torch's names."""
+    cls = class_of(spec)
+    known = inspect.signature(cls.__init__).parameters
+    said = {
+        "lr": spec.lr,
+        "betas": spec.betas,
+        "eps": spec.eps,
+        "weight_decay": spec.weight_decay,
+        "momentum": spec.momentum,
+        "nesterov": spec.nesterov,
+        "amsgrad": spec.amsgrad,
+        "foreach": spec.foreach,
+    }
+    return {name: value for name, value in said.items() if name in known}
+
+
+def group_index(spec: OptimizerSpec, name: str) -> int:
+    """Which param group a param belongs to; the last one is for all that no group names."""
+    matches = (i for i, group in enumerate(spec.groups) if name.endswith(group.match))
+    return next(matches, len(spec.groups))
+
+
+def own_settings(group: GroupSpec) -> dict[str, float]:
+    """What a param group sets for itself, under torch's names."""
+    said = {"lr": group.lr, "weight_decay": group.weight_decay}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Params as the groups that the scenario deals them into; groups without params are left out.
+
+    Args:
+        spec: The optimizer.
+        params: Params by name, as the scenario names them.
+    """
+    dealt: dict[int, list[Tensor]] = {}
+    for name, param in params.items():
+        dealt.setdefault(group_index(spec, name), []).append(param)
+    return [
+        {
+            "params": members,
+            **(own_settings(spec.groups[index]) if index < len(spec.groups) else {}),
+        }
+        for index, members in sorted(dealt.items())
+    ]
+
+
+class LearningRates:
+    """Sets every group's learning rate to a multiple of what it started with."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._base = [group["lr"] for group in optimizer.param_groups]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all by `factor`, counted from the start."""
+        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
+            group["lr"] = base * factor
