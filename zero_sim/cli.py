@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import click
 
 import zero_sim
+from zero_sim.cli_fuzz import fuzz
 from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError, ZeroSimError
 
 if TYPE_CHECKING:
@@ -245,6 +246,9 @@ def bench(as_json: bool) -> None:
         _echo_json([row.as_dict() for row in measurements])
     else:
         click.echo(render_measurements(measurements))
+
+
+main.add_command(fuzz)
 
 
 @contextlib.contextmanager

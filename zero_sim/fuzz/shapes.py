@@ -64,8 +64,9 @@ def shape_lists(
 
 
 def bucket_sizes(sizes: Sequence[int]) -> st.SearchStrategy[int]:
-    """Bucket sizes for params of the given sizes, often exact fits: a sum of the first, or the
-    last, few of them, or one element less or more.
+    """Bucket sizes for params of the given sizes, often exact fits.
+
+    A fit is a sum of the first, or the last, few of them, or one element less or more.
 
     Args:
         sizes: Elements of each param, in registration order.

@@ -1,7 +1,8 @@
 """Whole cases, drawn: the public strategies, of which the others of this room are the parts.
 
-Every value that is drawn is valid: `check_scenario` has nothing to say about it. What is drawn first
-is what shrinks first: ranks, then params, then their sizes, then features, each to its default.
+Every value that is drawn is valid: `check_scenario` has nothing to say about it. What is drawn
+first is what shrinks first: ranks, then params, then their sizes, then features, each to its
+default.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ _FAULTS = (
 def _summing(scenario: Scenario) -> Scenario:
     """The case with its first sum holding at least one element that is not padding."""
     shapes = scenario.model.shapes
-    if shapes is None or math.prod(shapes[0]) and math.prod(shapes[-1]):
+    if shapes is None or (math.prod(shapes[0]) and math.prod(shapes[-1])):
         return scenario
     filled = tuple(shape if math.prod(shape) else (1,) for shape in shapes)
     return replace(scenario, model=replace(scenario.model, shapes=filled))

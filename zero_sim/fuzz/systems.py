@@ -20,6 +20,8 @@ from zero_sim.scenario.spec import (
 
 _ENDINGS = ("bias", "weight", "0", "router", "1")
 _AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
+_DIVISIONS: tuple[Literal["none", "pre", "premul"], ...] = ("none", "pre", "premul")
+_COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tokens")
 _ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 
@@ -108,10 +110,9 @@ def systems(
     copies = divisors(ranks)[1:]
     uneven = stage == 1 and align_elems == 1 and swarm.on("uneven")
     sync = "every" if swarm.on("sync every") else "last"
-    divide = draw(st.sampled_from(["none", "pre", "premul"])) if swarm.on("divide") else "post"
-    counts = ["micro-batches"]
-    if sync == "last" or divide in ("none", "post"):
-        counts.append("tokens")
+    divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
+    # The number of rows is known only behind the last micro-batch.
+    counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
     buckets = swarm.on("buckets")
     return SystemSpec(
         stage=stage,
