@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,9 +112,8 @@ def batch_seed(seed: int, index: int) -> int:
 def key_of(result: CaseResult) -> Key | None:
     """What a result found, as far as it tells findings apart; None where nothing is wrong.
 
-    The message does not count, nor where it is: step, rank, offset and values differ from case to
-    case. Of a param its kind does: whether it is an expert, one of a bare model, or which of a
-    layer's.
+    The message does not count, nor where it is: step, rank, offset, values and the param's name
+    differ from case to case.
     """
     if result.verdict in ("pass", "inconclusive"):
         return None
@@ -128,10 +126,7 @@ def key_of(result: CaseResult) -> Key | None:
 def _kind(param: str | None) -> str:
     if param is None:
         return ""
-    if "experts" in param.split("."):
-        return "expert"
-    last = param.rpartition(".")[2]
-    return "bare" if re.fullmatch(r"\d+|p\d+", last) else last
+    return "expert" if "experts" in param.split(".") else "dense"
 
 
 def size_in_words(scenario: Scenario) -> str:
