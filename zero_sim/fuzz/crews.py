@@ -83,9 +83,8 @@ class _Hand:
     """A process, and a new one in its place if it dies."""
 
     def __init__(self) -> None:
-        self._executor: Executor | None = None
-        self._pid = 0
         self._running: Future[BatchReport] | None = None
+        self._executor, self._pid = _start()
 
     @property
     def is_free(self) -> bool:
@@ -94,31 +93,37 @@ class _Hand:
     def submit(self, job: Job) -> Future[BatchReport]:
         if self._running is not None and self._running.exception() is not None:
             self.close()
-        if self._executor is None:
-            # A fork of a process with threads and torch in it would hang.
-            context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_be_deaf)
-            self._pid = self._executor.submit(os.getpid).result()
+            self._executor, self._pid = _start()
         self._running = self._executor.submit(run_batch, job)
         return self._running
 
     def interrupt(self) -> None:
         if not self.is_free:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGINT)
+            self._signal(signal.SIGINT)
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=self.is_free, cancel_futures=True)
-            if not self.is_free:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGTERM)
-        self._executor = self._running = None
+        is_free = self.is_free
+        self._executor.shutdown(wait=is_free, cancel_futures=True)
+        if not is_free:
+            self._signal(signal.SIGTERM)
+        self._running = None
+
+    def _signal(self, number: int) -> None:
+        if self._pid.done() and self._pid.exception() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid.result(), number)
 
 
-def _be_deaf() -> None:
-    """Between batches a worker has nothing to say to an interrupt; inside, `run_batch` has."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _start() -> tuple[Executor, Future[int]]:
+    """A process that a Ctrl-C on the terminal does not reach between batches, and its id."""
+    # A fork of a process with threads and torch in it would hang.
+    executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    # That a signal is ignored is inherited; `run_batch` listens for it while it runs.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return executor, executor.submit(os.getpid)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class ClusterCrew:
