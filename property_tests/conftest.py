@@ -1,19 +1,12 @@
 """Profiles of Hypothesis, and worlds shared by all cases."""
 
-import os
-
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
+from zero_sim.fuzz.profiles import register_profiles
 from zero_sim.launch import WorldPool
 
-settings.register_profile(
-    "dev", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None)
-settings.register_profile("nightly", settings.get_profile("dev"), max_examples=5000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+register_profiles()
 
 
 @pytest.fixture(scope="session", autouse=True)

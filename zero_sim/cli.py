@@ -28,6 +28,7 @@ import click
 
 import zero_sim
 from zero_sim.cli_findings import explain, report
+from zero_sim.cli_fuzz import fuzz
 from zero_sim.cli_parts import (
     bundles_option,
     echo_json,
@@ -280,6 +281,9 @@ def bench(as_json: bool) -> None:
         echo_json([row.as_dict() for row in measurements])
     else:
         click.echo(render_measurements(measurements))
+
+
+main.add_command(fuzz)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,9 @@ Integers and names only; `zero_sim.report` draws it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from zero_sim.targets import Place
 from zero_sim.verify.compare import SPANS_MAX
@@ -35,14 +36,19 @@ def build_strip(
     Returns:
         None where it lies in no buffer that any rank told of.
     """
-    owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
-    buffer = next((place.buffer for _, place in owned if place.param == first.param), None)
+    owned = [
+        located
+        for rank in sorted(places)
+        for place in places[rank]
+        for located in _locate(rank, place)
+    ]
+    buffer = next((each.place.buffer for each in owned if each.place.param == first.param), None)
     if buffer is None:
         return None
-    inside = [(rank, place) for rank, place in owned if place.buffer == buffer]
-    pieces = _pieces(place for _, place in inside)
-    buckets = _buckets(place for _, place in inside)
-    padding, unowned = _gaps([place for _, place in inside], pieces, buckets)
+    inside = [each for each in owned if each.place.buffer == buffer]
+    pieces = _pieces(inside)
+    buckets = _buckets(inside)
+    padding, unowned = _gaps([each.place for each in inside], pieces, buckets)
     differ = _flat(found, pieces)
     if not differ:
         return None
@@ -67,10 +73,34 @@ def build_strip(
     )
 
 
-def _pieces(places: Iterable[Place]) -> list[StripPiece]:
+class _Located(NamedTuple):
+    """A place of which the engine told where in the buffer it is."""
+
+    rank: int
+    place: Place
+    flat_start: int
+    bucket: int
+    shard: int
+    shard_start: int
+    shard_stop: int
+
+
+def _locate(rank: int, place: Place) -> Iterator[_Located]:
+    told = (place.flat_start, place.bucket, place.shard, place.shard_start, place.shard_stop)
+    known = [value for value in told if value is not None]
+    if len(known) == len(told):
+        yield _Located(rank, place, *known)
+
+
+def _pieces(inside: Iterable[_Located]) -> list[StripPiece]:
     spans = {
-        (place.flat_start, place.flat_start + place.stop - place.start, place.param, place.start)
-        for place in places
+        (
+            at.flat_start,
+            at.flat_start + at.place.stop - at.place.start,
+            at.place.param,
+            at.place.start,
+        )
+        for at in inside
     }
     return [
         StripPiece(param=param, start=start, stop=stop, param_start=param_start)
@@ -79,26 +109,23 @@ def _pieces(places: Iterable[Place]) -> list[StripPiece]:
     ]
 
 
-def _buckets(places: Iterable[Place]) -> list[StripBucket]:
+def _buckets(inside: Iterable[_Located]) -> list[StripBucket]:
     spans: dict[int, Span] = {}
-    for place in places:
-        told = place.bucket_start is not None and place.bucket_stop is not None
-        start = place.bucket_start if told else place.shard_start
-        stop = place.bucket_stop if told else place.shard_stop
-        assert start is not None
-        assert stop is not None
-        known = spans.get(place.bucket, (start, stop))
-        spans[place.bucket] = (min(start, known[0]), max(stop, known[1]))
+    for at in inside:
+        start, stop = at.place.bucket_start, at.place.bucket_stop
+        if start is None or stop is None:
+            start, stop = at.shard_start, at.shard_stop
+        known = spans.get(at.bucket, (start, stop))
+        spans[at.bucket] = (min(start, known[0]), max(stop, known[1]))
     return [StripBucket(index=i, start=a, stop=b) for i, (a, b) in sorted(spans.items())]
 
 
-def _shards(inside: Iterable[tuple[int, Place]]) -> list[StripShard]:
+def _shards(inside: Iterable[_Located]) -> list[StripShard]:
     ranks: dict[tuple[int, int, int, int], list[int]] = {}
-    for rank, place in inside:
-        key = (place.shard_start, place.shard_stop, place.bucket, place.shard)
-        holders = ranks.setdefault(key, [])
-        if rank not in holders:
-            holders.append(rank)
+    for at in inside:
+        holders = ranks.setdefault((at.shard_start, at.shard_stop, at.bucket, at.shard), [])
+        if at.rank not in holders:
+            holders.append(at.rank)
     return [
         StripShard(index=shard, bucket=bucket, ranks=tuple(ranks[key]), start=start, stop=stop)
         for key in sorted(ranks)

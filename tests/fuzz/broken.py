@@ -1,0 +1,29 @@
+"""A system under test with an off-by-one: one element too many is updated where a param was cut."""
+
+from zero_sim.targets.own import ZeroSimEngine, ZeroSimTarget
+
+
+class Engine(ZeroSimEngine):
+    def step(self, *, lr_factor):
+        result = super().step(lr_factor=lr_factor)
+        for part in self.parts():
+            if part.place.start > 0:
+                part.master[-1] += 1.0
+        return result
+
+
+class Broken:
+    name = "broken"
+
+    def build(self, module, *, scenario, group):
+        return Engine(module, scenario=scenario, group=group)
+
+
+class Raising(ZeroSimTarget):
+    name = "raising"
+
+    def build(self, module, *, scenario, group):
+        raise RuntimeError("not today")
+
+
+not_a_target = 3

@@ -1,0 +1,147 @@
+"""A batch: the same cases for the same seed, every finding once, and shrunk."""
+
+import os
+import signal
+
+import pytest
+
+from zero_sim.bundle import read_bundle
+from zero_sim.errors import UsageError
+from zero_sim.fuzz.batch import load_target, run_batch
+from zero_sim.fuzz.records import Job, batch_seed, key_of
+from zero_sim.fuzz.strategies import scenarios
+from zero_sim.verify.records import CaseResult, Finding
+
+SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
+CUT = ("equality.master", "optimizer", "dense")
+
+
+def job(tmp_path, **changes):
+    usual = {"index": 0, "seed": 7, "cases": 12, "target": "zero_sim", "bundles": str(tmp_path)}
+    return Job(**(usual | changes))
+
+
+@pytest.fixture(autouse=True)
+def _broken_targets(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What a batch finds in a system with an off-by-one."""
+    folder = tmp_path_factory.mktemp("bundles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(os.path.dirname(__file__))
+        report = run_batch(job(folder, cases=20, target="broken:Broken"), cases_from=SMALL)
+    return report, folder
+
+
+def test_a_right_system_passes(tmp_path):
+    report = run_batch(job(tmp_path), cases_from=SMALL)
+    assert report.complete
+    assert report.found == ()
+    assert report.cases == report.asked == 12
+    assert sum(report.verdicts.values()) == 12
+    assert set(report.verdicts) <= {"pass", "inconclusive"}
+    assert report.layouts
+
+
+def test_a_seed_decides_all(tmp_path):
+    reports = [run_batch(job(tmp_path), cases_from=SMALL) for _ in range(2)]
+    assert reports[0].layouts == reports[1].layouts
+    other = run_batch(job(tmp_path, seed=8), cases_from=SMALL)
+    assert other.layouts != reports[0].layouts
+
+
+def test_a_finding_does_not_end_the_batch(found):
+    report, _ = found
+    assert report.cases == 20
+    assert report.verdicts["fail"] > 1
+    assert [one.key for one in report.found] == [CUT]
+    assert report.keys == {"|".join(CUT): report.verdicts["fail"]}
+
+
+def test_an_off_by_one_shrinks_to_two_ranks_and_one_param(found):
+    report, _ = found
+    assert report.found[0].size == "2 ranks, 1 param [[2]], 1 step"
+
+
+def test_a_finding_is_a_bundle_that_names_its_target(found):
+    report, folder = found
+    bundle = read_bundle(folder / report.found[0].bundle)
+    assert bundle.scenario.system.target == "broken:Broken"
+    assert bundle.findings[0].check == "equality.master"
+    assert 'target = "broken:Broken"' in report.found[0].scenario
+
+
+def test_what_is_known_is_not_shrunk_again(tmp_path):
+    again = run_batch(job(tmp_path, target="broken:Broken", known=(CUT,)), cases_from=SMALL)
+    assert again.found == ()
+    assert again.keys["|".join(CUT)] >= 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_case_is_begun_after_its_time(tmp_path):
+    report = run_batch(job(tmp_path, seconds=0.0), cases_from=SMALL)
+    assert report.cases == 0
+    assert not report.complete
+
+
+def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    count = 0
+
+    def interrupting(case):
+        nonlocal count
+        count += 1
+        if count == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return case
+
+    report = run_batch(job(tmp_path), cases_from=SMALL.map(interrupting))
+    assert not report.complete
+    assert report.cases == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_system_that_raises_is_a_finding(tmp_path):
+    report = run_batch(
+        job(tmp_path, cases=3, target="broken:Raising", shrink_seconds=5), cases_from=SMALL
+    )
+    assert [one.key[0] for one in report.found] == ["world.rank-failed"]
+
+
+class TestTargets:
+    def test_registered_ones_go_by_name(self):
+        assert load_target("zero_sim").name == "zero_sim"
+
+    @pytest.mark.parametrize(
+        "name", ["nothing", "no_such_module:x", "broken:nothing", "broken:not_a_target"]
+    )
+    def test_others_are_told(self, name):
+        with pytest.raises(UsageError, match="expected"):
+            load_target(name)
+
+
+class TestKeys:
+    def result(self, verdict, **finding):
+        found = (Finding(message="m", **finding),) if finding else ()
+        return CaseResult(id="x", verdict=verdict, seconds=0.0, findings=found)
+
+    def test_two_values_of_one_finding_have_one_key(self):
+        one = self.result("fail", check="a", phase="p", rank=1, param="0.weight", expected="1")
+        other = self.result("fail", check="a", phase="p", rank=2, param="1.bias", step=3)
+        assert key_of(one) == key_of(other) == ("a", "p", "dense")
+
+    def test_experts_are_another_kind(self):
+        one = self.result("fail", check="a", phase="p", param="experts.0.weight")
+        assert key_of(one) == ("a", "p", "expert")
+
+    def test_what_is_not_wrong_has_none(self):
+        assert key_of(self.result("inconclusive", check="guard.x")) is None
+
+    def test_a_case_that_was_refused_is_one(self):
+        assert key_of(self.result("error")) == ("internal.refused", "", "")
+
+    def test_seeds_of_batches_differ(self):
+        assert len({batch_seed(seed, index) for seed in range(5) for index in range(5)}) == 25

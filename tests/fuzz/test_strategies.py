@@ -1,0 +1,171 @@
+"""What the strategies give: valid cases of every kind, that shrink to what a person can hold."""
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import strategies as st
+
+from zero_sim.fuzz.plans import layouts_of, param_specs
+from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
+from zero_sim.fuzz.strategies import faulty_scenarios, scenarios
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
+
+QUIET = settings(
+    database=None,
+    deadline=None,
+    max_examples=2000,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def drawn(strategy, count):
+    cases = []
+
+    @seed(0)
+    @settings(QUIET, max_examples=count, phases=(Phase.generate,))
+    @given(strategy)
+    def take(case):
+        cases.append(case)
+
+    take()
+    return cases
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return drawn(scenarios(), 400)
+
+
+def test_cases_are_valid(cases):
+    assert [check_scenario(case) for case in cases if check_scenario(case)] == []
+
+
+def test_cases_with_faults_are_valid_and_say_what_must_be_found():
+    faulty = drawn(faulty_scenarios(), 100)
+    assert [check_scenario(case) for case in faulty if check_scenario(case)] == []
+    assert all(case.faults and case.expect.finding for case in faulty)
+
+
+FEATURES = {
+    "bf16": lambda s: s.model.dtype == "bf16",
+    "unusual params": lambda s: s.model.name == "unusual",
+    "exact workload": lambda s: s.model.name in ("lattice", "bit-hash", "ternary"),
+    "experts on several ranks": lambda s: s.topology.ep > 1,
+    "tp": lambda s: s.topology.tp > 1,
+    "cp": lambda s: s.topology.cp > 1,
+    "pp": lambda s: s.topology.pp > 1,
+    "shared": lambda s: s.topology.shared,
+    "tied": lambda s: s.topology.tied,
+    "redundancy": lambda s: s.system.redundancy > 1,
+    "uneven": lambda s: s.system.partition == "uneven",
+    "stage 0": lambda s: s.system.stage == 0,
+    "groups": lambda s: s.optimizer.groups,
+    "clip by norm": lambda s: s.optimizer.clip_norm,
+    "clip by value": lambda s: s.optimizer.clip_value,
+    "overflow on one rank": lambda s: s.data.nan,
+    "accumulation": lambda s: s.run.micro_batches > 1,
+    "timing": lambda s: s.world.timing != "eager",
+    "races": lambda s: s.world.races,
+    "schedule": lambda s: s.world.schedule != "round-robin",
+    "frozen": lambda s: s.model.freeze,
+    "weights only": lambda s: s.reload and s.reload.weights_only,
+    "another stage after": lambda s: s.reload and s.reload.stage is not None,
+    "another size after": lambda s: s.reload and s.reload.world_size != s.world.size,
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_comes_up(cases, feature):
+    count = sum(bool(FEATURES[feature](case)) for case in cases)
+    assert 0 < count < len(cases)
+
+
+def test_a_case_has_some_features_and_lacks_others(cases):
+    counts = {sum(bool(has(case)) for has in FEATURES.values()) for case in cases}
+    assert min(counts) <= 2
+    assert max(counts) >= 7
+
+
+def test_anything_at_all_shrinks_to_the_least_case():
+    least = find(scenarios(), lambda case: True, settings=QUIET)
+    assert least.world.size == least.run.steps == 1
+    assert least.model == ModelSpec(name="params", shapes=((1,),))
+    assert least.system == SystemSpec(overlap_grads=False, overlap_params=False)
+    assert least.reload is None
+
+
+def test_a_cut_param_shrinks_to_two_ranks_and_one_param_of_two_elements():
+    def has_cut_param(case):
+        return any(
+            len({f.shard for s in range(2) for f in plan.fragments(s) if f.param == param.name}) > 1
+            for plan in layouts_of(case)
+            if plan.policy.shard_count == 2
+            for param in plan.params
+        )
+
+    least = find(scenarios(), has_cut_param, settings=QUIET)
+    assert least.world.size == 2
+    assert least.model.shapes is not None
+    assert [math.prod(shape) for shape in least.model.shapes] == [2]
+
+
+def test_edge_sizes_hold_all_edges():
+    sizes = set(drawn(edge_sizes(4, align_elems=3), 300))
+    assert {0, 1, 3, 4, 5, 11, 12, 13} <= sizes
+    assert max(sizes) <= 36
+
+
+def test_models_are_never_empty():
+    assert all(any(map(math.prod, shapes)) for shapes in drawn(shape_lists(3), 200))
+
+
+def test_bucket_sizes_fit_sums_of_params():
+    sizes = drawn(bucket_sizes([3, 5, 40]), 200)
+    assert min(sizes) >= 1
+    assert {3, 8, 48, 45, 40, 47, 49} <= set(sizes)
+
+
+class TestLayouts:
+    def test_experts_have_shards_of_their_own(self):
+        case = Scenario(
+            schema=1,
+            model=ModelSpec(name="moe", experts=4),
+            world=WorldSpec(size=4),
+            topology=TopologySpec(ep=2),
+        )
+        counts = {plan.key.kind: plan.policy.shard_count for plan in layouts_of(case)}
+        assert counts == {"dense": 4, "expert": 2}
+
+    def test_copies_and_model_parallel_ranks_share_no_shards(self):
+        case = Scenario(
+            schema=1,
+            model=ModelSpec(name="mlp"),
+            world=WorldSpec(size=8),
+            topology=TopologySpec(tp=2),
+            system=SystemSpec(redundancy=2),
+        )
+        assert {plan.policy.shard_count for plan in layouts_of(case)} == {2}
+
+    def test_stage_0_has_one_shard(self):
+        case = Scenario(
+            schema=1,
+            model=ModelSpec(name="mlp"),
+            world=WorldSpec(size=3),
+            system=SystemSpec(stage=0),
+        )
+        assert {plan.policy.shard_count for plan in layouts_of(case)} == {1}
+
+    def test_params_that_are_never_trained_have_no_place(self):
+        names = [spec.name for spec in param_specs(ModelSpec(name="unusual"))]
+        assert names
+        assert "frozen" not in names
+
+
+@given(st.data())
+@settings(QUIET, max_examples=30)
+def test_what_may_be_drawn_can_be_narrowed(data):
+    case = data.draw(scenarios(ranks_max=2, steps_max=1, models_from=["lattice"], reload=False))
+    assert case.world.size <= 2
+    assert (case.run.steps, case.model.name, case.reload) == (1, "lattice", None)

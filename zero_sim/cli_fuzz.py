@@ -1,0 +1,191 @@
+"""The command `zero-sim fuzz`: a campaign with its progress and its report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zero_sim.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from zero_sim.fuzz.campaign import Tally
+
+EXIT_FOUND = 1
+EXIT_LOST = 3
+EXIT_INTERRUPTED = 130
+DEFAULT_SECONDS = 60.0
+DEFAULT_CORPUS = Path(".zero-sim", "corpus")
+
+
+class _Shard(click.ParamType):
+    name = "i/n"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\d+)/(\d+)", str(value))
+        if match is None:
+            self.fail(f"expected two numbers such as 1/4, got {value!r}", param, ctx)
+        return int(match[1]), int(match[2])
+
+
+@click.command()
+@click.option(
+    "--target",
+    default="zero_sim",
+    show_default=True,
+    metavar="NAME|MODULE:NAME",
+    help="System under test: a registered one, or one to import.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help=f"Begin no case after so long; {DEFAULT_SECONDS:.0f} if --cases is not given either.",
+)
+@click.option("--cases", type=click.IntRange(min=1), metavar="N", help="Cases of all shards.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")
+@click.option(
+    "--scheduler", metavar="ADDRESS", help="Run on a Dask cluster; needs the extra `cluster`."
+)
+@click.option(
+    "--shard",
+    type=_Shard(),
+    default="1/1",
+    show_default=True,
+    metavar="I/N",
+    help="Run only this share of the batches, for job arrays.",
+)
+@click.option(
+    "--corpus",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Keep everything in DIR, and go on from what is there.  [default: a folder by target and "
+    f"seed in {DEFAULT_CORPUS}, begun anew]",
+)
+@click.option("--pairs", is_flag=True, help="Also show which pairs of layout features were met.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@click.pass_context
+def fuzz(
+    ctx: click.Context,
+    target: str,
+    seconds: float | None,
+    cases: int | None,
+    seed: int,
+    jobs: int | None,
+    scheduler: str | None,
+    shard: tuple[int, int],
+    corpus: Path | None,
+    pairs: bool,
+    as_json: bool,
+) -> None:
+    """Draw cases at the edges of a partition, judge them, and shrink what fails.
+
+    Exit status: 0 nothing found, 1 findings, 2 the usage is wrong, 3 a worker died, 4 this machine
+    cannot run it, 130 interrupted; then everything so far is kept.
+    """
+    try:
+        from zero_sim.fuzz.campaign import Plan, run_campaign
+        from zero_sim.fuzz.crews import open_crew
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "zero_sim":
+            raise
+        raise EnvironmentProblem(
+            f"expected the package {error.name!r}, which is not installed. Try `zero-sim doctor`."
+        ) from None
+    plan = Plan(
+        target=target,
+        seed=seed,
+        cases=cases,
+        seconds=DEFAULT_SECONDS if seconds is None and cases is None else seconds,
+        shard=shard,
+        corpus=corpus or _fresh_folder(target, seed=seed),
+    )
+    started = time.monotonic()
+    progress = _Progress(started)
+    # What a model prints must not end up in the middle of the JSON.
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, open_crew(jobs=jobs, scheduler=scheduler) as crew:
+        tally = run_campaign(plan, crew=crew, tell=progress.tell)
+    progress.clear()
+    elapsed = time.monotonic() - started
+    status = _status(tally)
+    if as_json:
+        facts = {"seconds": elapsed, "corpus": str(plan.corpus), "exit_status": status}
+        click.echo(json.dumps({**tally.as_dict(), **facts}, indent=2))
+    else:
+        _show(tally, bundles=plan.bundles, elapsed=elapsed, pairs=pairs)
+    ctx.exit(status)
+
+
+def _fresh_folder(target: str, *, seed: int) -> Path:
+    """A folder that no campaign was in: nobody who names none wants to resume one."""
+    words = re.sub(r"[^\w.-]+", "_", target)
+    number = 1
+    while (DEFAULT_CORPUS / f"{words}-{seed}-{number}").exists():
+        number += 1
+    return DEFAULT_CORPUS / f"{words}-{seed}-{number}"
+
+
+def _status(tally: Tally) -> int:
+    if tally.interrupted:
+        return EXIT_INTERRUPTED
+    if tally.found:
+        return EXIT_FOUND
+    return EXIT_LOST if tally.lost else 0
+
+
+class _Progress:
+    """One line on stderr: rewritten on a terminal, and now and then a new one elsewhere."""
+
+    LINE_SECONDS = 30.0
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self._told = started
+        self._known = 0
+
+    def tell(self, tally: Tally) -> None:
+        """Show how far it is."""
+        now = time.monotonic()
+        line = tally.progress(seconds=now - self._started)
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{line}", err=True, nl=False)
+        elif now - self._told >= self.LINE_SECONDS or len(tally.found) > self._known:
+            click.echo(line, err=True)
+            self._told = now
+        self._known = len(tally.found)
+
+    def clear(self) -> None:
+        """Leave an empty line on a terminal."""
+        if sys.stderr.isatty():
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+
+def _show(tally: Tally, *, bundles: Path, elapsed: float, pairs: bool) -> None:
+    for found in tally.found.values():
+        count = tally.keys["|".join(found.key)]
+        click.echo(f"{found.text}\n  smallest    {found.size}")
+        click.echo(f"  met         in {count} cases, first in case {found.case} of {found.seed}")
+        if found.bundle:
+            click.echo(f"  case        {bundles / found.bundle / 'case.toml'}")
+            click.echo(f"  replay      zero-sim replay {bundles / found.bundle}")
+        click.echo("")
+    for lost in tally.lost:
+        click.echo(f"Batch {lost.index} (seed {lost.seed}) was lost: {lost.lost}")
+    if pairs:
+        click.echo(tally.grid.table() + "\n")
+    verdicts = ", ".join(f"{count} {name}" for name, count in sorted(tally.verdicts.items()))
+    click.echo(f"{tally.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
+    if tally.interrupted:
+        click.echo("Interrupted; everything so far is kept. Give --corpus to go on from it.")

@@ -1,0 +1,1 @@
+"""Fuzzing: drawn cases that lean towards the edges of a partition, and campaigns over them."""

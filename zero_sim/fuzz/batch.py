@@ -1,0 +1,275 @@
+"""Runs one batch of a campaign: draws cases, judges them, and shrinks what is new."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.errors import HypothesisException
+from hypothesis.strategies import SearchStrategy
+
+from zero_sim.bundle import write_bundle
+from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.fuzz.coverage import Grid, features_of
+from zero_sim.fuzz.plans import layouts_of
+from zero_sim.fuzz.records import BatchReport, Found, Job, Key, key_of, size_in_words
+from zero_sim.fuzz.strategies import scenarios
+from zero_sim.launch import WorldPool
+from zero_sim.report.text import render_case
+from zero_sim.scenario.dump import to_toml
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Target, find_target
+from zero_sim.verify import run_case
+from zero_sim.verify.records import CaseResult, Finding
+
+Judge = Callable[[Scenario], CaseResult]
+
+
+class _Enough(BaseException):
+    """Ends a run of Hypothesis, which takes no exception of this kind for a failure."""
+
+
+class _Wrong(Exception):
+    """The case at hand has the finding that is being shrunk."""
+
+
+@dataclass(slots=True)
+class Stop:
+    """When to begin no further case."""
+
+    deadline: float | None = None
+    """On the clock of `time.monotonic`."""
+    asked: bool = False
+
+    @property
+    def now(self) -> bool:
+        """Whether that is now."""
+        return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+
+def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -> BatchReport:
+    """Run a batch; what its cases are depends on its seed alone.
+
+    An interrupt (SIGINT) ends it after the case at hand, with what was found so far; a second one
+    at once.
+
+    Args:
+        job: Which batch.
+        cases_from: What draws the cases; the strategy `scenarios` where left out.
+
+    Raises:
+        UsageError: There is no such target.
+        EnvironmentProblem: This machine lacks something that the cases need.
+    """
+    deadline = None if job.seconds is None else time.monotonic() + job.seconds
+    stop = Stop(deadline=deadline)
+    target = load_target(job.target)
+    with _interrupts(stop), WorldPool() as pool, _settled_memory():
+        drawn = scenarios() if cases_from is None else cases_from
+        batch = _Batch(
+            job=job,
+            cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
+            judge=lambda scenario: _judge(scenario, pool=pool, target=target),
+            stop=stop,
+        )
+        return batch.run()
+
+
+def load_target(name: str) -> Target:
+    """The target of that name: a registered one, or `module:name`, imported from where we are.
+
+    Raises:
+        UsageError: There is none.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        return find_target(name)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"expected a target at {name!r}, got {error}. Try module:name.") from None
+    target = found() if isinstance(found, type) else found
+    if not callable(getattr(target, "build", None)):
+        raise UsageError(
+            f"expected a target with a method `build` at {name!r}, got {type(target).__name__}."
+        )
+    return target
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One batch while it runs."""
+
+    job: Job
+    cases_from: SearchStrategy[Scenario]
+    judge: Judge
+    stop: Stop
+    cases: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    keys: Counter[Key] = field(default_factory=Counter)
+    grid: Grid = field(default_factory=Grid)
+    first: dict[Key, tuple[int, Scenario, CaseResult]] = field(default_factory=dict)
+    """Where each finding was met first."""
+
+    def run(self) -> BatchReport:
+        started = time.monotonic()
+        self._draw(self._explore, phases=(Phase.generate,))
+        complete = not self.stop.now
+        seconds = time.monotonic() - started
+        found = [
+            self._shrunk(key, *met) for key, met in self.first.items() if key not in self.job.known
+        ]
+        return BatchReport(
+            index=self.job.index,
+            seed=self.job.seed,
+            asked=self.job.cases,
+            cases=self.cases,
+            seconds=seconds,
+            verdicts=dict(self.verdicts),
+            layouts=dict(self.grid.counts),
+            keys={"|".join(key): count for key, count in self.keys.items()},
+            found=tuple(found),
+            complete=complete,
+        )
+
+    def _draw(self, visit: Callable[[Scenario], None], *, phases: tuple[Phase, ...]) -> None:
+        """Give case after case to `visit`, always the same ones; it raises to end it."""
+
+        # A case per call: all that Hypothesis would print or remember is kept here instead.
+        @seed(self.job.seed)
+        @settings(
+            max_examples=self.job.cases,
+            phases=phases,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+            print_blob=False,
+        )
+        @given(scenario=self.cases_from)
+        def cases(scenario: Scenario) -> None:
+            visit(scenario)
+
+        with contextlib.suppress(_Enough, _Wrong, HypothesisException):
+            cases()
+
+    def _explore(self, scenario: Scenario) -> None:
+        if self.stop.now:
+            raise _Enough
+        result = self.judge(scenario)
+        self.verdicts[result.verdict] += 1
+        self.grid.add(features_of(layouts_of(scenario), redundancy=scenario.system.redundancy))
+        key = key_of(result)
+        if key is not None:
+            self.keys[key] += 1
+            self.first.setdefault(key, (self.cases, scenario, result))
+        self.cases += 1
+
+    def _shrunk(self, key: Key, case: int, scenario: Scenario, result: CaseResult) -> Found:
+        """Shrink the case that met a finding first, and write what is left as a bundle."""
+        best = (scenario, result)
+        limit = time.monotonic() + self.job.shrink_seconds
+        drawn = 0
+
+        def visit(other: Scenario) -> None:
+            nonlocal best, drawn
+            if self.stop.asked or time.monotonic() > limit:
+                raise _Enough
+            drawn += 1
+            # The batch again, without a judge, up to the case that is known to fail.
+            if drawn <= case:
+                return
+            judged = result if drawn == case + 1 and other == scenario else self.judge(other)
+            if key_of(judged) == key:
+                best = (other, judged)
+                raise _Wrong
+
+        self._draw(visit, phases=(Phase.generate, Phase.shrink))
+        return self._written(key, case, *best)
+
+    def _written(self, key: Key, case: int, scenario: Scenario, result: CaseResult) -> Found:
+        bundle = ""
+        if result.verdict == "fail":
+            bundle = write_bundle(scenario, result, folder=Path(self.job.bundles)).name
+        first = result.findings[0].message if result.findings else result.error
+        return Found(
+            key=key,
+            message=first,
+            seed=self.job.seed,
+            case=case,
+            scenario=to_toml(scenario),
+            bundle=bundle,
+            text=render_case(result),
+            size=size_in_words(scenario),
+        )
+
+
+def _aimed(scenario: Scenario, target: str) -> Scenario:
+    """The case with the target that it is for, so that its file says so."""
+    return replace(scenario, system=replace(scenario.system, target=target))
+
+
+def _judge(scenario: Scenario, *, pool: WorldPool, target: Target) -> CaseResult:
+    """Judge a case; an error that nobody foresaw is a finding, too, and costs no other case."""
+    try:
+        return run_case(scenario, pool=pool, target=target)
+    except ZeroSimError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        finding = Finding(
+            check="internal.error",
+            phase=type(error).__name__,
+            message="zero_sim raised an error that it did not foresee; please report it",
+            detail=traceback.format_exc(),
+        )
+        what = f"{type(error).__name__}: {error}"
+        return CaseResult(
+            id=scenario.name, verdict="error", seconds=0.0, error=what, findings=(finding,)
+        )
+
+
+@contextlib.contextmanager
+def _interrupts(stop: Stop) -> Iterator[None]:
+    """Take an interrupt as a wish to end after the case at hand."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _settled_memory() -> Iterator[None]:
+    """What is loaded now stays: the collector need not walk through torch again and again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

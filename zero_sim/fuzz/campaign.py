@@ -1,0 +1,280 @@
+"""A campaign: batch after batch of drawn cases against one target, past every finding."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero_sim.errors import UsageError
+from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
+from zero_sim.fuzz.coverage import NAMES, Grid, pairs_count
+from zero_sim.fuzz.crews import Crew, is_lost
+from zero_sim.fuzz.records import BatchReport, Found, Job, Key, batch_seed
+
+BATCH_CASES = 50
+INTERRUPT_SECONDS = 30
+"""How long batches have to end after an interrupt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a campaign is to do.
+
+    Raises:
+        UsageError: A number is out of range.
+    """
+
+    target: str = "zero_sim"
+    seed: int = 0
+    cases: int | None = None
+    """Cases of all shards together; absent for no limit."""
+    seconds: float | None = None
+    """After so long no further case is begun; absent for no limit."""
+    shard: tuple[int, int] = (1, 1)
+    """Which shard of how many, counted from 1."""
+    corpus: Path
+    """Folder of what is kept, bundles of findings included."""
+
+    def __post_init__(self) -> None:
+        number, count = self.shard
+        if not 1 <= number <= count:
+            raise UsageError(
+                f"expected a shard of 1/{count} to {count}/{count}, got {number}/{count}"
+            )
+        if self.cases is not None and self.cases < 1:
+            raise UsageError(f"expected at least 1 case, got {self.cases}")
+
+    @property
+    def bundles(self) -> Path:
+        """Where findings go."""
+        return self.corpus / "bundles"
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """This shard's batches: place in the campaign and number of cases, in order."""
+        number, count = self.shard
+        index = number - 1
+        while cases := self.cases_of(index):
+            yield index, cases
+            index += count
+
+    def cases_of(self, index: int) -> int:
+        """Number of cases of a batch, 0 behind the last one."""
+        if self.cases is None:
+            return BATCH_CASES
+        return max(0, min(BATCH_CASES, self.cases - index * BATCH_CASES))
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What has come of a campaign so far, earlier runs of it included."""
+
+    cases: int = 0
+    earlier_cases: int = 0
+    """Those of them that an earlier run did."""
+    batches: int = 0
+    busy_seconds: float = 0.0
+    """Over all workers; without shrinking."""
+    verdicts: Counter[str] = field(default_factory=Counter)
+    keys: Counter[str] = field(default_factory=Counter)
+    """Failing cases by finding."""
+    found: dict[Key, Found] = field(default_factory=dict)
+    """Distinct findings, in the order in which they came."""
+    grid: Grid = field(default_factory=Grid)
+    lost: list[BatchReport] = field(default_factory=list)
+    """Batches whose worker died."""
+    interrupted: bool = False
+
+    def take(self, report: BatchReport) -> None:
+        """Add what came of a batch."""
+        for found in report.found:
+            self.found.setdefault(found.key, found)
+        if report.lost:
+            self.lost.append(report)
+        self.batches += 1
+        self.cases += report.cases
+        self.busy_seconds += report.seconds
+        self.verdicts.update(report.verdicts)
+        self.keys.update(report.keys)
+        self.grid.merge(report.layouts)
+
+    def progress(self, *, seconds: float) -> str:
+        """One line: how fast, what was found, what was covered.
+
+        Args:
+            seconds: Since this run began.
+        """
+        rate = (self.cases - self.earlier_cases) / seconds if seconds > 0 else 0.0
+        return (
+            f"{self.cases} cases, {rate:.1f} a second, {len(self.found)} distinct findings, "
+            f"layout features {self.grid.features_seen}/{len(NAMES)}, "
+            f"pairs {self.grid.pairs_seen}/{pairs_count()}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return {
+            "cases": self.cases,
+            "earlier_cases": self.earlier_cases,
+            "batches": self.batches,
+            "busy_seconds": self.busy_seconds,
+            "verdicts": dict(self.verdicts),
+            "failing_cases": dict(self.keys),
+            "findings": [
+                {
+                    "check": found.key[0],
+                    "phase": found.key[1],
+                    "kind": found.key[2],
+                    "message": found.message,
+                    "bundle": found.bundle,
+                    "seed": found.seed,
+                    "case": found.case,
+                    "size": found.size,
+                    "scenario": found.scenario,
+                }
+                for found in self.found.values()
+            ],
+            "layouts": {name: self.grid.counts[name] for name in NAMES},
+            "pairs_seen": self.grid.pairs_seen,
+            "pairs": pairs_count(),
+            "pairs_unseen": self.grid.pairs_unseen(),
+            "lost": [{"index": one.index, "seed": one.seed, "why": one.lost} for one in self.lost],
+            "interrupted": self.interrupted,
+        }
+
+
+def run_campaign(
+    plan: Plan, *, crew: Crew, tell: Callable[[Tally], None] = lambda tally: None
+) -> Tally:
+    """Run a campaign, or go on with one that its corpus holds.
+
+    It goes on past findings. An interrupt ends it cleanly: batches at work end after their case,
+    and all that they found is kept.
+
+    Args:
+        plan: What to do.
+        crew: Who does it.
+        tell: Called after each batch with what there is so far.
+
+    Raises:
+        UsageError: There is no such target, or the corpus is of another campaign.
+        OSError: The corpus cannot be read or written.
+    """
+    head = Head(seed=plan.seed, target=plan.target, cases=BATCH_CASES, shard=plan.shard)
+    run = _Run(plan=plan, crew=crew, tell=tell, corpus=open_corpus(plan.corpus, head=head))
+    run.remember()
+    run.run()
+    return run.tally
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """A campaign while it runs."""
+
+    plan: Plan
+    crew: Crew
+    tell: Callable[[Tally], None]
+    corpus: Corpus
+    tally: Tally = field(default_factory=Tally)
+    done: set[int] = field(default_factory=set)
+    """Batches that an earlier run completed."""
+    pending: dict[Future[BatchReport], Job] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    def remember(self) -> None:
+        """Take in what earlier runs did; a batch that was cut short is to be done again."""
+        for report in self.corpus.reports:
+            if report.complete and report.asked >= self.plan.cases_of(report.index) > 0:
+                self.done.add(report.index)
+                self.tally.take(report)
+                continue
+            # Findings stand, but its cases will be counted when they all ran.
+            for found in report.found:
+                self.tally.found.setdefault(found.key, found)
+        self.tally.earlier_cases = self.tally.cases
+
+    def run(self) -> None:
+        try:
+            self._all_batches()
+        except KeyboardInterrupt:
+            self.tally.interrupted = True
+        if self.tally.interrupted:
+            self._wind_up()
+
+    def _all_batches(self) -> None:
+        batches = self.plan.batches()
+        while True:
+            while len(self.pending) < self.crew.slots and not self._is_over():
+                job = self._next_job(batches)
+                if job is None:
+                    break
+                self.pending[self.crew.submit(job)] = job
+            if not self.pending:
+                return
+            finished, _ = wait(self.pending, return_when=FIRST_COMPLETED)
+            for future in finished:
+                self._take(future)
+
+    def _is_over(self) -> bool:
+        left = self._seconds_left()
+        return self.tally.interrupted or (left is not None and left <= 0)
+
+    def _seconds_left(self) -> float | None:
+        if self.plan.seconds is None:
+            return None
+        return self.plan.seconds - (time.monotonic() - self.started)
+
+    def _next_job(self, batches: Iterator[tuple[int, int]]) -> Job | None:
+        for index, cases in batches:
+            if index in self.done:
+                continue
+            return Job(
+                index=index,
+                seed=batch_seed(self.plan.seed, index),
+                cases=cases,
+                target=self.plan.target,
+                bundles=str(self.plan.bundles),
+                known=tuple(self.tally.found),
+                seconds=self._seconds_left(),
+            )
+        return None
+
+    def _take(self, future: Future[BatchReport]) -> None:
+        job = self.pending.pop(future)
+        report = _report(future, job)
+        self.corpus.append(report)
+        self.tally.take(report)
+        out_of_time = job.seconds is not None and self._is_over()
+        if not report.complete and not report.lost and not out_of_time:
+            self.tally.interrupted = True
+        self.tell(self.tally)
+
+    def _wind_up(self) -> None:
+        """Wait a little for what still runs, and keep what comes of it."""
+        self.crew.interrupt()
+        finished, given_up = wait(self.pending, timeout=INTERRUPT_SECONDS)
+        for future in finished:
+            self._take(future)
+        for future in given_up:
+            future.cancel()
+
+
+def _report(future: Future[BatchReport], job: Job) -> BatchReport:
+    """What came of a batch, or that its worker died with it."""
+    error = None if future.cancelled() else future.exception()
+    if error is None and not future.cancelled():
+        return future.result()
+    if error is not None and not is_lost(error):
+        raise error
+    return BatchReport(
+        index=job.index,
+        seed=job.seed,
+        asked=job.cases,
+        cases=0,
+        seconds=0.0,
+        complete=False,
+        lost=f"{type(error).__name__}: {error}" if error is not None else "given up",
+    )

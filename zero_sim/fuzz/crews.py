@@ -1,0 +1,211 @@
+"""Who runs batches: this process, others on this machine, or a Dask cluster.
+
+Whatever happens to one worker costs the batch that it was running and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
+from typing import Protocol
+
+from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.fuzz.batch import run_batch
+from zero_sim.fuzz.records import BatchReport, Job
+
+CONNECT_SECONDS = 30
+
+
+class Crew(Protocol):
+    """Runs batches, some at a time."""
+
+    slots: int
+    """How many batches it takes at a time."""
+
+    def submit(self, job: Job) -> Future[BatchReport]:
+        """Begin a batch; the future fails if its worker dies."""
+        ...
+
+    def interrupt(self) -> None:
+        """Ask batches that are running to end after the case at hand."""
+        ...
+
+
+class OwnCrew:
+    """Runs a batch at a time in this process, before `submit` comes back."""
+
+    slots = 1
+
+    def submit(self, job: Job) -> Future[BatchReport]:
+        """Run a batch."""
+        future: Future[BatchReport] = Future()
+        future.set_result(run_batch(job))
+        return future
+
+    def interrupt(self) -> None:
+        """Nothing runs when this can be called."""
+
+
+class ProcessCrew:
+    """Runs batches in processes of their own on this machine; to be closed.
+
+    Args:
+        slots: Number of processes.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        # A pool breaks as a whole if a process of it dies, so each has one.
+        self._hands = [_Hand() for _ in range(slots)]
+
+    def submit(self, job: Job) -> Future[BatchReport]:
+        """Begin a batch on a process that is free."""
+        hand = next(hand for hand in self._hands if hand.is_free)
+        return hand.submit(job)
+
+    def interrupt(self) -> None:
+        """Send every process at work an interrupt."""
+        for hand in self._hands:
+            hand.interrupt()
+
+    def close(self) -> None:
+        """End the processes, which are idle now or to be given up."""
+        for hand in self._hands:
+            hand.close()
+
+
+class _Hand:
+    """A process, and a new one in its place if it dies."""
+
+    def __init__(self) -> None:
+        self._running: Future[BatchReport] | None = None
+        self._executor, self._pid = _start()
+
+    @property
+    def is_free(self) -> bool:
+        return self._running is None or self._running.done()
+
+    def submit(self, job: Job) -> Future[BatchReport]:
+        if self._running is not None and self._running.exception() is not None:
+            self.close()
+            self._executor, self._pid = _start()
+        self._running = self._executor.submit(run_batch, job)
+        return self._running
+
+    def interrupt(self) -> None:
+        if not self.is_free:
+            self._signal(signal.SIGINT)
+
+    def close(self) -> None:
+        is_free = self.is_free
+        self._executor.shutdown(wait=is_free, cancel_futures=True)
+        if not is_free:
+            self._signal(signal.SIGTERM)
+        self._running = None
+
+    def _signal(self, number: int) -> None:
+        if self._pid.done() and self._pid.exception() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid.result(), number)
+
+
+def _start() -> tuple[Executor, Future[int]]:
+    """A process that a Ctrl-C on the terminal does not reach between batches, and its id."""
+    # A fork of a process with threads and torch in it would hang.
+    executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    # That a signal is ignored is inherited; `run_batch` listens for it while it runs.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return executor, executor.submit(os.getpid)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class ClusterCrew:
+    """Runs batches on the workers of a Dask cluster; a batch of a worker that dies is not retried.
+
+    Args:
+        executor: The cluster, as an executor.
+        slots: Number of batches at a time.
+    """
+
+    def __init__(self, executor: Executor, *, slots: int) -> None:
+        self._executor = executor
+        self.slots = slots
+        self._running: list[Future[BatchReport]] = []
+
+    def submit(self, job: Job) -> Future[BatchReport]:
+        """Begin a batch on some worker."""
+        future = self._executor.submit(run_batch, job)
+        self._running = [other for other in self._running if not other.done()] + [future]
+        return future
+
+    def interrupt(self) -> None:
+        """Give up what runs: a cluster has no interrupts."""
+        for future in self._running:
+            future.cancel()
+
+
+@contextlib.contextmanager
+def open_crew(*, jobs: int | None = None, scheduler: str | None = None) -> Iterator[Crew]:
+    """Those who run the batches of a campaign.
+
+    Args:
+        jobs: Batches at a time; 1, or all that a cluster has cores for, where left out.
+        scheduler: Address of a Dask scheduler; absent for this machine.
+
+    Raises:
+        EnvironmentProblem: The cluster cannot be used.
+    """
+    if scheduler is not None:
+        with _connected(scheduler, jobs=jobs) as crew:
+            yield crew
+        return
+    if jobs is None or jobs == 1:
+        yield OwnCrew()
+        return
+    if jobs < 1:
+        raise UsageError(f"expected at least 1 job, got {jobs}")
+    crew = ProcessCrew(jobs)
+    try:
+        yield crew
+    finally:
+        crew.close()
+
+
+@contextlib.contextmanager
+def _connected(scheduler: str, *, jobs: int | None) -> Iterator[ClusterCrew]:
+    try:
+        connect = importlib.import_module("distributed").Client
+    except ModuleNotFoundError:
+        raise EnvironmentProblem(
+            "expected the package 'distributed' for --scheduler, which is not installed. "
+            "Try `pip install zero-sim[cluster]`, or --jobs."
+        ) from None
+    try:
+        client = connect(scheduler, timeout=CONNECT_SECONDS)
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(
+            f"expected a Dask scheduler at {scheduler!r}, got {error}. Try `dask scheduler`, which "
+            "says its address."
+        ) from None
+    with client:
+        cores = sum(client.ncores().values())
+        if not cores:
+            raise EnvironmentProblem(
+                f"expected workers at {scheduler!r}, got none. Try `dask worker {scheduler}`."
+            )
+        # Two batches in one process would stand in the way of each other's ranks.
+        executor = client.get_executor(pure=False, retries=0)
+        yield ClusterCrew(executor, slots=jobs or len(client.ncores()))
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error of a batch says that its worker is gone, not what the batch did."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, CancelledError) or bool(names & {"BrokenExecutor", "KilledWorker"})

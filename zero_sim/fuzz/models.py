@@ -1,0 +1,109 @@
+"""Strategies for models and for what they are fed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from zero_sim.fuzz.shapes import shape_lists
+from zero_sim.fuzz.swarm import Swarm
+from zero_sim.scenario.spec import DataSpec, FreezeSpec, ModelName, ModelSpec, NanSpec, Scenario
+
+BARE: tuple[ModelName, ...] = ("params", "lattice", "bit-hash")
+"""Models that are nothing but params of given shapes."""
+_USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
+_OTHERS: tuple[ModelName, ...] = (
+    "lattice", "bit-hash", "ternary", "unusual", "moe", "moe", "fp8", "transformer-260",
+)  # fmt: skip
+MODELS = _USUAL + _OTHERS
+"""What is drawn from, those to draw more often more often; it shrinks to the first."""
+_SUMMED_LOSS = ("mlp", "fp8", "params")
+_MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
+
+
+@st.composite
+def models(
+    draw: st.DrawFn,
+    *,
+    ranks: int = 2,
+    align_elems: int = 1,
+    names: Sequence[ModelName] = MODELS,
+    swarm: Swarm | None = None,
+) -> ModelSpec:
+    """A model whose params lie at the edges of a partition among so many ranks.
+
+    Args:
+        draw: Given by Hypothesis.
+        ranks: Number of ranks that share its optimizer state.
+        align_elems: What shards are aligned to, in elements.
+        names: Models to draw from, the simplest first.
+        swarm: What the case has; drawn anew where left out.
+    """
+    name = draw(st.sampled_from(names))
+    shapes = None
+    if name in BARE:
+        shapes = draw(shape_lists(ranks, align_elems=align_elems))
+    swarm = swarm or Swarm(draw)
+    dtype = "bf16" if swarm.on("bf16") else "fp32"
+    match name:
+        case "params" | "lattice" | "bit-hash":
+            return ModelSpec(name=name, dtype=dtype, shapes=shapes)
+        case "ternary":
+            return ModelSpec(name=name, dtype=dtype, hidden=draw(st.integers(1, 9)))
+        case "moe":
+            experts = draw(st.sampled_from([4, 6]))
+            return ModelSpec(
+                name=name, dtype=dtype, hidden=draw(st.integers(1, 4)), experts=experts
+            )
+        case "mlp" | "fp8":
+            return ModelSpec(
+                name=name,
+                dtype=dtype,
+                hidden=draw(st.integers(1, 5)),
+                blocks=draw(st.integers(1, 2)),
+                fp8_format=draw(st.sampled_from(["mixed", "e4m3", "e5m2"]))
+                if name == "fp8"
+                else "mixed",
+                freeze=_freeze(draw) if swarm.on("freeze") else (),
+            )
+        case _:
+            return ModelSpec(name=name, dtype=dtype)
+
+
+def _freeze(draw: st.DrawFn) -> tuple[FreezeSpec, ...]:
+    start = draw(st.integers(0, 2))
+    param = draw(st.sampled_from(_MLP_PARAMS))
+    return (FreezeSpec(param=param, start=start, stop=start + 1),)
+
+
+@st.composite
+def feeds(draw: st.DrawFn, *, model: ModelSpec, swarm: Swarm | None = None) -> DataSpec:
+    """What the ranks are fed: always distinct data, with nothing planted.
+
+    Args:
+        draw: Given by Hypothesis.
+        model: The model, which decides what losses there are.
+        swarm: What the case has; drawn anew where left out.
+    """
+    swarm = swarm or Swarm(draw)
+    return DataSpec(
+        rows=draw(st.integers(1, 3)),
+        uneven_rows=swarm.on("uneven rows"),
+        loss="sum" if model.name in _SUMMED_LOSS and swarm.on("summed loss") else "mean",
+    )
+
+
+@st.composite
+def overflows(draw: st.DrawFn, *, scenario: Scenario) -> NanSpec:
+    """A NaN or an infinity on one rank at one step, for a case with loss scaling.
+
+    Args:
+        draw: Given by Hypothesis.
+        scenario: The case.
+    """
+    return NanSpec(
+        rank=draw(st.integers(0, scenario.world.size - 1)),
+        step=draw(st.integers(0, scenario.run.steps - 1)),
+        value=draw(st.sampled_from(["inf", "nan"])),
+    )

@@ -1,0 +1,82 @@
+"""Strategies for optimizers, param groups, clipping and loss scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from hypothesis import strategies as st
+
+from zero_sim.fuzz.swarm import Swarm
+from zero_sim.scenario.spec import (
+    GroupSpec,
+    LossScaleSpec,
+    ModelSpec,
+    OptimizerName,
+    OptimizerSpec,
+)
+
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+NO_FOREACH = ("nadam", "radam", "asgd")
+"""Those whose foreach kernels round otherwise than the loop that the reference steps with."""
+_WITH_MOMENTUM = ("sgd", "rmsprop")
+_WITH_AMSGRAD = ("adam", "adamw")
+_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
+_SETTINGS = st.none() | st.sampled_from([0.0, 0.01])
+
+
+@st.composite
+def optimizers(
+    draw: st.DrawFn,
+    *,
+    model: ModelSpec,
+    names: Sequence[OptimizerName] = OPTIMIZERS,
+    swarm: Swarm | None = None,
+) -> OptimizerSpec:
+    """An optimizer with all that goes with it.
+
+    Args:
+        draw: Given by Hypothesis.
+        model: The model, after whose params groups are called.
+        names: Optimizers to draw from, the usual one first.
+        swarm: What the case has; drawn anew where left out.
+    """
+    swarm = swarm or Swarm(draw)
+    name = draw(st.sampled_from(names)) if swarm.on("any optimizer") else names[0]
+    clip = draw(st.sampled_from(["norm", "value"])) if swarm.on("clip") else None
+    momentum = name in _WITH_MOMENTUM and swarm.on("momentum")
+    return OptimizerSpec(
+        name=name,
+        lr=draw(st.sampled_from([1e-3, 0.1])),
+        betas=(0.5, 0.75) if name in _WITH_BETAS and swarm.on("betas") else (0.9, 0.999),
+        momentum=0.9 if momentum else 0.0,
+        nesterov=name == "sgd" and momentum and swarm.on("nesterov"),
+        amsgrad=name in _WITH_AMSGRAD and swarm.on("amsgrad"),
+        eps=1.0 if swarm.on("large eps") else 1e-8,
+        weight_decay=0.1 if name != "rprop" and swarm.on("decay") else 0.0,
+        foreach=name not in NO_FOREACH and swarm.on("foreach"),
+        warmup_steps=3 if swarm.on("warmup") else 0,
+        groups=draw(param_groups(model=model, decay=name != "rprop")) if swarm.on("groups") else (),
+        clip_norm=draw(st.sampled_from([0.1, 1e-3, 100.0])) if clip == "norm" else None,
+        clip_value=1e-3 if clip == "value" else None,
+        loss_scale=LossScaleSpec(initial=64.0) if swarm.on("loss scale") else None,
+    )
+
+
+@st.composite
+def param_groups(draw: st.DrawFn, *, model: ModelSpec, decay: bool = True) -> tuple[GroupSpec, ...]:
+    """One or two param groups that params of a model fall into.
+
+    Args:
+        draw: Given by Hypothesis.
+        model: The model.
+        decay: Whether the optimizer has weight decay.
+    """
+    endings = {"mlp": ("bias", "weight"), "fp8": ("bias", "weight")}.get(model.name, ("0", "1"))
+    if model.name == "moe":
+        endings = ("1.linear.weight", "bias")
+    chosen = endings[: draw(st.integers(1, 2))]
+    return tuple(
+        GroupSpec(match=ending, lr=draw(_SETTINGS), weight_decay=draw(_SETTINGS) if decay else None)
+        for ending in chosen
+    )

@@ -1,0 +1,82 @@
+"""From a case to the layouts that result: those that its system plans, planned anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from torch.nn import Module
+
+from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec
+from zero_sim.workloads import build_module, build_workload
+
+_MODELS_KEPT = 512
+
+
+def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
+    """The buffers of a rank's layout before a checkpoint, dense and expert ones.
+
+    Args:
+        scenario: A valid case.
+
+    Returns:
+        One plan a buffer; of stage 0, which shards nothing, with one shard.
+    """
+    topology, system = scenario.topology, scenario.system
+    holders = scenario.world.size // (topology.tp * topology.pp)
+    shard_counts = {"dense": holders, "expert": holders // topology.ep}
+    plans: list[BufferPlan] = []
+    specs = param_specs(scenario.model, ep=topology.ep)
+    for kind in dict.fromkeys(spec.kind for spec in specs):
+        policy = LayoutPolicy(
+            shard_count=1 if system.stage == 0 else shard_counts[kind] // system.redundancy,
+            align_elems=system.align_elems,
+            align_bytes=system.align_bytes,
+            bucket_elems=system.bucket_elems,
+            param_order=system.param_order,
+            partition=system.partition,
+        )
+        own = [spec for spec in specs if spec.kind == kind]
+        plans.extend(plan_buffers(own, policy=policy))
+    return tuple(plans)
+
+
+def param_specs(model: ModelSpec, *, ep: int = 1) -> tuple[ParamSpec, ...]:
+    """The trained params of a model as a layout sees them, in registration order.
+
+    Args:
+        model: The model.
+        ep: Expert-parallel ways; the first share of the experts is taken.
+    """
+    # Neither when it is frozen nor which bits it starts from moves a param.
+    return _param_specs(replace(model, freeze=()), ep)
+
+
+@lru_cache(maxsize=_MODELS_KEPT)
+def _param_specs(model: ModelSpec, ep: int) -> tuple[ParamSpec, ...]:
+    scenario = Scenario(
+        schema=1, model=model, topology=TopologySpec(ep=ep), run=RunSpec(steps=1, seed=0)
+    )
+    return _trained(build_module(build_workload(scenario), expert_index=0))
+
+
+def _trained(module: Module) -> tuple[ParamSpec, ...]:
+    return tuple(
+        ParamSpec(
+            name=name,
+            shape=tuple(param.shape),
+            dtype=_DTYPES[str(param.dtype)],
+            kind="expert" if "experts" in name.split(".") else "dense",
+        )
+        for name, param in module.named_parameters()
+        if param.requires_grad
+    )
+
+
+_DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float8_e4m3fn": "fp8-e4m3",
+    "torch.float8_e5m2": "fp8-e5m2",
+}

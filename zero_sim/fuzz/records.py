@@ -1,0 +1,142 @@
+"""What a campaign is made of: jobs, what came of them, and findings. Plain data that travels."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.verify.records import CaseResult
+
+Key = tuple[str, str, str]
+"""What makes two findings one: the check, the phase of the step, the kind of param."""
+_SEED_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One batch of cases, to be run anywhere."""
+
+    index: int
+    """Place in the campaign, whichever shard runs it."""
+    seed: int
+    """Decides every case."""
+    cases: int
+    target: str
+    """Name of a registered target, or `module:name`."""
+    bundles: str
+    """Folder in which findings go."""
+    known: tuple[Key, ...] = ()
+    """Findings that need not be shrunk again."""
+    seconds: float | None = None
+    """After so long no further case is begun."""
+    shrink_seconds: float = 60.0
+    """How long one finding may be shrunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """One distinct finding, shrunk."""
+
+    key: Key
+    message: str
+    """What is wrong, in one sentence."""
+    seed: int
+    """Of the batch that met it."""
+    case: int
+    """Which case of that batch, counted from 0."""
+    scenario: str
+    """The shrunk case, as TOML."""
+    bundle: str
+    """Id of its bundle; empty where there is none, as for what zero_sim itself raised."""
+    text: str
+    """The failure block."""
+    size: str
+    """How large the shrunk case is, in words."""
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Found:
+        """What a report's `as_dict` holds of a finding."""
+        fields = dict(data)
+        fields["key"] = tuple(data["key"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchReport:
+    """What came of a batch."""
+
+    index: int
+    seed: int
+    asked: int
+    """Cases that it was to run."""
+    cases: int
+    """Cases that it ran; shrinking is not counted."""
+    seconds: float
+    verdicts: dict[str, int] = field(default_factory=dict)
+    layouts: dict[str, int] = field(default_factory=dict)
+    """Cases by layout feature and pair of them; see `zero_sim.fuzz.coverage`."""
+    keys: dict[str, int] = field(default_factory=dict)
+    """Failing cases by finding, its key joined by `|`."""
+    found: tuple[Found, ...] = ()
+    """New ones."""
+    complete: bool = True
+    """Whether all of its cases ran."""
+    lost: str = ""
+    """Why nothing is known of it, where its worker died."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> BatchReport:
+        """What `as_dict` gave.
+
+        Raises:
+            TypeError, KeyError: It is not of that form.
+        """
+        fields = dict(data)
+        fields["found"] = tuple(map(Found.from_dict, data["found"]))
+        return cls(**fields)
+
+
+def batch_seed(seed: int, index: int) -> int:
+    """The seed of one batch of a campaign: the same on any machine."""
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:_SEED_BYTES], "big")
+
+
+def key_of(result: CaseResult) -> Key | None:
+    """What a result found, as far as it tells findings apart; None where nothing is wrong.
+
+    The message does not count, nor where it is: step, rank, offset, values and the param's name
+    differ from case to case.
+    """
+    if result.verdict in ("pass", "inconclusive"):
+        return None
+    if not result.findings:
+        return "internal.refused", "", ""
+    first = result.findings[0]
+    return first.check, first.phase or "", _kind(first.param)
+
+
+def _kind(param: str | None) -> str:
+    if param is None:
+        return ""
+    return "expert" if "experts" in param.split(".") else "dense"
+
+
+def size_in_words(scenario: Scenario) -> str:
+    """How much a person has to hold: ranks, params, elements, steps."""
+    shapes = scenario.model.shapes
+    if shapes is None:
+        model = f"model {scenario.model.name}"
+    else:
+        model = f"{len(shapes)} param{'s' if len(shapes) != 1 else ''} {list(map(list, shapes))}"
+    ranks, steps = scenario.world.size, scenario.run.steps
+    return (
+        f"{ranks} rank{'s' if ranks != 1 else ''}, {model}, {steps} step{'s' if steps != 1 else ''}"
+    )

@@ -1,0 +1,76 @@
+"""Sizes and shapes of params that lean towards the edges of a partition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from hypothesis import strategies as st
+
+PARAMS_MAX = 6
+
+Shape = tuple[int, ...]
+
+
+def divisors(size: int) -> list[int]:
+    """All divisors of a positive size, ascending."""
+    return [count for count in range(1, size + 1) if size % count == 0]
+
+
+def edge_sizes(shard_count: int, *, align_elems: int = 1) -> st.SearchStrategy[int]:
+    """Numbers of elements at which a partition can be off by one.
+
+    Args:
+        shard_count: Number of shards N: 0, 1, N - 1, N and N + 1 are edges.
+        align_elems: What shards are aligned to, in elements: its N-fold, and one less and more, are
+            edges, too.
+    """
+    unit = shard_count * align_elems
+    edges = {0, 1, shard_count - 1, shard_count, shard_count + 1, unit - 1, unit, unit + 1}
+    return st.sampled_from([1, *sorted(edges - {1})]) | st.integers(0, 3 * unit)
+
+
+def shapes(shard_count: int, *, align_elems: int = 1) -> st.SearchStrategy[Shape]:
+    """The shape of one param: scalars, vectors of edge sizes, small matrices, empty ones.
+
+    Args:
+        shard_count: As for `edge_sizes`.
+        align_elems: As for `edge_sizes`.
+    """
+    sizes = edge_sizes(shard_count, align_elems=align_elems)
+    return st.one_of(
+        sizes.map(lambda size: (size,)), st.just(()), st.tuples(st.integers(0, 4), sizes)
+    )
+
+
+@st.composite
+def shape_lists(
+    draw: st.DrawFn, shard_count: int, *, align_elems: int = 1, params_max: int = PARAMS_MAX
+) -> tuple[Shape, ...]:
+    """The shapes of a model's params, of which at least one is not empty.
+
+    Args:
+        draw: Given by Hypothesis.
+        shard_count: As for `edge_sizes`.
+        align_elems: As for `edge_sizes`.
+        params_max: Most params.
+    """
+    one = shapes(shard_count, align_elems=align_elems)
+    drawn = draw(st.lists(one, min_size=1, max_size=params_max))
+    if not any(map(math.prod, drawn)):
+        drawn[-1] = (1,)
+    return tuple(drawn)
+
+
+def bucket_sizes(sizes: Sequence[int]) -> st.SearchStrategy[int]:
+    """Bucket sizes for params of the given sizes, often exact fits.
+
+    A fit is a sum of the first, or the last, few of them, or one element less or more.
+
+    Args:
+        sizes: Elements of each param, in registration order.
+    """
+    sums = {*accumulate(sizes), *accumulate(reversed(sizes))} - {0}
+    fits = sorted({max(1, total + by) for total in sums for by in (-1, 0, 1)} | {1})
+    return st.sampled_from(fits) | st.integers(1, max(8, sum(sizes)))

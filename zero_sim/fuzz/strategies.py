@@ -1,0 +1,162 @@
+"""Whole cases, drawn: the public strategies, of which the others of this room are the parts.
+
+Every value that is drawn is valid: `check_scenario` has nothing to say about it. What is drawn
+first is what shrinks first: ranks, then params, then their sizes, then features, each to its
+default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import event
+from hypothesis import strategies as st
+
+from zero_sim.fuzz.models import MODELS, feeds, models, overflows
+from zero_sim.fuzz.optimizers import optimizers
+from zero_sim.fuzz.plans import param_specs
+from zero_sim.fuzz.swarm import Swarm
+from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
+from zero_sim.scenario.spec import (
+    ExpectSpec,
+    FaultSpec,
+    ModelName,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+)
+
+RANKS_MAX = 8
+STEPS_MAX = 4
+
+
+@st.composite
+def scenarios(
+    draw: st.DrawFn,
+    *,
+    ranks_max: int = RANKS_MAX,
+    steps_max: int = STEPS_MAX,
+    models_from: Sequence[ModelName] = MODELS,
+    reload: bool = True,
+) -> Scenario:
+    """A case that must pass, or be inconclusive: any features with any others.
+
+    Args:
+        draw: Given by Hypothesis.
+        ranks_max: Most ranks.
+        steps_max: Most optimizer steps; at least 1.
+        models_from: Models to draw from, the simplest first.
+        reload: Whether cases may save a checkpoint and go on in another world.
+    """
+    world_size = draw(st.integers(1, ranks_max))
+    swarm = Swarm(draw)
+    topology = draw(topologies(world_size=world_size, swarm=swarm))
+    ranks = world_size // (topology.tp * topology.pp)
+    align_elems = draw(st.integers(2, 8)) if swarm.on("aligned") else 1
+    model = draw(models(ranks=ranks, align_elems=align_elems, names=models_from, swarm=swarm))
+    ep = draw(st.sampled_from(shares(model, ranks)))
+    topology = replace(topology, ep=ep)
+    sizes = [spec.numel for spec in param_specs(model, ep=ep)]
+    system = draw(systems(ranks=ranks // ep, sizes=sizes, align_elems=align_elems, swarm=swarm))
+    scenario = Scenario(
+        schema=1,
+        name="drawn",
+        model=model,
+        data=draw(feeds(model=model, swarm=swarm)),
+        world=draw(worlds(size=world_size, swarm=swarm)),
+        topology=topology,
+        system=system,
+        optimizer=draw(optimizers(model=model, swarm=swarm)),
+        run=RunSpec(
+            steps=draw(st.integers(1, steps_max)),
+            micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
+        ),
+    )
+    if scenario.optimizer.loss_scale is not None and swarm.on("overflow"):
+        nan = draw(overflows(scenario=scenario))
+        scenario = replace(scenario, data=replace(scenario.data, nan=nan))
+    if reload and scenario.run.steps > 1 and swarm.on("reload"):
+        after = draw(
+            reloads(
+                steps=scenario.run.steps,
+                model=model,
+                system=system,
+                topology=topology,
+                sizes=sizes,
+                ranks_max=ranks_max,
+                swarm=swarm,
+            )
+        )
+        scenario = _within_both(replace(scenario, reload=after))
+    for feature in sorted(swarm.chosen):
+        event(feature)
+    return replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
+
+
+def _within_both(scenario: Scenario) -> Scenario:
+    """The case with its NaN on a rank that exists after the checkpoint, too."""
+    nan, after = scenario.data.nan, scenario.reload
+    if nan is None or after is None or after.world_size is None or nan.rank < after.world_size:
+        return scenario
+    return replace(scenario, data=replace(scenario.data, nan=replace(nan, rank=0)))
+
+
+@st.composite
+def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3) -> Scenario:
+    """A case with one planned fault that must be found; it passes only if it is.
+
+    A rank that stops, or a sum of gradients in which one rank's share is changed, lost or counted
+    twice. Every element of every gradient is nonzero and in the sum, so that nothing hides it.
+
+    Args:
+        draw: Given by Hypothesis.
+        ranks_max: Most ranks, of at least 2.
+        steps_max: Most optimizer steps.
+    """
+    world_size = draw(st.integers(2, ranks_max))
+    swarm = Swarm(draw)
+    names: list[ModelName] = ["params"]
+    model = draw(models(ranks=world_size, names=names, swarm=swarm))
+    sizes = [spec.numel for spec in param_specs(model)]
+    system = draw(systems(ranks=world_size, sizes=sizes, swarm=swarm))
+    # Shards of one length, with nothing in them but what somebody owns; and one place for each sum.
+    system = replace(system, stage=1, redundancy=1, partition="padded", sync="last")
+    if system.divide_by == "tokens":
+        system = replace(system, divide_by="ranks")
+    steps = draw(st.integers(1, steps_max))
+    fault, wanted = draw(st.sampled_from(_FAULTS))
+    fault = replace(fault, rank=draw(st.integers(0, world_size - 1)))
+    if fault.kind in ("crash", "stall"):
+        fault = replace(fault, call=draw(st.integers(0, steps - 1)))
+    scenario = Scenario(
+        schema=1,
+        name="faulty",
+        model=model,
+        world=draw(worlds(size=world_size, swarm=swarm)),
+        system=system,
+        optimizer=OptimizerSpec(),
+        faults=(fault,),
+        run=RunSpec(steps=steps, seed=draw(st.integers(0, 10**6))),
+        expect=ExpectSpec(finding=wanted),
+    )
+    return _summing(scenario)
+
+
+_FAULTS = (
+    (FaultSpec(kind="crash", rank=0), "world.rank-failed"),
+    (FaultSpec(kind="stall", rank=0), "world.stalled-by-plan"),
+    (FaultSpec(kind="drop", rank=0, collective="reduce_scatter"), "equality.grad"),
+    (FaultSpec(kind="duplicate", rank=0, collective="reduce_scatter"), "equality.grad"),
+)
+"""Faults, and the check that must find each."""
+
+
+def _summing(scenario: Scenario) -> Scenario:
+    """The case with its first sum holding at least one element that is not padding."""
+    shapes = scenario.model.shapes
+    if shapes is None or (math.prod(shapes[0]) and math.prod(shapes[-1])):
+        return scenario
+    filled = tuple(shape if math.prod(shape) else (1,) for shape in shapes)
+    return replace(scenario, model=replace(scenario.model, shapes=filled))

@@ -1,0 +1,193 @@
+"""Strategies for where ranks stand and how the system under test is set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from hypothesis import strategies as st
+
+from zero_sim.fuzz.shapes import bucket_sizes, divisors
+from zero_sim.fuzz.swarm import Swarm
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OrderName,
+    ReloadSpec,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+
+_ENDINGS = ("bias", "weight", "0", "router", "1")
+_AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
+_DIVISIONS: tuple[Literal["none", "pre", "premul"], ...] = ("none", "pre", "premul")
+_COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tokens")
+_ORDERS: tuple[OrderName, ...] = get_args(OrderName)
+
+
+def shares(model: ModelSpec, ranks: int) -> list[int]:
+    """In how many ways the experts of a model can be dealt to ranks; 1 first.
+
+    Args:
+        model: The model.
+        ranks: Number of ranks of a dp-cp group.
+    """
+    if model.name != "moe":
+        return [1]
+    return [ways for ways in divisors(ranks) if model.experts % ways == 0]
+
+
+@st.composite
+def topologies(draw: st.DrawFn, *, world_size: int = 2, swarm: Swarm | None = None) -> TopologySpec:
+    """An arrangement of so many ranks, without expert parallelism.
+
+    Args:
+        draw: Given by Hypothesis.
+        world_size: Number of ranks.
+        swarm: What the case has; drawn anew where left out.
+    """
+    swarm = swarm or Swarm(draw)
+    tp = pp = cp = 1
+    ways = [count for count in (2, 3) if world_size % count == 0]
+    if ways and swarm.on("tp"):
+        tp = draw(st.sampled_from(ways))
+    if world_size // tp % 2 == 0 and swarm.on("pp"):
+        pp = 2
+    if world_size // (tp * pp) > 1 and swarm.on("cp"):
+        cp = draw(st.sampled_from(divisors(world_size // (tp * pp))[1:]))
+    endings = st.lists(st.sampled_from(_ENDINGS), max_size=2).map(tuple)
+    return TopologySpec(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        shared=draw(endings) if tp > 1 and swarm.on("shared") else (),
+        tied=draw(endings) if pp > 1 and swarm.on("tied") else (),
+        order=draw(st.sampled_from(_AXES)) if tp * pp > 1 else _AXES[0],
+    )
+
+
+@st.composite
+def worlds(draw: st.DrawFn, *, size: int = 2, swarm: Swarm | None = None) -> WorldSpec:
+    """A world of so many ranks: order of addition, schedule, timing, races.
+
+    Args:
+        draw: Given by Hypothesis.
+        size: Number of ranks.
+        swarm: What the case has; drawn anew where left out.
+    """
+    swarm = swarm or Swarm(draw)
+    return WorldSpec(
+        size=size,
+        order=draw(st.sampled_from(_ORDERS)) if swarm.on("any order") else "linear",
+        schedule=draw(st.sampled_from(["random", "pct"]))
+        if swarm.on("schedule")
+        else "round-robin",
+        timing=draw(st.sampled_from(["lazy", "hostile"])) if swarm.on("timing") else "eager",
+        races=swarm.on("races"),
+    )
+
+
+@st.composite
+def systems(
+    draw: st.DrawFn,
+    *,
+    ranks: int = 2,
+    sizes: Sequence[int] = (1,),
+    align_elems: int = 1,
+    swarm: Swarm | None = None,
+) -> SystemSpec:
+    """Settings of the project's own system.
+
+    Args:
+        draw: Given by Hypothesis.
+        ranks: Number of ranks that hold the same params: of an expert, if there are any.
+        sizes: Elements of each param, for buckets that just fit.
+        align_elems: What shards are aligned to, in elements.
+        swarm: What the case has; drawn anew where left out.
+    """
+    swarm = swarm or Swarm(draw)
+    stage = 0 if swarm.on("stage 0") else 1
+    copies = divisors(ranks)[1:]
+    uneven = stage == 1 and align_elems == 1 and swarm.on("uneven")
+    sync = "every" if swarm.on("sync every") else "last"
+    divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
+    # The number of rows is known only behind the last micro-batch.
+    counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
+    buckets = swarm.on("buckets")
+    return SystemSpec(
+        stage=stage,
+        redundancy=draw(st.sampled_from(copies)) if stage and copies and swarm.on("copies") else 1,
+        partition="uneven" if uneven else "padded",
+        param_order="reverse" if swarm.on("reverse") else "registration",
+        align_elems=align_elems,
+        align_bytes=draw(st.sampled_from([1, 16, 128])) if align_elems > 1 else 1,
+        bucket_elems=draw(bucket_sizes(sizes)) if buckets else None,
+        overlap_grads=swarm.on("overlap grads"),
+        overlap_params=stage == 1 and swarm.on("overlap params"),
+        sync=sync,
+        divide=divide,
+        divide_by=draw(st.sampled_from(counts)) if swarm.on("divide by") else "ranks",
+        grad_dtype="fp32" if swarm.on("fp32 grads") else "param",
+    )
+
+
+@st.composite
+def reloads(
+    draw: st.DrawFn,
+    *,
+    steps: int,
+    model: ModelSpec,
+    system: SystemSpec,
+    topology: TopologySpec,
+    sizes: Sequence[int] = (1,),
+    ranks_max: int = 8,
+    swarm: Swarm | None = None,
+) -> ReloadSpec:
+    """A checkpoint in the middle of a run of at least two steps, and another layout after it.
+
+    Args:
+        draw: Given by Hypothesis.
+        steps: Steps of the run.
+        model: The model.
+        system: Settings before the checkpoint.
+        topology: Arrangement before the checkpoint; tp, cp and pp stay.
+        sizes: Elements of each param.
+        ranks_max: Most ranks after it; those of one dp-cp group with one data-parallel rank are
+            always possible.
+        swarm: What the case has; drawn anew where left out.
+    """
+    swarm = swarm or Swarm(draw)
+    parts = topology.tp * topology.pp
+    ranks = topology.cp * draw(st.integers(1, max(1, ranks_max // (parts * topology.cp))))
+    ep = draw(st.sampled_from(shares(model, ranks)))
+    stage = _other_stage(system) if swarm.on("other stage") else None
+    padded = system.align_elems == system.align_bytes == 1 and stage != 0
+    return ReloadSpec(
+        step=draw(st.integers(1, steps - 1)),
+        form=draw(st.sampled_from(["sharded", "consolidated", "dcp"])),
+        weights_only=swarm.on("weights only"),
+        world_size=ranks * parts,
+        stage=stage,
+        ep=ep,
+        redundancy=draw(st.sampled_from(divisors(ranks // ep)))
+        if (stage is None and system.stage == 1)
+        else 1,
+        bucket_elems=draw(bucket_sizes(sizes)) if swarm.on("other buckets") else None,
+        partition=draw(st.sampled_from(["padded", "uneven"]))
+        if padded and system.stage == 1 and swarm.on("other partition")
+        else "padded"
+        if stage == 0
+        else None,
+        param_order=_other_order(system) if swarm.on("other param order") else None,
+    )
+
+
+def _other_stage(system: SystemSpec) -> Literal[0, 1] | None:
+    # Stage 0 has no params to gather, so that one which overlaps that cannot become it.
+    if system.stage == 1:
+        return None if system.overlap_params else 0
+    return 1
+
+
+def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:
+    return "registration" if system.param_order == "reverse" else "reverse"
