@@ -108,6 +108,7 @@ def set_(*keys, to):
         (set_("strip", to=1), "strip: expected an object, got an integer"),
         (set_("strip", "stop", to=10**9), "strip: expected a part of"),
         (set_("strip", "shards", 0, "ranks", to=[]), "strip.shards: expected a rank or more"),
+        (set_("strip", "differ_ranks", to=[-1]), "strip.differ_ranks[0]: expected 0 to"),
         (set_("strip", "shards", 0, "ranks", to=[-1]), "strip.shards[0]: expected 0 to"),
         (set_("strip", "differ", 0, to=[1]), "strip.differ[0]: expected 2 values, got 1"),
         (set_("strip", "buckets", 0, "index", to=-1), "strip: expected indices of at least 0"),

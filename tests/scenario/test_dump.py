@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zero_sim.scenario.discover import discover
-from zero_sim.scenario.dump import to_data, to_toml
+from zero_sim.scenario.dump import to_chosen_toml, to_data, to_toml
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import FreezeSpec, ModelSpec, OptimizerSpec, Scenario
 
@@ -23,6 +23,15 @@ def test_every_shipped_case_comes_back_equal() -> None:
     for case in cases:
         (read,) = parse_cases(to_toml(case.scenario), source="case.toml", stem="case")
         assert read == case.scenario
+
+
+def test_what_was_chosen_is_enough_to_come_back() -> None:
+    """Without any default, and shorter."""
+    for case in discover([SCENARIOS]).cases[::7]:
+        text = to_chosen_toml(case.scenario)
+        (read,) = parse_cases(text, source="case.toml", stem="case")
+        assert read == case.scenario
+        assert len(text) < len(to_toml(case.scenario)) / 2
 
 
 @pytest.mark.parametrize("name", ['a "quoted" name', "tab\tand\x7fdelete", "naïve ☃ 🙂", "a\\b"])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from zero_sim.verify.compare import find_difference, same_bits
+from zero_sim.verify.compare import SPANS_MAX, find_difference, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2)
 
@@ -74,3 +74,18 @@ def test_fp8_is_shown_with_its_byte():
         "0x1.c000000000000p+4 = byte 0x4f",
     )
     assert (found.expected_value, found.got_value, found.ulp) == ("24.0", "28.0", 1)
+
+
+def test_spans_of_what_differs():
+    expected = torch.zeros(12)
+    got = expected.clone()
+    got[[0, 1, 5, 11]] = 1
+    assert find_difference(expected, got).spans == ((0, 2), (5, 6), (11, 12))
+
+
+def test_of_many_spans_the_first_ones_are_kept():
+    expected = torch.zeros(1000)
+    got = expected.clone()
+    got[1::2] = 1
+    spans = find_difference(expected, got).spans
+    assert spans == tuple((i, i + 1) for i in range(1, 2 * SPANS_MAX, 2))

@@ -178,6 +178,7 @@ def _strip(value: object) -> Strip:
         raise Unfit(
             f"strip: expected a part of {strip.elems} elements, got {strip.start} to {strip.stop}"
         )
+    integers(list(strip.differ_ranks), stop=WORLD_SIZE_MAX, where="strip.differ_ranks")
     for shard in strip.shards:
         if not shard.ranks:
             raise Unfit("strip.shards: expected a rank or more for each, got none")

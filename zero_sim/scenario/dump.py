@@ -31,7 +31,7 @@ def to_toml(scenario: Scenario) -> str:
 
 def to_chosen_toml(scenario: Scenario) -> str:
     """The same without what is as by default: short, for a person to read."""
-    return _document(to_chosen_data(scenario))
+    return _document(_plain(to_chosen_data(scenario)))
 
 
 def _document(data: Mapping[str, object]) -> str:
