@@ -151,9 +151,12 @@ def run(
 @main.command()
 @click.argument("name", metavar="ID|PATH")
 @bundles_option
+@click.option(
+    "--target", metavar="MODULE:NAME", help="System under test, where `fuzz` imported it."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
-def replay(ctx: click.Context, name: str, bundles: Path, as_json: bool) -> None:
+def replay(ctx: click.Context, name: str, bundles: Path, target: str | None, as_json: bool) -> None:
     """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
 
     Exit status: 0 nothing is wrong now, 1 it fails, 2 the bundle cannot be read or its case is
@@ -163,11 +166,13 @@ def replay(ctx: click.Context, name: str, bundles: Path, as_json: bool) -> None:
 
     with _packages_needed():
         from zero_sim.bundle import find_bundle, read_bundle, replay_bundle
+        from zero_sim.fuzz.batch import load_target
     bundle = read_bundle(find_bundle(name, folder=bundles))
+    system = None if target is None else load_target(target)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, _progress(f"replay {bundle.id}  {bundle.scenario.name}"):
-        replayed = replay_bundle(bundle)
+        replayed = replay_bundle(bundle, target=system)
     if as_json:
         _echo_json(replayed.as_dict())
     else:

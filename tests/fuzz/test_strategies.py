@@ -166,8 +166,6 @@ class TestLayouts:
 @given(st.data())
 @settings(QUIET, max_examples=30)
 def test_what_may_be_drawn_can_be_narrowed(data):
-    case = data.draw(
-        scenarios(ranks_max=2, steps_max=1, models_from=["lattice"], reload=False)
-    )
+    case = data.draw(scenarios(ranks_max=2, steps_max=1, models_from=["lattice"], reload=False))
     assert case.world.size <= 2
     assert (case.run.steps, case.model.name, case.reload) == (1, "lattice", None)

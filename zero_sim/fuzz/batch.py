@@ -222,7 +222,9 @@ class _Batch:
 
 
 def _aimed(scenario: Scenario, target: str) -> Scenario:
-    """The case with the target that it is for, so that its file says so."""
+    """The case with the target that it is for; one that is imported has no name to give it."""
+    if ":" in target:
+        return scenario
     return replace(scenario, system=replace(scenario.system, target=target))
 
 
