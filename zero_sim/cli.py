@@ -167,6 +167,9 @@ def run(
 )
 @click.option("--name", "file_name", default="", metavar="NAME", help="What --freeze calls it.")
 @click.option("--force", is_flag=True, help="Let --freeze replace a file.")
+@click.option(
+    "--target", metavar="MODULE:NAME", help="System under test, where `fuzz` imported it."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
 def replay(
@@ -177,6 +180,7 @@ def replay(
     folder: Path,
     file_name: str,
     force: bool,
+    target: str | None,
     as_json: bool,
 ) -> None:
     """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
@@ -188,7 +192,9 @@ def replay(
 
     with packages_needed():
         from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
+        from zero_sim.targets import import_target
     bundle = read_bundle(find_bundle(name, folder=bundles))
+    system = None if target is None else import_target(target)
     path = None
     if frozen:
         path = frozen_path(bundle, folder=folder, name=file_name, force=force)
@@ -196,7 +202,7 @@ def replay(
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, _progress(f"replay {bundle.id}  {bundle.scenario.name}"):
-        replayed = replay_bundle(bundle)
+        replayed = replay_bundle(bundle, target=system)
     if as_json:
         echo_json({**replayed.as_dict(), "frozen": None if path is None else str(path)})
     else:

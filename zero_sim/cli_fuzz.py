@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import click
 from zero_sim.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from zero_sim.fuzz.campaign import Tally
+    from zero_sim.fuzz.campaign import Plan, Tally
 
 EXIT_FOUND = 1
 EXIT_LOST = 3
@@ -124,7 +125,7 @@ def fuzz(
         facts = {"seconds": elapsed, "corpus": str(plan.corpus), "exit_status": status}
         click.echo(json.dumps({**tally.as_dict(), **facts}, indent=2))
     else:
-        _show(tally, bundles=plan.bundles, elapsed=elapsed, pairs=pairs)
+        _show(tally, plan=plan, elapsed=elapsed, pairs=pairs)
     ctx.exit(status)
 
 
@@ -172,14 +173,16 @@ class _Progress:
             click.echo("\r\x1b[K", err=True, nl=False)
 
 
-def _show(tally: Tally, *, bundles: Path, elapsed: float, pairs: bool) -> None:
+def _show(tally: Tally, *, plan: Plan, elapsed: float, pairs: bool) -> None:
     for found in tally.found.values():
         count = tally.keys["|".join(found.key)]
         click.echo(f"{found.text}\n  smallest    {found.size}")
         click.echo(f"  met         in {count} cases, first in case {found.case} of {found.seed}")
         if found.bundle:
-            click.echo(f"  case        {bundles / found.bundle / 'case.toml'}")
-            click.echo(f"  replay      zero-sim replay {bundles / found.bundle}")
+            folder = plan.bundles / found.bundle
+            target = ["--target", plan.target] if ":" in plan.target else []
+            replay = shlex.join(["zero-sim", "replay", str(folder), *target])
+            click.echo(f"  case        {folder / 'case.toml'}\n  replay      {replay}")
         click.echo("")
     for lost in tally.lost:
         click.echo(f"Batch {lost.index} (seed {lost.seed}) was lost: {lost.lost}")

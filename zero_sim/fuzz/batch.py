@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -22,8 +19,9 @@ from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 
 from zero_sim.bundle import write_bundle
-from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.coverage import Grid, features_of
+from zero_sim.fuzz.drawing import scenarios_for
 from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, Key, key_of, size_in_words
 from zero_sim.fuzz.strategies import scenarios
@@ -31,7 +29,7 @@ from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, find_target
+from zero_sim.targets import Target, capabilities_of, import_target
 from zero_sim.verify import run_case
 from zero_sim.verify.records import CaseResult, Finding
 
@@ -68,7 +66,8 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
 
     Args:
         job: Which batch.
-        cases_from: What draws the cases; the strategy `scenarios` where left out.
+        cases_from: What draws the cases; where left out, the strategy `scenarios`, or
+            `scenarios_for` for a target that cannot do everything.
 
     Raises:
         UsageError: There is no such target.
@@ -76,9 +75,9 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
     """
     deadline = None if job.seconds is None else time.monotonic() + job.seconds
     stop = Stop(deadline=deadline)
-    target = load_target(job.target)
+    target = import_target(job.target)
     with _interrupts(stop), WorldPool() as pool, _settled_memory():
-        drawn = scenarios() if cases_from is None else cases_from
+        drawn = _cases_for(target) if cases_from is None else cases_from
         batch = _Batch(
             job=job,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
@@ -88,27 +87,10 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
         return batch.run()
 
 
-def load_target(name: str) -> Target:
-    """The target of that name: a registered one, or `module:name`, imported from where we are.
-
-    Raises:
-        UsageError: There is none.
-    """
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        return find_target(name)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"expected a target at {name!r}, got {error}. Try module:name.") from None
-    target = found() if isinstance(found, type) else found
-    if not callable(getattr(target, "build", None)):
-        raise UsageError(
-            f"expected a target with a method `build` at {name!r}, got {type(target).__name__}."
-        )
-    return target
+def _cases_for(target: Target) -> SearchStrategy[Scenario]:
+    # None, and not just left out, stands for all that a scenario can say.
+    able = getattr(target, "capabilities", capabilities_of(target))
+    return scenarios() if able is None else scenarios_for(target)
 
 
 @dataclass(slots=True)
@@ -222,7 +204,9 @@ class _Batch:
 
 
 def _aimed(scenario: Scenario, target: str) -> Scenario:
-    """The case with the target that it is for, so that its file says so."""
+    """The case with the target that it is for; one that is imported has no name to give it."""
+    if ":" in target:
+        return scenario
     return replace(scenario, system=replace(scenario.system, target=target))
 
 

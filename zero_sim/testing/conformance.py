@@ -8,12 +8,12 @@ from collections.abc import Callable
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 
+from zero_sim.fuzz.drawing import scenarios_for
 from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target, import_target
-from zero_sim.testing.drawing import scenarios_for
 from zero_sim.verify import run_case
 
 

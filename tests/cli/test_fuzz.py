@@ -1,0 +1,99 @@
+"""`zero-sim fuzz`: options, exit status and what it prints."""
+
+import json
+from concurrent.futures import Future
+
+import pytest
+from click.testing import CliRunner
+
+from zero_sim.cli import main
+from zero_sim.fuzz import crews
+from zero_sim.fuzz.records import BatchReport, Found
+
+FOUND = Found(
+    key=("equality.grad", "reduce", "dense"), message="differs", seed=5, case=3, scenario="",
+    bundle="0123456789ab", text="FAIL  drawn", size="2 ranks, 1 param [[2]], 1 step",
+)  # fmt: skip
+
+
+class Crew:
+    slots = 1
+    outcome: dict = {}
+
+    def submit(self, job):
+        self.job = job
+        future = Future()
+        usual = {"index": job.index, "seed": job.seed, "asked": job.cases, "cases": job.cases}
+        usual |= {"seconds": 1.0, "verdicts": {"pass": job.cases}}
+        future.set_result(BatchReport(**(usual | self.outcome)))
+        return future
+
+    def interrupt(self):
+        pass
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    made = Crew()
+    monkeypatch.setattr(crews, "OwnCrew", lambda: made)
+    return made
+
+
+def fuzz(tmp_path, *options):
+    return CliRunner().invoke(main, ["fuzz", "--corpus", str(tmp_path), *options])
+
+
+def test_nothing_found_is_0(tmp_path, crew):
+    done = fuzz(tmp_path, "--cases", "60")
+    assert done.exit_code == 0
+    assert "60 cases" in done.output
+    assert "0 distinct findings" in done.output
+
+
+def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, crew):
+    crew.outcome = {"found": (FOUND,), "keys": {"equality.grad|reduce|dense": 4}}
+    done = fuzz(tmp_path, "--cases", "10", "--target", "a:b")
+    assert done.exit_code == 1
+    assert "FAIL  drawn" in done.output
+    assert "smallest    2 ranks" in done.output
+    assert "met         in 4 cases" in done.output
+    assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --target a:b" in done.output
+
+
+def test_an_interrupt_is_130(tmp_path, crew):
+    crew.outcome = {"complete": False, "cases": 2}
+    done = fuzz(tmp_path, "--cases", "10")
+    assert done.exit_code == 130
+    assert "everything so far is kept" in done.output
+
+
+def test_a_lost_batch_is_3(tmp_path, crew):
+    crew.outcome = {"complete": False, "lost": "gone"}
+    done = fuzz(tmp_path, "--cases", "10")
+    assert done.exit_code == 3
+    assert "was lost: gone" in done.output
+
+
+def test_json_is_one_object(tmp_path, crew):
+    crew.outcome = {"found": (FOUND,), "layouts": {"aligned": 2}}
+    done = fuzz(tmp_path, "--cases", "10", "--json")
+    data = json.loads(done.stdout)
+    assert data["exit_status"] == done.exit_code == 1
+    assert data["findings"][0]["check"] == "equality.grad"
+    assert data["layouts"]["aligned"] == 2
+
+
+def test_options_reach_the_batches(tmp_path, crew):
+    fuzz(tmp_path, "--cases", "150", "--seed", "9", "--shard", "2/3", "--seconds", "50")
+    assert crew.job.index == 1
+    assert 0 < crew.job.seconds <= 50
+    assert (tmp_path / "batches-2-of-3.jsonl").exists()
+
+
+@pytest.mark.parametrize("options", [["--shard", "0/2"], ["--shard", "x"], ["--cases", "0"]])
+def test_bad_options_are_2(tmp_path, crew, options):
+    assert fuzz(tmp_path, *options).exit_code == 2
+
+
+def test_a_table_of_pairs_on_demand(tmp_path, crew):
+    assert "shard ends between params" in fuzz(tmp_path, "--cases", "1", "--pairs").output

@@ -1,0 +1,160 @@
+"""Campaigns over a crew that runs nothing: what is asked for, kept, merged and resumed."""
+
+from concurrent.futures import CancelledError, Future
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+
+from zero_sim.errors import UsageError
+from zero_sim.fuzz.campaign import BATCH_CASES, Plan, run_campaign
+from zero_sim.fuzz.corpus import Head, open_corpus
+from zero_sim.fuzz.records import BatchReport, Found
+
+HEAD = Head(seed=0, target="zero_sim", cases=BATCH_CASES, shard=(1, 1))
+
+
+def found(check, seed):
+    return Found(
+        key=(check, "", ""), message="m", seed=seed, case=0, scenario="", bundle="", text="",
+        size="",
+    )  # fmt: skip
+
+
+class Crew:
+    """Passes every case, but for what is said of a batch."""
+
+    def __init__(self, special=None, slots=1):
+        self.special = special or {}
+        self.slots = slots
+        self.jobs = []
+        self.interrupted = False
+
+    def submit(self, job):
+        self.jobs.append(job)
+        future = Future()
+        outcome = self.special.get(job.index, {})
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+            return future
+        usual = {"index": job.index, "seed": job.seed, "asked": job.cases, "cases": job.cases}
+        usual |= {"seconds": 1.0, "verdicts": {"pass": job.cases}, "layouts": {"aligned": 1}}
+        future.set_result(BatchReport(**(usual | outcome)))
+        return future
+
+    def interrupt(self):
+        self.interrupted = True
+
+
+def test_all_cases_are_asked_for(tmp_path):
+    crew = Crew()
+    tally = run_campaign(Plan(cases=120, corpus=tmp_path), crew=crew)
+    assert [job.cases for job in crew.jobs] == [50, 50, 20]
+    assert tally.cases == tally.verdicts["pass"] == 120
+    assert tally.grid.counts["aligned"] == 3
+    assert not tally.found
+    assert not tally.interrupted
+
+
+def test_shards_share_the_batches_out(tmp_path):
+    crews = [Crew() for _ in range(3)]
+    for number, crew in enumerate(crews, 1):
+        run_campaign(Plan(cases=400, shard=(number, 3), corpus=tmp_path), crew=crew)
+    alone = Crew()
+    run_campaign(Plan(cases=400, corpus=tmp_path), crew=alone)
+    seeds = sorted(job.seed for crew in crews for job in crew.jobs)
+    assert seeds == sorted(job.seed for job in alone.jobs)
+    assert {len(crew.jobs) for crew in crews} == {2, 3}
+
+
+def test_a_finding_is_known_to_later_batches_and_told_once(tmp_path):
+    crew = Crew({0: {"found": (found("a", 1),)}, 1: {"found": (found("a", 2), found("b", 2))}})
+    tally = run_campaign(Plan(cases=150, corpus=tmp_path), crew=crew)
+    assert [one.seed for one in tally.found.values()] == [1, 2]
+    assert [len(job.known) for job in crew.jobs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [BrokenProcessPool("gone"), CancelledError()])
+def test_a_worker_that_dies_costs_one_batch(tmp_path, error):
+    tally = run_campaign(Plan(cases=150, corpus=tmp_path), crew=Crew({1: error}))
+    assert tally.cases == 100
+    assert [lost.index for lost in tally.lost] == [1]
+
+
+def test_an_error_of_ours_comes_through(tmp_path):
+    with pytest.raises(UsageError):
+        run_campaign(Plan(cases=150, corpus=tmp_path), crew=Crew({0: UsageError("no such target")}))
+
+
+def test_it_goes_on_where_it_was_and_repeats_what_was_lost_or_cut_short(tmp_path):
+    cut = {"cases": 7, "complete": False, "found": (found("a", 3),)}
+    first = run_campaign(
+        Plan(cases=200, corpus=tmp_path), crew=Crew({1: BrokenProcessPool(), 2: cut})
+    )
+    assert first.interrupted
+    crew = Crew()
+    again = run_campaign(Plan(cases=200, corpus=tmp_path), crew=crew)
+    assert [job.index for job in crew.jobs] == [1, 2, 3]
+    assert (again.cases, again.earlier_cases) == (200, 50)
+    assert list(again.found) == [("a", "", "")]
+
+
+def test_a_campaign_can_be_made_longer(tmp_path):
+    run_campaign(Plan(cases=70, corpus=tmp_path), crew=Crew())
+    crew = Crew()
+    tally = run_campaign(Plan(cases=150, corpus=tmp_path), crew=crew)
+    assert [job.index for job in crew.jobs] == [1, 2]
+    assert tally.cases == 150
+
+
+def test_an_interrupt_keeps_what_was_done(tmp_path):
+    class Interrupted(Crew):
+        def submit(self, job):
+            if job.index == 2:
+                raise KeyboardInterrupt
+            return super().submit(job)
+
+    crew = Interrupted()
+    tally = run_campaign(Plan(cases=500, corpus=tmp_path), crew=crew)
+    assert tally.interrupted
+    assert crew.interrupted
+    assert tally.cases == 100
+    assert len(open_corpus(tmp_path, head=HEAD).reports) == 2
+
+
+def test_it_stops_when_its_time_is_over(tmp_path):
+    assert run_campaign(Plan(seconds=0.0, corpus=tmp_path), crew=Crew()).batches == 0
+
+
+@pytest.mark.parametrize("changes", [{"shard": (3, 2)}, {"shard": (0, 1)}, {"cases": 0}])
+def test_plans_that_cannot_be(tmp_path, changes):
+    with pytest.raises(UsageError, match="expected"):
+        Plan(corpus=tmp_path, **changes)
+
+
+def test_every_batch_is_told(tmp_path):
+    lines = []
+    tell = lambda tally: lines.append(tally.progress(seconds=10.0))  # noqa: E731
+    run_campaign(Plan(cases=100, corpus=tmp_path), crew=Crew(), tell=tell)
+    assert [line.partition(" a second")[0] for line in lines] == [
+        "50 cases, 5.0",
+        "100 cases, 10.0",
+    ]
+
+
+class TestCorpus:
+    def test_another_seed_is_another_campaign(self, tmp_path):
+        open_corpus(tmp_path, head=HEAD)
+        with pytest.raises(UsageError, match="Try another --corpus"):
+            open_corpus(tmp_path, head=Head(seed=1, target="zero_sim", cases=50, shard=(1, 1)))
+
+    def test_a_line_that_was_cut_short_is_dropped(self, tmp_path):
+        corpus = open_corpus(tmp_path, head=HEAD)
+        report = BatchReport(
+            index=0, seed=1, asked=50, cases=50, seconds=1.0, found=(found("a", 1),)
+        )
+        corpus.append(report)
+        with corpus.path.open("a") as file:
+            file.write('{"index": 1, "se')
+        corpus = open_corpus(tmp_path, head=HEAD)
+        corpus.append(report)
+        assert open_corpus(tmp_path, head=HEAD).reports == [report, report]
