@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import Future
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -18,7 +19,7 @@ FOUND = Found(
 
 class Crew:
     slots = 1
-    outcome: dict = {}
+    outcome: ClassVar[dict] = {}
 
     def submit(self, job):
         self.job = job

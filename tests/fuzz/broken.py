@@ -14,6 +14,7 @@ class Engine(ZeroSimEngine):
 
 class Broken:
     name = "broken"
+    capabilities = None
 
     def build(self, module, *, scenario, group):
         return Engine(module, scenario=scenario, group=group)
