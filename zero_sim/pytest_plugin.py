@@ -59,7 +59,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--zero-sim-bundles",
-        # No path: xdist sends options to its workers, and can send plain values only.
         default=str(DEFAULT_BUNDLES),
         metavar="DIR",
         help=f"Where failing scenarios leave their bundles (default: {DEFAULT_BUNDLES}).",

@@ -46,13 +46,14 @@ th, td { text-align: left; padding: .1rem .7rem; white-space: nowrap;
   overflow-wrap: normal; border-bottom: 1px solid var(--soft); }
 th { position: sticky; top: 0; background: var(--soft); font-size: .85rem; }
 tr.bad td { background: var(--badsoft); } tr.own td { background: var(--own); }
-svg { display: block; width: 100%; min-width: 45rem; height: auto; }
+svg { display: block; width: 100%; min-width: 56rem; height: auto; }
 svg text { font: 12px ui-monospace, monospace; fill: var(--ink); pointer-events: none; }
 svg text.in { fill: #16181c; } svg .tick { font-size: 11px; fill: var(--dim); }
 svg rect.part { fill: #d5d8dd; stroke: #16181c; stroke-width: .5; }
 svg rect.padding { fill: #a3a7ae; stroke: #16181c; stroke-dasharray: 3 2; }
 svg rect.unowned { fill: #fff; stroke: #c62828; stroke-width: 1.5; stroke-dasharray: 3 2; }
-svg rect.differs { fill: var(--bad); } svg rect.veil { fill: var(--bad); opacity: .16; }
+svg rect.differs { fill: var(--bad); } svg rect.veil { fill: var(--bad); opacity: .16;
+  pointer-events: none; }
 svg rect.step { fill: var(--own); }
 svg text.call { font-size: 8px; fill: #16181c; }
 svg rect.reduce { fill: #8ab4f0; } svg rect.gather { fill: #93cf9d; }
