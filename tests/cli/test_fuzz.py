@@ -18,7 +18,9 @@ FOUND = Found(
 
 class Crew:
     slots = 1
-    outcome: dict = {}
+
+    def __init__(self):
+        self.outcome = {}
 
     def submit(self, job):
         self.job = job
