@@ -2,7 +2,6 @@
 
 import json
 from concurrent.futures import Future
-from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -19,7 +18,9 @@ FOUND = Found(
 
 class Crew:
     slots = 1
-    outcome: ClassVar[dict] = {}
+
+    def __init__(self):
+        self.outcome = {}
 
     def submit(self, job):
         self.job = job

@@ -56,7 +56,7 @@ def test_a_seed_decides_all(tmp_path):
 def test_a_finding_does_not_end_the_batch(found):
     report, _ = found
     assert report.cases == 40
-    assert report.verdicts["fail"] > 1
+    assert report.found[0].case < 39
     assert [one.key for one in report.found] == [CUT]
     assert report.keys == {"|".join(CUT): report.verdicts["fail"]}
 
@@ -77,7 +77,7 @@ def test_what_is_known_is_not_shrunk_again(tmp_path):
     request = job(tmp_path, cases=40, target="broken:Broken", known=(CUT,))
     again = run_batch(request, cases_from=SMALL)
     assert again.found == ()
-    assert again.keys["|".join(CUT)] > 1
+    assert again.keys["|".join(CUT)] >= 1
     assert not list(tmp_path.iterdir())
 
 

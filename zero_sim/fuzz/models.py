@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from zero_sim.fuzz.shapes import shape_lists
+from zero_sim.fuzz.shapes import PARAMS_MAX, shape_lists
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.spec import DataSpec, FreezeSpec, ModelName, ModelSpec, NanSpec, Scenario
 
@@ -18,6 +18,8 @@ _OTHERS: tuple[ModelName, ...] = (
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
+_PRICE = 4 * PARAMS_MAX
+"""Choices at least as many as all shapes of a bare model take."""
 _SUMMED_LOSS = ("mlp", "fp8", "params")
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
 
@@ -44,6 +46,11 @@ def models(
     shapes = None
     if name in BARE:
         shapes = draw(shape_lists(ranks, align_elems=align_elems))
+    else:
+        # Of two failing cases Hypothesis keeps the one with fewer choices, and a model with a name
+        # would be a single one, though a person would rather look at a handful of bare params.
+        for _ in range(_PRICE):
+            draw(st.booleans())
     swarm = swarm or Swarm(draw)
     dtype = "bf16" if swarm.on("bf16") else "fp32"
     match name:

@@ -1,0 +1,14 @@
+"""A planned fault is found, whatever else is drawn, by the check that it should be found by."""
+
+from hypothesis import given, note, settings
+
+from zero_sim.fuzz.strategies import faulty_scenarios
+from zero_sim.verify import run_case
+
+
+@given(scenario=faulty_scenarios())
+@settings(max_examples=150)
+def test_a_planned_fault_is_found(pool, scenario):
+    result = run_case(scenario, pool=pool)
+    note(str(result))
+    assert result.verdict == "pass"
