@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,15 +28,13 @@ from zero_sim.sim import (
     WorldFailure,
 )
 from zero_sim.targets import Target, find_target
-from zero_sim.verify import guards
 from zero_sim.verify.cells import Cell, cells_of, check_crossing
-from zero_sim.verify.expected import settle
+from zero_sim.verify.conclude import Account, conclude
 from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
-from zero_sim.verify.owed import Row, in_words
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
-from zero_sim.workloads import EXACT_MODELS, build_workload
+from zero_sim.workloads import build_workload
 
 
 def run_case(
@@ -138,27 +135,18 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
                 trial.failures.append(_world_finding(failed, trial.faults))
             if trial.findings():
                 break
-    found = trial.findings()
-    if not found:
-        found = tuple(_check_accuracy(scenario, trial.outcome.accuracy))
-    # A run that went wrong has said nothing yet about how much a pass would have meant.
-    doubts = () if found else _doubts(scenario, trial)
-    verdict, findings, reached = settle(
-        scenario.expect.finding, found=found, doubts=doubts, faults=trial.faults
-    )
-    owed = sum((judge.owed for judge in trial.judges), start=Counter[Row]())
-    if scenario.model.name in EXACT_MODELS:
-        trial.notes.append(in_words(owed))
-    return CaseResult(
-        id=scenario.name,
-        verdict=verdict,
-        seconds=0.0,
-        findings=findings,
-        notes=(*reached, *_notes(trial, agreed=not found), *trial.notes),
-        owed={str(row): count for row, count in sorted(owed.items())},
-        compared_elems=sum(judge.compared_elems for judge in trial.judges),
-        collectives=sum(len(log.collectives) for log in trial.logs),
-        log_digest="+".join(log.digest() for log in trial.logs),
+    return conclude(
+        scenario,
+        Account(
+            seen=[judge.seen() for judge in trial.judges],
+            failures=trial.failures,
+            faults=trial.faults,
+            accuracy=trial.outcome.accuracy,
+            said=trial.outcome.notes,
+            notes=trial.notes,
+            collectives=sum(len(log.collectives) for log in trial.logs),
+            log_digest="+".join(log.digest() for log in trial.logs),
+        ),
     )
 
 
@@ -228,20 +216,6 @@ def _take_failure(failed: RankFailed, trial: _Trial, *, segment: Segment) -> Non
     trial.failures.append(_world_finding(failed, trial.faults))
 
 
-def _notes(trial: _Trial, *, agreed: bool) -> Iterator[str]:
-    accuracy = trial.outcome.accuracy
-    if accuracy is not None:
-        yield f"held-out accuracy {accuracy:.4f}"
-    yield from trial.outcome.notes
-    unobserved = sorted(set().union(*(judge.unobserved for judge in trial.judges)))
-    if unobserved:
-        yield f"not observed, since the target does not tell it: {', '.join(unobserved)}"
-    for record in trial.faults:
-        # Where all agreed, each of the others is a finding of its own.
-        if not agreed or (record.fired and record.kind == "slow"):
-            yield f"planned fault{'' if record.fired else ' that never happened'}: {record}"
-
-
 def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:
     """The finding for a world that ended before its programs did."""
     head, _, rest = str(failed).partition("\n")
@@ -261,25 +235,3 @@ def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Findi
         case InFlightRace():
             check, rank = "world.in-flight-race", failed.rank
     return Finding(check=check, message=head, rank=rank, detail=rest)
-
-
-def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
-    wanted = scenario.expect.accuracy_min
-    if wanted is None or (reached is not None and reached >= wanted):
-        return []
-    return [
-        Finding(
-            check="expect.accuracy",
-            message=f"held-out accuracy after the last step: expected at least {wanted}, "
-            f"got {reached}",
-            step=scenario.run.steps - 1,
-        )
-    ]
-
-
-def _doubts(scenario: Scenario, trial: _Trial) -> tuple[Finding, ...]:
-    """Why equality would mean little, though nothing is wrong."""
-    return (
-        *guards.check_meaning(scenario, trial.judges),
-        *guards.check_faults(trial.faults),
-    )
