@@ -21,19 +21,22 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import click
 
 import zero_sim
 from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError, ZeroSimError
+from zero_sim.options import chosen_options, known_order, left_out_lines
 
 if TYPE_CHECKING:
     from zero_sim.scenario.discover import Case
-    from zero_sim.scenario.spec import Scenario
+    from zero_sim.scenario.spec import OrderName, Scenario
     from zero_sim.verify.records import CaseResult
 
 EXIT_NOTHING_SELECTED = 5
@@ -87,10 +90,22 @@ bundles_option = click.option(
 )
 @click.option(
     "--backend",
-    type=click.Choice(["sim"]),
+    type=click.Choice(["sim", "gloo", "nccl"]),
     default="sim",
     show_default=True,
-    help="What carries the collectives.",
+    help="What carries the collectives: the simulated world, or real processes; nccl, and several "
+    "machines, under torchrun.",
+)
+@click.option(
+    "--order",
+    metavar="NAME",
+    help="Order in which reductions add, whatever the scenarios say.",
+)
+@click.option(
+    "--native",
+    is_flag=True,
+    help="Let gloo or nccl add in its own order, whatever the scenarios say; only cases that owe "
+    "nothing to an order are run.",
 )
 @bundles_option
 @click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
@@ -112,7 +127,9 @@ def run(
     ctx: click.Context,
     paths: tuple[str, ...],
     expression: str,
-    backend: str,
+    backend: Literal["sim", "gloo", "nccl"],
+    order: str | None,
+    native: bool,
     bundles: Path,
     no_bundles: bool,
     trace: Path | None,
@@ -129,22 +146,29 @@ def run(
     found = discover(paths, expression=expression)
     if not found.cases and not found.errors:
         have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
-        click.echo(f"Nothing selected: {have}.", err=True)
-        if as_json:
-            _echo_json(_Session().as_dict(status=EXIT_NOTHING_SELECTED))
-        ctx.exit(EXIT_NOTHING_SELECTED)
+        ctx.exit(_Session(as_json=as_json).finish_empty(have))
     session = _Session(
         as_json=as_json,
         errors=found.errors,
-        bundles=None if no_bundles else bundles,
+        bundles=None if no_bundles or backend != "sim" else bundles,
         trace=trace,
         stall_seconds=stall_seconds,
+        order=known_order(order),
+        options=chosen_options(backend=backend, order=order, native=native),
     )
-    session.report_problems()
-    if found.cases:
-        with open_judge(backend=backend, keep_logs=trace is not None) as judge:
-            session.run_all(found.cases, judge)
-    ctx.exit(session.finish())
+    if backend == "sim":
+        if native:
+            raise UsageError("expected --native with --backend gloo or nccl, got --backend sim.")
+        status = session.run(
+            found.cases, lambda: open_judge(backend=backend, keep_logs=trace is not None)
+        )
+    else:
+        if trace is not None:
+            raise UsageError("expected --trace with --backend sim: only that records events.")
+        with _packages_needed():
+            from zero_sim.processes import run_on_processes
+        status = run_on_processes(session, found.cases, backend=backend, native=native)
+    ctx.exit(status)
 
 
 @main.command()
@@ -289,6 +313,13 @@ class _Session:
     """Where Chrome traces go, if anywhere."""
     stall_seconds: float | None = None
     """In place of what the scenarios say; None for theirs."""
+    order: OrderName | None = None
+    """Likewise."""
+    options: Sequence[str] = ()
+    """Other options that the same verdict needs."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """How many cases the backend cannot judge, by why."""
+    selected: Sequence[Case] = ()
     results: list[CaseResult] = field(default_factory=list)
     sources: list[dict[str, str | None]] = field(default_factory=list)
     """Of each result: the file, the command that runs it alone, and the id of its bundle."""
@@ -296,6 +327,43 @@ class _Session:
     left_out: int = 0
     interrupted: bool = False
     started: float = field(default_factory=time.perf_counter)
+    stdout: TextIO = field(default_factory=lambda: sys.stdout)
+
+    def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
+        """The cases that a backend can judge; counts the others."""
+        reasons = [why_left_out(self._as_asked(case.scenario)) for case in cases]
+        self.passed_over.update(reason for reason in reasons if reason)
+        return [case for case, reason in zip(cases, reasons, strict=True) if not reason]
+
+    def run(
+        self, cases: Sequence[Case], judging: Callable[[], AbstractContextManager[Judge]]
+    ) -> int:
+        """Judge the cases, if any, and tell all; the exit status."""
+        self.report_problems()
+        if not cases and not self.errors:
+            return self.finish_empty("no case that this backend can judge")
+        if cases:
+            with judging() as judge:
+                self.run_all(cases, judge)
+        return self.finish()
+
+    def finish_empty(self, have: str) -> int:
+        """Say that there is nothing to run; the exit status."""
+        left_out = "".join(f"; {line}" for line in left_out_lines(self.passed_over))
+        click.echo(f"Nothing selected: {have}{left_out}.", err=True)
+        if self.as_json:
+            _echo_json(self.as_dict(status=EXIT_NOTHING_SELECTED))
+        return EXIT_NOTHING_SELECTED
+
+    def note_hang(self, result: CaseResult) -> None:
+        """Tell all of a session that ends with a case that never will; from any thread."""
+        # The main thread may have sent stdout elsewhere, and is not coming back.
+        sys.stdout = self.stdout
+        case = self.selected[len(self.results)]
+        self._note(case, result, _STATUS[result.verdict])
+        self.left_out = len(self.selected) - len(self.results)
+        self.finish()
+        sys.stdout.flush()
 
     def report_problems(self) -> None:
         from zero_sim.report.text import render_problems
@@ -305,31 +373,37 @@ class _Session:
         self.statuses.extend(error.exit_status for error in self.errors)
 
     def run_all(self, cases: Sequence[Case], judge: Judge) -> None:
-        from zero_sim.report.text import id_width, render_case
-
-        width = id_width(case.id for case in cases)
+        self.selected = cases
         try:
             for index, case in enumerate(cases):
                 with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
-                command = _reproduce(case, stall_seconds=self.stall_seconds)
-                bundle = self._write_bundle(case, result)
-                if self.trace is not None and result.logs:
-                    self._write_trace(case, result, number=index if len(cases) > 1 else None)
-                # Logs are large, and all that is told of them has been told.
-                self.results.append(dataclasses.replace(result, logs=()))
-                self.statuses.append(status)
-                source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
-                self.sources.append(source)
-                if not self.as_json:
-                    again = self._replay(bundle) if bundle else ""
-                    text = render_case(result, width=width, reproduce=command, replay=again)
-                    click.echo(_coloured(text, result.verdict))
+                self._note(case, result, status)
         except KeyboardInterrupt:
             self.interrupted = True
             self.left_out = len(cases) - len(self.results)
             where = cases[len(self.results)].id if self.left_out else "the last case"
             click.echo(f"\nInterrupted during {where}.", err=True)
+
+    def _note(self, case: Case, result: CaseResult, status: int) -> None:
+        """Keep a result, write what is asked of it, and show it."""
+        from zero_sim.report.text import id_width, render_case
+
+        index = len(self.results)
+        command = _reproduce(case, stall_seconds=self.stall_seconds, options=self.options)
+        bundle = self._write_bundle(case, result)
+        if self.trace is not None and result.logs:
+            self._write_trace(case, result, number=index if len(self.selected) > 1 else None)
+        # Logs are large, and all that is told of them has been told.
+        self.results.append(dataclasses.replace(result, logs=()))
+        self.statuses.append(status)
+        source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
+        self.sources.append(source)
+        if not self.as_json:
+            width = id_width(case.id for case in self.selected)
+            again = self._replay(bundle) if bundle else ""
+            text = render_case(result, width=width, reproduce=command, replay=again)
+            click.echo(_coloured(text, result.verdict))
 
     def finish(self) -> int:
         from zero_sim.report.text import render_summary
@@ -345,6 +419,8 @@ class _Session:
                 left_out=self.left_out,
             )
             click.echo(summary)
+            for line in left_out_lines(self.passed_over):
+                click.echo(line)
         return status
 
     def as_dict(self, *, status: int) -> dict[str, object]:
@@ -368,6 +444,7 @@ class _Session:
             "seconds": self._seconds(),
             "interrupted": self.interrupted,
             "not_run": self.left_out,
+            "left_out": dict(self.passed_over),
             "exit_status": status,
         }
 
@@ -404,11 +481,18 @@ class _Session:
         where = [] if self.bundles == DEFAULT_BUNDLES else ["--bundles", str(self.bundles)]
         return shlex.join(["zero-sim", "replay", bundle, *where])
 
+    def _as_asked(self, scenario: Scenario) -> Scenario:
+        """A scenario with what the command line puts in the place of what it says."""
+        if self.order is not None:
+            world = dataclasses.replace(scenario.world, order=self.order)
+            scenario = dataclasses.replace(scenario, world=world)
+        return _with_stall_limit(scenario, self.stall_seconds)
+
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
         from zero_sim.verify.records import CaseResult, Finding
 
         started = time.perf_counter()
-        scenario = _with_stall_limit(case.scenario, self.stall_seconds)
+        scenario = self._as_asked(case.scenario)
         # What a model prints must not end up in the middle of the JSON.
         out = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
         try:
@@ -448,12 +532,12 @@ def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
     )
 
 
-def _reproduce(case: Case, *, stall_seconds: float | None) -> str:
+def _reproduce(case: Case, *, stall_seconds: float | None, options: Sequence[str]) -> str:
     words = case.file_id
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
     limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
-    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit])
+    return shlex.join(["zero-sim", "run", str(case.source), "-k", words, *limit, *options])
 
 
 def _coloured(text: str, verdict: str) -> str:

@@ -66,6 +66,7 @@ def serve(connection: Connection, *, rank: int) -> None:
         if message["op"] == "join":
             try:
                 seat = _join(message, rank=rank)
+                seat.on_sign = lambda: answer({"op": "alive"})
             except EnvironmentProblem as error:
                 answer({"op": "raised", "error": str(error), "traceback": ""})
                 continue

@@ -1,0 +1,45 @@
+"""What the command line lets a user put in the place of what scenarios say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast, get_args
+
+from zero_sim.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero_sim.scenario.spec import OrderName
+
+
+def known_order(order: str | None) -> OrderName | None:
+    """The order of that name, if one is asked for.
+
+    Raises:
+        UsageError: There is none; lists those there are.
+    """
+    from zero_sim.scenario.spec import OrderName
+
+    known = get_args(OrderName)
+    if order is not None and order not in known:
+        raise UsageError(f"expected --order to be one of {', '.join(known)}; got {order!r}.")
+    return cast("OrderName | None", order)
+
+
+def chosen_options(*, backend: str, order: str | None, native: bool) -> list[str]:
+    """What has to be said again to run a case in the same way."""
+    options = [] if backend == "sim" else ["--backend", backend]
+    if order is not None:
+        options += ["--order", order]
+    return [*options, "--native"] if native else options
+
+
+def left_out_lines(counts: Mapping[str, int]) -> list[str]:
+    """A line for each reason why cases were left out.
+
+    Args:
+        counts: Number of cases, by reason.
+    """
+    return [
+        f"{count} case{'' if count == 1 else 's'} left out: {reason}"
+        for reason, count in sorted(counts.items())
+    ]
