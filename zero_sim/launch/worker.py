@@ -26,6 +26,7 @@ from zero_sim.errors import EnvironmentProblem
 from zero_sim.launch.real import RealRank
 
 _PACKAGE = str(Path(__file__).parent.parent)
+_FRAMES_MAX = 10
 
 
 def serve(connection: Connection, *, rank: int) -> None:
@@ -106,4 +107,4 @@ def stack_of(thread: int) -> str:
     frames = traceback.extract_stack(frame)
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
-    return "".join(traceback.format_list(below or frames[-1:])).rstrip()
+    return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,8 @@ OWN_ORDERS: Mapping[RealBackend, str] = {"gloo": "gloo", "nccl": "nccl-ring"}
 
 _PROBE_SECONDS = 120.0
 _PROBED_ON_GLOO = 4
+_LATE = "torch._dynamo"
+"""What torch's optimizers import when the first one is made, which takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +145,8 @@ class TeamJudge:
         self._target = target
         self._order_probe = _Probe(setup=setup)
         self._teams = Teams(
-            backend=setup.backend, preload=("zero_sim.launch.worker", "zero_sim.verify.ranks")
+            backend=setup.backend,
+            preload=("zero_sim.launch.worker", "zero_sim.verify.ranks", _LATE),
         )
 
     def __enter__(self) -> Self:
@@ -221,6 +225,7 @@ class LaunchedJudge:
         on_hang: Callable[[CaseResult], None] = lambda result: None,
     ) -> None:
         self._target = target
+        importlib.import_module(_LATE)
         self._seat, self._processes = launched.join(setup.backend)
         self.setup = replace(setup, ranks_max=self._processes)
         self._pins = launched.pinned(setup.backend)
@@ -237,6 +242,10 @@ class LaunchedJudge:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            # Rank 0 may keep the store: it must not go before the others are through.
+            self._seat.begin(self._number + 1)
+            self._exchange(None, about="end")
         self._seat.leave()
 
     def __call__(self, scenario: Scenario) -> CaseResult:

@@ -83,7 +83,11 @@ class _Tells(_Engine):
         self.settle()
         digest = hashlib.sha256()
         for part in self.parts():
-            for tensor in (part.grad, part.master, *(part.state[key] for key in sorted(part.state))):
+            for tensor in (
+                part.grad,
+                part.master,
+                *(part.state[key] for key in sorted(part.state)),
+            ):
                 digest.update(_bits(tensor))
         for _, param in sorted(self.params().items()):
             digest.update(_bits(param))
