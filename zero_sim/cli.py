@@ -32,7 +32,7 @@ import click
 
 import zero_sim
 from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError, ZeroSimError
-from zero_sim.options import chosen_options, known_order, left_out_lines
+from zero_sim.options import check_options, chosen_options, known_order, left_out_lines
 
 if TYPE_CHECKING:
     from zero_sim.scenario.discover import Case
@@ -107,6 +107,13 @@ bundles_option = click.option(
     help="Let gloo or nccl add in its own order, whatever the scenarios say; only cases that owe "
     "nothing to an order are run.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the simulated ranks and the reference compute.",
+)
 @bundles_option
 @click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
 @click.option(
@@ -130,6 +137,7 @@ def run(
     backend: Literal["sim", "gloo", "nccl"],
     order: str | None,
     native: bool,
+    device: str,
     bundles: Path,
     no_bundles: bool,
     trace: Path | None,
@@ -150,21 +158,20 @@ def run(
     session = _Session(
         as_json=as_json,
         errors=found.errors,
-        bundles=None if no_bundles or backend != "sim" else bundles,
+        # Only the simulated world on the CPU can repeat a run from its bundle.
+        bundles=None if no_bundles or backend != "sim" or device != "cpu" else bundles,
         trace=trace,
         stall_seconds=stall_seconds,
         order=known_order(order),
-        options=chosen_options(backend=backend, order=order, native=native),
+        options=chosen_options(backend=backend, order=order, native=native, device=device),
     )
+    check_options(backend=backend, native=native, device=device, traced=trace is not None)
     if backend == "sim":
-        if native:
-            raise UsageError("expected --native with --backend gloo or nccl, got --backend sim.")
+        keep_logs = trace is not None
         status = session.run(
-            found.cases, lambda: open_judge(backend=backend, keep_logs=trace is not None)
+            found.cases, lambda: open_judge(backend=backend, keep_logs=keep_logs, device=device)
         )
     else:
-        if trace is not None:
-            raise UsageError("expected --trace with --backend sim: only that records events.")
         with _packages_needed():
             from zero_sim.processes import run_on_processes
         status = run_on_processes(session, found.cases, backend=backend, native=native)
@@ -285,7 +292,7 @@ def _packages_needed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
+def open_judge(*, backend: str, keep_logs: bool = False, device: str = "cpu") -> Iterator[Judge]:
     """What judges one case after another; the one place where the command line meets `verify`.
 
     Worlds are kept from case to case, so that setting one up is paid for once.
@@ -294,11 +301,13 @@ def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
     with _packages_needed():
         from zero_sim.launch import WorldPool
         from zero_sim.verify.runner import run_case
+        from zero_sim.workloads import check_device
+    check_device(device)
     # What is loaded now stays: the collector need not walk through torch again and again.
     gc.collect()
     gc.freeze()
     with WorldPool() as pool:
-        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs)
+        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs, device=device)
 
 
 @dataclass(kw_only=True, slots=True)

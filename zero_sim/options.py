@@ -25,12 +25,34 @@ def known_order(order: str | None) -> OrderName | None:
     return cast("OrderName | None", order)
 
 
-def chosen_options(*, backend: str, order: str | None, native: bool) -> list[str]:
+def chosen_options(*, backend: str, order: str | None, native: bool, device: str) -> list[str]:
     """What has to be said again to run a case in the same way."""
     options = [] if backend == "sim" else ["--backend", backend]
     if order is not None:
         options += ["--order", order]
+    if device != "cpu":
+        options += ["--device", device]
     return [*options, "--native"] if native else options
+
+
+def check_options(*, backend: str, native: bool, device: str, traced: bool) -> None:
+    """Check that options go together.
+
+    Raises:
+        UsageError: They do not.
+    """
+    if backend == "sim" and native:
+        raise UsageError("expected --native with --backend gloo or nccl, got --backend sim.")
+    if backend != "sim" and device != "cpu":
+        raise UsageError(
+            f"expected --device with --backend sim, got --backend {backend}: gloo computes on the "
+            "CPU, nccl on the GPU of each rank."
+        )
+    if backend != "sim" and traced:
+        raise UsageError(
+            f"expected --trace with --backend sim, got --backend {backend}: only the simulated "
+            "world records events."
+        )
 
 
 def left_out_lines(counts: Mapping[str, int]) -> list[str]:

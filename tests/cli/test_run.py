@@ -46,7 +46,9 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Res
     """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
 
     @contextlib.contextmanager
-    def open_judge(*, backend: str, keep_logs: bool = False) -> Iterator[Judge]:
+    def open_judge(
+        *, backend: str, keep_logs: bool = False, device: str = "cpu"
+    ) -> Iterator[Judge]:
         assert backend == "sim"
         yield judge_by_name
 
@@ -128,7 +130,7 @@ def test_the_stall_limit_goes_into_every_case(
     seen = []
 
     @contextlib.contextmanager
-    def open_judge(*, backend: str) -> Iterator[Judge]:
+    def open_judge(*, backend: str, keep_logs: bool, device: str) -> Iterator[Judge]:
         yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
 
     monkeypatch.setattr(cli, "open_judge", open_judge)

@@ -42,6 +42,11 @@ class Setup:
     ranks_max: int = WORKERS_MAX
     """Most ranks of a case."""
 
+    @property
+    def device(self) -> str:
+        """Where the ranks compute."""
+        return "cuda" if self.backend == "nccl" else "cpu"
+
     def why_left_out(self, scenario: Scenario) -> str:
         """Why a case cannot be judged here; empty where it can."""
         if scenario.faults:
@@ -193,7 +198,7 @@ class TeamJudge:
     def _probe(self, size: int, order: str) -> list[str]:
         endings = self._teams.run(
             f"{probe_order.__module__}:{probe_order.__name__}",
-            {"size": size, "order": order},
+            {"size": size, "order": order, "device": self.setup.device},
             size=size,
             timeout_seconds=_PROBE_SECONDS,
         )
@@ -268,6 +273,7 @@ class LaunchedJudge:
                 processes=self._processes,
                 order=self.setup.order_of(scenario),
                 target=self._target,
+                device=self.setup.device,
             )
             told = self._exchange(judge_rank(payload, self._seat), about="report")
         reports = [Report.from_dict(each) for each in told]
@@ -276,7 +282,9 @@ class LaunchedJudge:
 
     def _probe(self, size: int, order: str) -> list[str]:
         with self._watching(_PROBE_SECONDS):
-            found = probe_order({"size": size, "order": order}, self._seat)
+            found = probe_order(
+                {"size": size, "order": order, "device": self.setup.device}, self._seat
+            )
             return self._exchange(found, about="probe")[0]
 
     def _watching(self, seconds: float) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ from zero_sim.verify.judge import Judge
 from zero_sim.verify.probe import Kind, by_calling, by_model, compare, observe
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.reports import Failure, Report
-from zero_sim.workloads import build_workload
+from zero_sim.workloads import build_workload, on_device
 
 _PROBED: tuple[tuple[Kind, torch.dtype], ...] = (
     ("all_reduce", torch.bfloat16),
@@ -41,7 +41,13 @@ _PROBED: tuple[tuple[Kind, torch.dtype], ...] = (
 
 
 def payload_of(
-    scenario: Scenario, *, folder: str, processes: int, order: str | None, target: str
+    scenario: Scenario,
+    *,
+    folder: str,
+    processes: int,
+    order: str | None,
+    target: str,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """What `judge_rank` is to be given.
 
@@ -51,6 +57,7 @@ def payload_of(
         processes: How many there are; those beyond the world only follow what the others do.
         order: The order to add in, whatever the backend does; None for the backend's own.
         target: `module:name` of the system under test; empty for the one that the scenario names.
+        device: Where the ranks compute, `cpu` or `cuda`.
     """
     return {
         "scenario": adapter().dump_json(scenario).decode(),
@@ -58,6 +65,7 @@ def payload_of(
         "processes": processes,
         "order": order,
         "target": target,
+        "device": device,
     }
 
 
@@ -119,7 +127,8 @@ def probe_order(payload: Mapping[str, Any], seat: RealRank) -> list[str]:
     """Measure in which order the backend adds, beside the model of that order.
 
     Args:
-        payload: `size`, the number of ranks that take part; `order`, the name of the model.
+        payload: `size`, the number of ranks that take part; `order`, the name of the model;
+            `device`, where data lies.
         seat: This process.
 
     Returns:
@@ -134,7 +143,9 @@ def probe_order(payload: Mapping[str, Any], seat: RealRank) -> list[str]:
         assert dist.group.WORLD is not None
         for kind, dtype in _PROBED:
             elems = 5 * size
-            with_backend = by_calling(kind, group=dist.group.WORLD, elems=elems, dtype=dtype)
+            with_backend = by_calling(
+                kind, group=dist.group.WORLD, elems=elems, dtype=dtype, device=payload["device"]
+            )
             with_model = by_model(kind, order=order, rank_count=size, elems=elems, dtype=dtype)
             seen, wanted = (
                 observe(reduction, rank_count=size, dtype=dtype)
@@ -165,7 +176,7 @@ def _run_segment(
     """Run some consecutive steps, or follow them where this process has no part in them."""
     scenario = segment.scenario
     size, has_part = scenario.world.size, seat.rank < scenario.world.size
-    seats = _take_seats(segment, trial, rank=seat.rank)
+    seats = _take_seats(segment, trial, rank=seat.rank, device=payload["device"])
     about = f"facts {index}"
 
     def excused(excuse: bool) -> AbstractContextManager[None]:
@@ -201,18 +212,20 @@ def _run_segment(
             seats[0].judge.step_unseen()
 
 
-def _take_seats(segment: Segment, trial: _Trial, *, rank: int) -> Sequence[Seat]:
+def _take_seats(segment: Segment, trial: _Trial, *, rank: int, device: str) -> Sequence[Seat]:
     """Judges and oracles of all cells, which share a norm; shown is this rank alone."""
     seats = []
     for index, cell in enumerate(cells_of(segment.scenario)):
-        workload = build_workload(cell.scenario)
+        workload = on_device(build_workload(cell.scenario), device)
         reference = trial.references.get(index)
         if reference is None:
             reference = trial.references[index] = Reference(
                 cell.scenario, workload=workload, uncounted=cell.uncounted
             )
         else:
-            reference.continue_as(cell.scenario, weights_only=segment.weights_only)
+            reference.continue_as(
+                cell.scenario, workload=workload, weights_only=segment.weights_only
+            )
         judge = Judge(
             cell.scenario,
             reference=reference,

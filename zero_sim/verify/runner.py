@@ -34,7 +34,7 @@ from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
-from zero_sim.workloads import build_workload
+from zero_sim.workloads import build_workload, on_device
 
 
 def run_case(
@@ -44,6 +44,7 @@ def run_case(
     target: Target | None = None,
     turns: Sequence[Sequence[int]] = (),
     keep_logs: bool = False,
+    device: str = "cpu",
 ) -> CaseResult:
     """Run one case and compare all state with the reference after every step.
 
@@ -54,6 +55,7 @@ def run_case(
         turns: The turns of an earlier run to repeat, one sequence a world; where they cannot be
             taken, the case goes on without them and a note says so.
         keep_logs: Whether the result carries its event logs even if the case does not fail.
+        device: Where all ranks and the reference compute, `cpu` or `cuda`.
 
     Returns:
         The verdict with its findings. A system that raises or hangs is a finding, not an exception;
@@ -69,7 +71,7 @@ def run_case(
     torch.set_num_threads(1)
     try:
         with own_pool as worlds:
-            trial = _Trial(turns=turns)
+            trial = _Trial(turns=turns, device=device)
             result = _run(scenario, worlds, target, trial)
             seconds = time.perf_counter() - started
             logs = tuple(trial.logs) if keep_logs or result.verdict == "fail" else ()
@@ -106,6 +108,7 @@ class _Trial:
     outcome: Outcome = field(default_factory=Outcome)
     failures: list[Finding] = field(default_factory=list)
     logs: list[EventLog] = field(default_factory=list)
+    device: str = "cpu"
     turns: Sequence[Sequence[int]] = ()
     """Recorded turns to repeat, by world."""
     notes: list[str] = field(default_factory=list)
@@ -182,14 +185,14 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
 
 
 def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Seat:
-    workload = build_workload(cell.scenario)
+    workload = on_device(build_workload(cell.scenario), trial.device)
     reference = trial.references.get(index)
     if reference is None:
         reference = trial.references[index] = Reference(
             cell.scenario, workload=workload, uncounted=cell.uncounted
         )
     else:
-        reference.continue_as(cell.scenario, weights_only=segment.weights_only)
+        reference.continue_as(cell.scenario, workload=workload, weights_only=segment.weights_only)
     judge = Judge(
         cell.scenario,
         reference=reference,
