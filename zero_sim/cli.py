@@ -292,17 +292,23 @@ def _packages_needed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_judge(*, backend: str, keep_logs: bool = False, device: str = "cpu") -> Iterator[Judge]:
+def open_judge(
+    *, backend: Literal["sim", "gloo", "nccl"], keep_logs: bool = False, device: str = "cpu"
+) -> Iterator[Judge]:
     """What judges one case after another; the one place where the command line meets `verify`.
 
     Worlds are kept from case to case, so that setting one up is paid for once.
     """
-    assert backend == "sim", backend
     with _packages_needed():
         from zero_sim.launch import WorldPool
+        from zero_sim.verify.backends import Setup, TeamJudge
         from zero_sim.verify.runner import run_case
         from zero_sim.workloads import check_device
     check_device(device)
+    if backend != "sim":
+        with TeamJudge(Setup(backend=backend)) as judge:
+            yield judge
+        return
     # What is loaded now stays: the collector need not walk through torch again and again.
     gc.collect()
     gc.freeze()

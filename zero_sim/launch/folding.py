@@ -136,6 +136,8 @@ class _Transport:
     def note_destroyed(self, group: Group, group_rank: int) -> None:
         """Close the transport."""
         self._inner.shutdown()
+        # gloo's connections end with the object.
+        self._inner = None
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> ContractViolation:
         """The error for a member that destroyed its side of a group and uses it."""

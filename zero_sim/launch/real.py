@@ -59,6 +59,8 @@ class RealRank:
         """Called now and then while this rank gets on."""
         self.is_listening = False
         """Whether it waits for what others tell: then it is one of those that must get on."""
+        self.last_words = ""
+        """Why this rank gave up on the program; empty where it did not."""
         self._last_sign = 0.0
         self._number = -1
         self._told: set[str] = set()
@@ -76,6 +78,7 @@ class RealRank:
             self.store.delete_key(key)
         self._earlier, self._told = self._told, set()
         self._number = number
+        self.last_words = ""
         self._last_sign = 0.0
 
     def alive(self) -> None:

@@ -25,7 +25,7 @@ TEAMS_OPEN_MAX = 4
 _START_SECONDS = 120.0
 _STACK_SECONDS = 5.0
 _OTHERS_SECONDS = 3.0
-"""How long the others may still take to notice that one of them died."""
+"""How long the others may still take to notice that one of them died or gave up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,8 @@ class Ending:
     """What it raised, or how the process died."""
     detail: str = ""
     """A traceback, or where it hung."""
+    gave_up: bool = False
+    """Whether the job says that others may wait for this rank in vain."""
 
 
 @dataclass(slots=True)
@@ -220,7 +222,7 @@ def _broadcast(
         except (BrokenPipeError, ConnectionResetError):
             endings[worker.rank] = _death(worker.rank)
     deadline = time.monotonic() + timeout_seconds
-    has_died = bool(endings)
+    is_lost = bool(endings)
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -229,13 +231,13 @@ def _broadcast(
         for connection in ready:
             ending = _receive(pending[connection])
             if ending is None:
-                if not has_died:
+                if not is_lost:
                     deadline = time.monotonic() + timeout_seconds
                 continue
             del pending[connection]
             endings[ending.rank] = ending
-            if ending.how == "died" and not has_died:
-                has_died = True
+            if (ending.how == "died" or ending.gave_up) and not is_lost:
+                is_lost = True
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
     return endings
 
@@ -252,7 +254,12 @@ def _receive(worker: _Worker) -> Ending | None:
         return Ending(
             rank=worker.rank, how="raised", error=answer["error"], detail=answer["traceback"]
         )
-    return Ending(rank=worker.rank, how="done", result=answer.get("result"))
+    return Ending(
+        rank=worker.rank,
+        how="done",
+        result=answer.get("result"),
+        gave_up=answer.get("gave_up", False),
+    )
 
 
 def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:

@@ -163,7 +163,9 @@ class Watchdog:
 
     def _report(self) -> None:
         store, key = self._store, self._key
-        store.set(f"{key}/{self._seat.rank}", json.dumps(stack_of(self._main)))
+        store.set(
+            f"{key}/{self._seat.rank}", json.dumps(self._seat.last_words or stack_of(self._main))
+        )
         if self._seat.rank == 0:
             stacks = {}
             until = time.monotonic() + _COLLECT_SECONDS

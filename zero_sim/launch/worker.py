@@ -96,7 +96,7 @@ def _run(message: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
             "error": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),
         }
-    return {"op": "done", "result": result}
+    return {"op": "done", "result": result, "gave_up": bool(seat.last_words)}
 
 
 def stack_of(thread: int) -> str:

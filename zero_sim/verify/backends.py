@@ -57,6 +57,16 @@ class Setup:
             return f"the bits depend on an order that is not {self.backend}'s own"
         return ""
 
+    def check(self, scenario: Scenario) -> None:
+        """Check that a case can be judged here.
+
+        Raises:
+            EnvironmentProblem: It cannot.
+        """
+        why = self.why_left_out(scenario)
+        if why:
+            raise EnvironmentProblem(f"expected a case for backend {self.backend}, got one: {why}.")
+
     def is_own(self, scenario: Scenario) -> bool:
         """Whether a case names the backend's own order."""
         return scenario.world.order == OWN_ORDERS[self.backend]
@@ -164,8 +174,10 @@ class TeamJudge:
         """Judge a case; a worker that dies or hangs costs this case alone.
 
         Raises:
-            EnvironmentProblem: Workers cannot be started, or lack something that the case needs.
+            EnvironmentProblem: Workers cannot be started, or lack something that the case needs;
+                or the case is one that `Setup.why_left_out` names.
         """
+        self.setup.check(scenario)
         started = time.perf_counter()
         drift = self._order_probe.check(scenario, self._probe)
         if drift:
@@ -259,6 +271,7 @@ class LaunchedJudge:
         Raises:
             EnvironmentProblem: A machine lacks something that the case needs.
         """
+        self.setup.check(scenario)
         self._scenario, self._started = scenario, time.perf_counter()
         drift = self._order_probe.check(scenario, self._probe)
         result = _drifted(scenario, self.setup, drift) if drift else self._run(scenario)

@@ -7,6 +7,7 @@ group and none of the system's collectives take part in judging.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 import traceback
@@ -82,6 +83,7 @@ class _Trial:
     references: dict[int, Reference] = field(default_factory=dict)
     """By number of the cell."""
     outcome: Outcome = field(default_factory=Outcome)
+    raised_at: float | None = None
 
 
 def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
@@ -96,21 +98,13 @@ def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
     """
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
-    trial, failure = _Trial(), None
-    try:
-        target = _target(payload["target"] or scenario.system.target)
-        for index, segment in enumerate(segments):
-            _run_segment(segment, index, trial, payload=payload, target=target, seat=seat)
-            if index + 1 < len(segments):
-                wrong = any(judge.findings() for judge in trial.judges)
-                if any(seat.exchange(wrong, size=payload["processes"], about=f"wrong {index}")):
-                    break
-    except RankGone:
-        # Whoever gave up says why.
-        pass
-    # Whatever the system raises is what came of it.
-    except Exception as error:  # noqa: BLE001
-        failure = _failure(error, has_started=_has_started(trial))
+    trial = _Trial()
+    failure = _run_all(segments, trial, payload=payload, seat=seat)
+    if failure is not None:
+        # Others may wait in a collective until this rank's half of the group is really gone; what
+        # the system built holds on to it in circles, not all of which can be broken.
+        seat.last_words = f"{failure.message}\n{failure.detail}"
+        gc.collect()
     seat.withdraw(
         [f"{what} {index}" for index in range(len(segments)) for what in ("facts", "wrong", "left")]
     )
@@ -121,6 +115,28 @@ def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
         said=trial.outcome.notes,
         failure=failure,
     ).as_dict()
+
+
+def _run_all(
+    segments: Sequence[Segment], trial: _Trial, *, payload: Mapping[str, Any], seat: RealRank
+) -> Failure | None:
+    """Run the segments until something is wrong on any rank; what this one raised, if it did."""
+    try:
+        target = _target(payload["target"] or segments[0].scenario.system.target)
+        for index, segment in enumerate(segments):
+            _run_segment(segment, index, trial, payload=payload, target=target, seat=seat)
+            if index + 1 == len(segments):
+                break
+            wrong = any(judge.findings() for judge in trial.judges)
+            if any(seat.exchange(wrong, size=payload["processes"], about=f"wrong {index}")):
+                break
+    except RankGone:
+        # Whoever gave up says why.
+        return None
+    # Whatever the system raises is what came of it.
+    except Exception as error:  # noqa: BLE001
+        return _failure(error, trial)
+    return None
 
 
 def probe_order(payload: Mapping[str, Any], seat: RealRank) -> list[str]:
@@ -203,7 +219,12 @@ def _run_segment(
         with seat.world(
             size, about=str(index), order=payload["order"], order_seed=scenario.run.seed
         ):
-            program(seat.rank)
+            try:
+                program(seat.rank)
+            except Exception:
+                # Leaving the world is what makes others raise, too.
+                trial.raised_at = time.time()
+                raise
         return
     seat.leave()
     tell(seat.rank, None)
@@ -245,7 +266,7 @@ def _has_started(trial: _Trial) -> bool:
     return bool(trial.judges) and all(judge.has_started for judge in trial.judges)
 
 
-def _failure(error: Exception, *, has_started: bool) -> Failure:
+def _failure(error: Exception, trial: _Trial) -> Failure:
     """Charge what was raised to whom it belongs: the machine, the user, us, or the system."""
     told = traceback.format_exc()
     kind, message = "system", f"{type(error).__name__}: {error}"
@@ -254,6 +275,7 @@ def _failure(error: Exception, *, has_started: bool) -> Failure:
             kind, message = "machine", str(error)
         case JudgeFailed():
             kind, message, told = "judge", str(error), error.traceback_text
-        case UsageError() if not has_started:
+        case UsageError() if not _has_started(trial):
             kind, message = "user", str(error)
-    return Failure(kind=kind, message=message, detail=told.rstrip(), time=time.time())
+    when = time.time() if trial.raised_at is None else trial.raised_at
+    return Failure(kind=kind, message=message, detail=told.rstrip(), time=when)

@@ -159,6 +159,7 @@ def merge_endings(
 def _lost(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[Finding]:
     stacks = {ending.rank: ending.detail for ending in endings if ending.how == "hung"}
     died = [ending for ending in endings if ending.how == "died"]
+    gave_up = any(ending.gave_up for ending in endings)
     for ending in died:
         yield Finding(
             check="world.rank-died",
@@ -166,7 +167,7 @@ def _lost(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[Findin
             message=f"rank {ending.rank}: {ending.error}",
             detail=where(stacks),
         )
-    if stacks and not died:
+    if stacks and not died and not gave_up:
         yield hung(stacks, stall_seconds=stall_seconds)
 
 
@@ -189,6 +190,6 @@ def where(stacks: Mapping[int, str]) -> str:
     """Where ranks were when they were given up, rank by rank."""
     lines = []
     for rank, stack in sorted(stacks.items()):
-        lines.append(f"rank {rank} was in:")
+        lines.append(f"rank {rank} was at:")
         lines.extend(f"  {line}" for line in stack.splitlines())
     return "\n".join(lines)

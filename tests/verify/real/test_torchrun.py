@@ -53,6 +53,6 @@ def test_a_hang_is_told_with_every_ranks_call_and_ends_the_run(tmp_path):
     done = torchrun(2, script, tmp_path, "--backend", "gloo", module=False)
     assert done.returncode == 1
     assert "world.hung: 2 ranks gave no sign of life for 3 s" in done.stdout
-    assert "rank 0 was in:" in done.stdout
+    assert "rank 0 was at:" in done.stdout
     assert "time.sleep(600)" in done.stdout
     assert "2 cases: 0 passed, 1 failed, 1 not run" in done.stdout
