@@ -120,7 +120,8 @@ class Watchdog:
     ) -> None:
         self._seat = seat
         # The main thread may sit in the other connection for as long as it listens to others.
-        self._store = seat.store.clone()
+        # torch's stub does not show `clone`.
+        self._store = seat.store.clone()  # pyrefly: ignore
         self._world_size = world_size
         self._on_hang = on_hang
         self._deadline: float | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol, Self, get_args
 
-from zero_sim.errors import EnvironmentProblem
+from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.launch import Teams
 from zero_sim.launch import torchrun as launched
 from zero_sim.scenario.spec import Scenario
@@ -153,9 +153,16 @@ class TeamJudge:
     Args:
         setup: What carries the collectives; `gloo`.
         target: `module:name` of the system under test; empty for the one that each case names.
+
+    Raises:
+        UsageError: The backend is one that needs a launcher.
     """
 
     def __init__(self, setup: Setup, *, target: str = "") -> None:
+        if setup.backend != "gloo":
+            raise UsageError(
+                f"expected own workers for backend gloo, got {setup.backend}: start it by torchrun."
+            )
         self.setup = setup
         self._target = target
         self._order_probe = _Probe(setup=setup)

@@ -87,9 +87,11 @@ _PLAIN = (
 
 def finding_from(told: Mapping[str, Any]) -> Finding:
     """What `Finding.as_dict` gave."""
-    values = {field.name: told[field.name] for field in dataclasses.fields(Finding)[:-1]}
-    index = values["index"]
-    return Finding(**{**values, "index": None if index is None else tuple(index)})
+    names = {field.name for field in dataclasses.fields(Finding)} - {"evidence"}
+    values: dict[str, Any] = {name: told[name] for name in names}
+    if values["index"] is not None:
+        values["index"] = tuple(values["index"])
+    return Finding(**values)
 
 
 def merge_seen(parts: Sequence[Seen]) -> Seen:
