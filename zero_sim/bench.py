@@ -33,6 +33,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.sim import World, WorldFailure
 from zero_sim.targets import find_target
 from zero_sim.verify import run_case
+from zero_sim.verify.backends import Setup, TeamJudge
 from zero_sim.workloads import Workload, build_workload
 
 
@@ -44,6 +45,11 @@ def _shown(name: str, value: float, unit: str) -> Measurement:
     return Measurement(name=name, value=round(value, 4), unit=unit)
 
 
+def _measured_least(name: str, value: float, unit: str, *, goal: float) -> Measurement:
+    """Of something that is to be large."""
+    return Measurement(name=name, value=round(value, 4), unit=unit, goal=goal, ok=value >= goal)
+
+
 def run_benchmarks() -> Iterator[Measurement]:
     """Take every measurement, one after another."""
     threads = torch.get_num_threads()
@@ -52,6 +58,9 @@ def run_benchmarks() -> Iterator[Measurement]:
         yield _measured("warm all_reduce, 4 ranks", _warm_all_reduce(4, 200) * 1e3, "ms", goal=1.0)
         yield _measured("warm all_reduce, 1024 ranks", _warm_all_reduce(1024, 5), "s", goal=1.0)
         yield _measured("case: 4 ranks, 3 steps, hidden 8", _small_case() * 1e3, "ms", goal=20.0)
+        gloo, ratio = _real_case()
+        yield _measured("the same on warm gloo workers", gloo * 1e3, "ms", goal=50.0)
+        yield _measured_least("gloo workers over simulated", ratio, "x", goal=3.0)
         for hidden, goal in ((256, 1.2), (8, 2.0)):
             ratio = _overhead(hidden)
             yield _measured(f"ranks over plain loop, hidden {hidden}", ratio, "x", goal=goal)
@@ -139,6 +148,21 @@ def _cost_of(world: WorldSpec) -> float:
             )
             ratios.append(two / one)
     return statistics.median(ratios)
+
+
+def _real_case() -> tuple[float, float]:
+    """Seconds of the small case on gloo workers, and how often the simulated one fits into it."""
+    scenario = _mlp(8)
+    real, ratios = [], []
+    with WorldPool() as pool, TeamJudge(Setup(backend="gloo")) as judge:
+        run_case(scenario, pool=pool)
+        judge(scenario)
+        for _ in range(40):
+            on_gloo = _median_seconds(lambda: judge(scenario), 1)
+            simulated = _median_seconds(lambda: run_case(scenario, pool=pool), 1)
+            real.append(on_gloo)
+            ratios.append(on_gloo / simulated)
+    return statistics.median(real), statistics.median(ratios)
 
 
 def _overhead(hidden: int) -> float:

@@ -10,19 +10,12 @@ torch is imported inside commands only, so that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import importlib
-import os
-import re
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -33,28 +26,15 @@ from zero_sim.cli_parts import (
     bundles_option,
     echo_json,
     packages_needed,
-    replay_command,
-    reproduce_command,
 )
-from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError, ZeroSimError
+from zero_sim.cli_session import EXIT_INTERRUPTED, Judge, Session, coloured, of_target, progress
+from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
+from zero_sim.options import check_options, chosen_options, known_order
 
 if TYPE_CHECKING:
-    from zero_sim.scenario.discover import Case
-    from zero_sim.scenario.spec import Scenario
-    from zero_sim.verify.records import CaseResult
+    pass
 
-EXIT_NOTHING_SELECTED = 5
-EXIT_INTERRUPTED = 130
-PROGRESS_AFTER_SECONDS = 0.5
 DEFAULT_REGRESSIONS = Path("scenarios", "regressions")
-TRACE_NAME_CHARS_MAX = 120
-
-Judge = Callable[["Scenario"], "CaseResult"]
-
-_GRAVITY = (1, 2, 4, 3, 0)
-"""Exit statuses, the one that outweighs the others first."""
-_STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
-_COLOURS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yellow"}
 
 
 class _Commands(click.Group):
@@ -84,10 +64,29 @@ def main() -> None:
 )
 @click.option(
     "--backend",
-    type=click.Choice(["sim"]),
+    type=click.Choice(["sim", "gloo", "nccl"]),
     default="sim",
     show_default=True,
-    help="What carries the collectives.",
+    help="What carries the collectives: the simulated world, or real processes; nccl, and several "
+    "machines, under torchrun.",
+)
+@click.option(
+    "--order",
+    metavar="NAME",
+    help="Order in which reductions add, whatever the scenarios say.",
+)
+@click.option(
+    "--native",
+    is_flag=True,
+    help="Let gloo or nccl add in its own order, whatever the scenarios say; only cases that owe "
+    "nothing to an order are run.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the simulated ranks and the reference compute.",
 )
 @click.option(
     "--target",
@@ -115,7 +114,10 @@ def run(
     ctx: click.Context,
     paths: tuple[str, ...],
     expression: str,
-    backend: str,
+    backend: Literal["sim", "gloo", "nccl"],
+    order: str | None,
+    native: bool,
+    device: str,
     target: str | None,
     bundles: Path,
     no_bundles: bool,
@@ -133,24 +135,35 @@ def run(
     found = discover(paths, expression=expression)
     if not found.cases and not found.errors:
         have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
-        click.echo(f"Nothing selected: {have}.", err=True)
-        if as_json:
-            echo_json(_Session().as_dict(status=EXIT_NOTHING_SELECTED))
-        ctx.exit(EXIT_NOTHING_SELECTED)
-    session = _Session(
+        ctx.exit(Session(as_json=as_json).finish_empty(have))
+    imported = target is not None and ":" in target
+    session = Session(
         as_json=as_json,
         errors=found.errors,
-        # A bundle could not say how to find the target of another package.
-        bundles=None if no_bundles or (target and ":" in target) else bundles,
+        # Only the simulated world on the CPU can repeat a run from its bundle, and only with a
+        # target that a bundle can name.
+        bundles=None if no_bundles or imported or backend != "sim" or device != "cpu" else bundles,
         target=target,
         trace=trace,
         stall_seconds=stall_seconds,
+        order=known_order(order),
+        options=chosen_options(backend=backend, order=order, native=native, device=device),
     )
-    session.report_problems()
-    if found.cases:
-        with open_judge(backend=backend, keep_logs=trace is not None, target=target) as judge:
-            session.run_all([_of_target(case, target) for case in found.cases], judge)
-    ctx.exit(session.finish())
+    check_options(
+        backend=backend, native=native, device=device, traced=trace is not None, imported=imported
+    )
+    cases = [of_target(case, target) for case in found.cases]
+    if backend == "sim":
+        keep_logs = trace is not None
+        status = session.run(
+            cases,
+            lambda: open_judge(backend=backend, keep_logs=keep_logs, device=device, target=target),
+        )
+    else:
+        with packages_needed():
+            from zero_sim.processes import run_on_processes
+        status = run_on_processes(session, cases, backend=backend, native=native)
+    ctx.exit(status)
 
 
 @main.command()
@@ -201,13 +214,13 @@ def replay(
         freeze(bundle, path)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with out, _progress(f"replay {bundle.id}  {bundle.scenario.name}"):
+    with out, progress(f"replay {bundle.id}  {bundle.scenario.name}"):
         replayed = replay_bundle(bundle, target=system)
     if as_json:
         echo_json({**replayed.as_dict(), "frozen": None if path is None else str(path)})
     else:
         colour = {"fixed": "pass", "failed": "fail", "error": "error"}[replayed.outcome]
-        click.echo(_coloured(render_replay(replayed), colour))
+        click.echo(coloured(render_replay(replayed), colour))
         if path is not None:
             click.echo(f"  frozen: {path}")
     ctx.exit(replayed.exit_status)
@@ -294,7 +307,11 @@ main.add_command(fuzz)
 
 @contextlib.contextmanager
 def open_judge(
-    *, backend: str, keep_logs: bool = False, target: str | None = None
+    *,
+    backend: Literal["sim", "gloo", "nccl"],
+    keep_logs: bool = False,
+    device: str = "cpu",
+    target: str | None = None,
 ) -> Iterator[Judge]:
     """What judges one case after another; the one place where the command line meets `verify`.
 
@@ -303,252 +320,29 @@ def open_judge(
     Args:
         backend: What carries the collectives.
         keep_logs: Whether results carry their event logs even if nothing fails.
+        device: Where simulated ranks and the reference compute, `cpu` or `cuda`.
         target: The system to judge in place of the scenarios' own: a registered name, or
             `module:name`, whose code is run.
 
     Raises:
         UsageError: There is no such target.
     """
-    assert backend == "sim", backend
     with packages_needed():
         from zero_sim.launch import WorldPool
         from zero_sim.targets import import_target
+        from zero_sim.verify.backends import Setup, TeamJudge
         from zero_sim.verify.runner import run_case
+        from zero_sim.workloads import check_device
+    check_device(device)
+    if backend != "sim":
+        with TeamJudge(Setup(backend=backend)) as judge:
+            yield judge
+        return
     chosen = None if target is None else import_target(target)
     # What is loaded now stays: the collector need not walk through torch again and again.
     gc.collect()
     gc.freeze()
     with WorldPool() as pool:
-        yield lambda scenario: run_case(scenario, pool=pool, keep_logs=keep_logs, target=chosen)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Session:
-    """One `run`: what was asked, what came of it so far."""
-
-    as_json: bool = False
-    errors: Sequence[ScenarioError] = ()
-    bundles: Path | None = None
-    """Where bundles of failing cases go, if anywhere."""
-    trace: Path | None = None
-    """Where Chrome traces go, if anywhere."""
-    stall_seconds: float | None = None
-    """In place of what the scenarios say; None for theirs."""
-    target: str | None = None
-    """In place of what the scenarios say; None for theirs."""
-    results: list[CaseResult] = field(default_factory=list)
-    sources: list[dict[str, str | None]] = field(default_factory=list)
-    """Of each result: the file, the command that runs it alone, and the id of its bundle."""
-    statuses: list[int] = field(default_factory=list)
-    left_out: int = 0
-    interrupted: bool = False
-    started: float = field(default_factory=time.perf_counter)
-
-    def report_problems(self) -> None:
-        from zero_sim.report.text import render_problems
-
-        if self.errors and not self.as_json:
-            click.echo(render_problems(self.errors), err=True)
-        self.statuses.extend(error.exit_status for error in self.errors)
-
-    def run_all(self, cases: Sequence[Case], judge: Judge) -> None:
-        from zero_sim.report.text import id_width, render_case
-        from zero_sim.scenario.dump import to_chosen_toml
-
-        width = id_width(case.id for case in cases)
-        try:
-            for index, case in enumerate(cases):
-                with _progress(f"{index + 1} of {len(cases)}  {case.id}"):
-                    result, status = self._judge(case, judge)
-                command = reproduce_command(
-                    case.source,
-                    case.file_id,
-                    stall_seconds=self.stall_seconds,
-                    target=self.target,
-                )
-                bundle = self._write_bundle(case, result)
-                if self.trace is not None and result.logs:
-                    self._write_trace(case, result, number=index if len(cases) > 1 else None)
-                # Logs are large, and all that is told of them is told below.
-                self.results.append(dataclasses.replace(result, logs=()))
-                self.statuses.append(status)
-                source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
-                self.sources.append(source)
-                if not self.as_json:
-                    again = ""
-                    if bundle is not None and self.bundles is not None:
-                        again = replay_command(bundle, bundles=self.bundles)
-                    text = render_case(
-                        result,
-                        width=width,
-                        case=to_chosen_toml(case.scenario),
-                        reproduce=command,
-                        replay=again,
-                    )
-                    click.echo(_coloured(text, result.verdict))
-        except KeyboardInterrupt:
-            self.interrupted = True
-            self.left_out = len(cases) - len(self.results)
-            where = cases[len(self.results)].id if self.left_out else "the last case"
-            click.echo(f"\nInterrupted during {where}.", err=True)
-
-    def finish(self) -> int:
-        from zero_sim.report.text import render_summary
-
-        status = EXIT_INTERRUPTED if self.interrupted else _gravest(self.statuses)
-        if self.as_json:
-            echo_json(self.as_dict(status=status))
-        else:
-            summary = render_summary(
-                self.results,
-                seconds=self._seconds(),
-                bad_files=len(self.errors),
-                left_out=self.left_out,
-            )
-            click.echo(summary)
-        return status
-
-    def as_dict(self, *, status: int) -> dict[str, object]:
-        cases = [
-            {**result.as_dict(), **source}
-            for result, source in zip(self.results, self.sources, strict=True)
-        ]
-        problems = [
-            {
-                "source": error.source,
-                "path": problem.path,
-                "message": problem.message,
-                "suggestion": problem.suggestion,
-            }
-            for error in self.errors
-            for problem in error.problems
-        ]
-        return {
-            "cases": cases,
-            "problems": problems,
-            "seconds": self._seconds(),
-            "interrupted": self.interrupted,
-            "not_run": self.left_out,
-            "exit_status": status,
-        }
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self.started
-
-    def _write_bundle(self, case: Case, result: CaseResult) -> str | None:
-        if self.bundles is None or result.verdict != "fail" or not result.findings:
-            return None
-        from zero_sim.bundle import write_bundle
-
-        try:
-            return write_bundle(case.scenario, result, folder=self.bundles).name
-        except OSError as error:
-            # A full disk must not cost the other cases their verdict.
-            click.echo(f"No bundle of {case.id} in {self.bundles}: {error.strerror}.", err=True)
-            return None
-
-    def _write_trace(self, case: Case, result: CaseResult, *, number: int | None) -> None:
-        from zero_sim.report.chrome_trace import write_chrome_trace
-
-        assert self.trace is not None
-        path = self.trace
-        if number is not None:
-            words = re.sub(r"[^\w.=,+-]+", "_", case.id)
-            path = path / f"{number:04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
-        try:
-            write_chrome_trace(path, result.logs, name=case.id)
-        except UsageError as error:
-            click.echo(f"No trace of {case.id}: {error}", err=True)
-            self.statuses.append(error.exit_status)
-
-    def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
-        from zero_sim.verify.records import CaseResult, Finding
-
-        started = time.perf_counter()
-        scenario = _with_stall_limit(case.scenario, self.stall_seconds)
-        # What a model prints must not end up in the middle of the JSON.
-        out = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
-        try:
-            with out:
-                result = judge(scenario)
-        except ZeroSimError as error:
-            seconds = time.perf_counter() - started
-            failed = CaseResult(id=case.id, verdict="error", seconds=seconds, error=str(error))
-            return failed, error.exit_status
-        # One case's bug must not cost the others their verdict.
-        except Exception as error:  # noqa: BLE001
-            seconds = time.perf_counter() - started
-            finding = Finding(
-                check="internal.error",
-                message="zero_sim raised an error that it did not foresee; please report it",
-                detail=traceback.format_exc(),
-            )
-            what = f"{type(error).__name__}: {error}"
-            failed = CaseResult(
-                id=case.id, verdict="error", seconds=seconds, error=what, findings=(finding,)
-            )
-            return failed, _STATUS["error"]
-        # Without a finding, the judge refused a scenario that only it could see is not possible.
-        refused = result.verdict == "error" and not result.findings
-        return result, UsageError.exit_status if refused else _STATUS[result.verdict]
-
-
-def _of_target(case: Case, target: str | None) -> Case:
-    """The case of a registered target, so that its bundle names it; of another, as it is."""
-    if target is None or ":" in target:
-        return case
-    system = dataclasses.replace(case.scenario.system, target=target)
-    return dataclasses.replace(case, scenario=dataclasses.replace(case.scenario, system=system))
-
-
-def _gravest(statuses: Sequence[int]) -> int:
-    return min(statuses, key=_GRAVITY.index, default=0)
-
-
-def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
-    if seconds is None:
-        return scenario
-    return dataclasses.replace(
-        scenario, run=dataclasses.replace(scenario.run, stall_seconds=seconds)
-    )
-
-
-def _coloured(text: str, verdict: str) -> str:
-    if "NO_COLOR" in os.environ or not sys.stdout.isatty():
-        return text
-    mark, _, rest = text.partition(" ")
-    return f"{click.style(mark, fg=_COLOURS[verdict], bold=True)} {rest}"
-
-
-@contextlib.contextmanager
-def _progress(label: str) -> Iterator[None]:
-    """Show what runs and for how long, on a terminal's stderr only; gone before the result is.
-
-    A case that is over sooner than one would begin to wonder never shows anything.
-    """
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    # Redirecting would send a piped stdout to the terminal.
-    progress = Progress(
-        SpinnerColumn("line"),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    progress.add_task(label)
-    timer = threading.Timer(PROGRESS_AFTER_SECONDS, progress.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        progress.stop()
+        yield lambda scenario: run_case(
+            scenario, pool=pool, keep_logs=keep_logs, target=chosen, device=device
+        )

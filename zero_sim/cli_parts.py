@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -30,6 +30,7 @@ def reproduce_command(
     *,
     stall_seconds: float | None = None,
     target: str | None = None,
+    options: Sequence[str] = (),
 ) -> str:
     """The command that runs one case of a file.
 
@@ -38,13 +39,14 @@ def reproduce_command(
         file_id: Id of the case, as the file alone has it.
         stall_seconds: In place of what the scenario says; None for that.
         target: In place of the one that the scenario names; None for that.
+        options: What else has to be said again.
     """
     words = file_id
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
     limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
     named = [] if target is None else ["--target", target]
-    return shlex.join(["zero-sim", "run", str(source), "-k", words, *limit, *named])
+    return shlex.join(["zero-sim", "run", str(source), "-k", words, *limit, *named, *options])
 
 
 def replay_command(bundle: str, *, bundles: Path | None = None) -> str:

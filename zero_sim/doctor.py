@@ -7,13 +7,16 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import zero_sim
 from zero_sim.report.records import Fact
 
 TORCH_LEAST = (2, 11)
 """The oldest torch that zero_sim is tested with."""
+NCCL_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+NCCL_SHARING_LEAST = (2, 30)
+"""The oldest NCCL in which several ranks can share a GPU."""
 
 _SIM_PARTS = ("zero_sim.sim", "zero_sim.verify.runner")
 
@@ -47,6 +50,8 @@ def examine() -> tuple[Fact, ...]:
         )
     )
     facts.append(_digits_fact(can_run=can_run))
+    if can_run:
+        facts.extend(_real_facts())
     return tuple(facts)
 
 
@@ -95,6 +100,63 @@ def _sim_facts() -> Iterator[Fact]:
             yield Fact(name="sim backend", value="broken", ok=False, note=note, required=True)
             return
     yield Fact(name="sim backend", value="ready", ok=True, required=True)
+
+
+def _real_facts() -> Iterator[Fact]:
+    """What runs on real processes, and on GPUs."""
+    torch = importlib.import_module("torch")
+    dist = importlib.import_module("torch.distributed")
+    gloo = bool(dist.is_gloo_available())
+    note = "own workers, or torchrun" if gloo else "this torch was built without gloo"
+    yield Fact(name="run: backend gloo", value="yes" if gloo else "no", ok=gloo, note=note)
+    count = torch.cuda.device_count()
+    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    note = ", ".join(names) if count else "no GPU that this torch can use"
+    yield Fact(name="gpus", value=str(count), ok=count > 0, note=note)
+    note = "" if count else "needs a GPU, and a torch built with CUDA"
+    yield Fact(name="run: device cuda", value="yes" if count else "no", ok=count > 0, note=note)
+    nccl = _nccl_version() if dist.is_nccl_available() else ()
+    version = ".".join(map(str, nccl))
+    note = "" if nccl else "this torch was built without NCCL"
+    yield Fact(name="nccl", value=version or "none", ok=bool(nccl), note=note)
+    able = bool(nccl) and count > 0
+    note = f"under torchrun, up to {count} ranks here" if able else "needs NCCL and a GPU"
+    yield Fact(name="run: backend nccl", value="yes" if able else "no", ok=able, note=note)
+    yield shared_gpu_fact(nccl=nccl, gpu_count=count, environment=os.environ)
+
+
+def shared_gpu_fact(
+    *, nccl: tuple[int, ...], gpu_count: int, environment: Mapping[str, str]
+) -> Fact:
+    """Whether several NCCL ranks can share one GPU.
+
+    Args:
+        nccl: Version of the library; empty where there is none.
+        gpu_count: GPUs of this machine.
+        environment: Variables of this process.
+    """
+    least = ".".join(map(str, NCCL_SHARING_LEAST))
+    if gpu_count == 0:
+        note = "needs a GPU"
+    elif nccl[:2] < NCCL_SHARING_LEAST:
+        have = ".".join(map(str, nccl)) or "none"
+        note = f"needs NCCL {least} or newer, have {have}; pip has newer ones as nvidia-nccl-cu13"
+    elif environment.get(NCCL_SHARING) != "1":
+        note = f"set {NCCL_SHARING}=1"
+    else:
+        note = "experimental in NCCL"
+    can = note == "experimental in NCCL"
+    return Fact(
+        name="run: several nccl ranks a GPU", value="yes" if can else "no", ok=can, note=note
+    )
+
+
+def _nccl_version() -> tuple[int, ...]:
+    try:
+        return tuple(importlib.import_module("torch.cuda.nccl").version())
+    # A torch without CUDA has the module and not what it asks.
+    except (ImportError, AttributeError, RuntimeError):
+        return ()
 
 
 def _digits_fact(*, can_run: bool) -> Fact:

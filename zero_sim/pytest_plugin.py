@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -93,7 +93,7 @@ class _Stage:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.backend: str = config.getoption("--zero-sim-backend")
+        self.backend: Literal["sim", "gloo", "nccl"] = config.getoption("--zero-sim-backend")
         self.timeout_seconds: float = config.getoption("--zero-sim-timeout")
         self.bundles = Path(config.getoption("--zero-sim-bundles"))
         self._stack = contextlib.ExitStack()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -12,6 +13,8 @@ from click.testing import CliRunner, Result
 import zero_sim
 from zero_sim import cli, doctor
 from zero_sim.report.records import Measurement
+
+CASE = str(Path(__file__).parents[2] / "scenarios" / "smoke" / "mlp.toml")
 
 
 def invoke(*arguments: str) -> Result:
@@ -25,7 +28,12 @@ def invoke(*arguments: str) -> Result:
         (["runn"], "Did you mean 'run'?"),
         (["run", "--jsn", "x"], "Did you mean '--json'?"),
         (["run"], "Missing argument"),
-        (["run", "--backend", "nccl", "x"], "'nccl' is not 'sim'"),
+        (["run", "--backend", "mpi", "x"], "'mpi' is not one of 'sim', 'gloo', 'nccl'"),
+        (["run", "--backend", "nccl", CASE], "to be started by torchrun"),
+        (["run", "--native", CASE], "expected --native with --backend gloo or nccl"),
+        (["run", "--backend", "gloo", "--device", "cuda", CASE], "--device with --backend sim"),
+        (["run", "--backend", "gloo", "--trace", "x", CASE], "--trace with --backend sim"),
+        (["run", "--order", "lineal", CASE], "expected --order to be one of linear,"),
     ],
 )
 def test_usage_errors(arguments: list[str], said: str) -> None:
@@ -105,3 +113,30 @@ class TestBench:
         assert json.loads(invoke("bench", "--json").stdout) == [
             {"name": "all_reduce", "value": 0.5, "unit": "ms", "goal": 1.0, "ok": True}
         ]
+
+
+def test_without_a_gpu_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status 4: the machine lacks it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = invoke("run", CASE, "--device", "cuda")
+    assert result.exit_code == 4
+    assert "expected a GPU that torch" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gpus", "environment", "said"),
+    [
+        ((2, 30, 7), 0, {}, "needs a GPU"),
+        ((2, 29, 7), 1, {}, "needs NCCL 2.30 or newer, have 2.29.7"),
+        ((), 1, {}, "have none"),
+        ((2, 30, 7), 1, {}, "set NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ((2, 30, 7), 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "experimental"),
+    ],
+)
+def test_whether_ranks_can_share_a_gpu(
+    nccl: tuple[int, ...], gpus: int, environment: dict[str, str], said: str
+) -> None:
+    """And what is lacking where they cannot."""
+    fact = doctor.shared_gpu_fact(nccl=nccl, gpu_count=gpus, environment=environment)
+    assert said in fact.note
+    assert fact.ok == (said == "experimental")

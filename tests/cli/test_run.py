@@ -46,7 +46,13 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Res
     """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
 
     @contextlib.contextmanager
-    def open_judge(*, backend: str, keep_logs: bool = False, target: str | None = None):
+    def open_judge(
+        *,
+        backend: str,
+        keep_logs: bool = False,
+        device: str = "cpu",
+        target: str | None = None,
+    ) -> Iterator[Judge]:
         assert backend == "sim"
         yield judge_by_name
 
@@ -129,7 +135,11 @@ def test_the_stall_limit_goes_into_every_case(
 
     @contextlib.contextmanager
     def open_judge(
-        *, backend: str, keep_logs: bool = False, target: str | None = None
+        *,
+        backend: str,
+        keep_logs: bool = False,
+        device: str = "cpu",
+        target: str | None = None,
     ) -> Iterator[Judge]:
         yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
 

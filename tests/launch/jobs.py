@@ -64,8 +64,8 @@ def collectives_of(rank, size):
         dist.all_reduce(total)
         got[f"average {dtype}"] = mean = draw(13, dtype=dtype)
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-        got[f"reduce_scatter {dtype}"] = shard = torch.empty(5, dtype=dtype)
-        dist.reduce_scatter(shard, [draw(5, dtype=dtype) for _ in range(size)])
+        got[f"reduce_scatter {dtype}"] = shard = torch.empty(5 + rank, dtype=dtype)
+        dist.reduce_scatter(shard, [draw(5 + other, dtype=dtype) for other in range(size)])
         got[f"reduce {dtype}"] = rooted = draw(4, dtype=dtype)
         dist.reduce(rooted, dst=1)
     gathered = [torch.empty(3) for _ in range(size)]

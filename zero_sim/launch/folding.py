@@ -57,6 +57,13 @@ def _create(options: Any, _: Any, *, transport: str, order: Order) -> SimProcess
     return SimProcessGroup(_Transport(inner, order), group, options.group_rank)
 
 
+def _outputs_of(call: Call, rank: int) -> list[Tensor]:
+    """Memory for what a rank gets; the entries of a list need not be equally long."""
+    if call.kind == "reduce_scatter_list":
+        return [torch.empty_like(call.inputs[rank])]
+    return [torch.empty_like(output) for output in call.outputs]
+
+
 class _DoneWork(dist.Work):
     """The work of an operation that is complete."""
 
@@ -129,6 +136,8 @@ class _Transport:
     def note_destroyed(self, group: Group, group_rank: int) -> None:
         """Close the transport."""
         self._inner.shutdown()
+        # gloo's connections end with the object.
+        self._inner = None
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> ContractViolation:
         """The error for a member that destroyed its side of a group and uses it."""
@@ -148,7 +157,7 @@ class _Transport:
             Call(
                 kind=call.kind,
                 inputs=[parts[rank] for parts in gathered],
-                outputs=[torch.empty_like(output) for output in call.outputs],
+                outputs=_outputs_of(call, rank),
                 reduce_op=call.reduce_op,
                 root=call.root,
                 factor=call.factor,

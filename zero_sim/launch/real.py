@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from zero_sim.errors import EnvironmentProblem
+from zero_sim.errors import EnvironmentProblem, ZeroSimError
 from zero_sim.launch.folding import folding_backend
 
 BACKENDS = ("gloo", "nccl")
+_SIGN_SECONDS = 0.25
+"""Least time between two signs of life."""
+
+
+class RankGone(ZeroSimError):
+    """Another rank gave up on the program, so that there is nothing to hear from it any more."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} gave up")
 
 
 class RealRank:
@@ -44,8 +55,16 @@ class RealRank:
         self.store = store
         self.timeout_seconds = timeout_seconds
         self._open: tuple[int, str] | None = None
+        self.on_sign: Callable[[], None] = lambda: None
+        """Called now and then while this rank gets on."""
+        self.is_listening = False
+        """Whether it waits for what others tell: then it is one of those that must get on."""
+        self.last_words = ""
+        """Why this rank gave up on the program; empty where it did not."""
+        self._last_sign = 0.0
         self._number = -1
-        self._exchanges = 0
+        self._told: set[str] = set()
+        self._earlier: set[str] = set()
 
     def begin(self, number: int) -> None:
         """Start on a program that all processes call by the same number.
@@ -54,18 +73,33 @@ class RealRank:
             number: Different from all before. What ranks tell each other about one program cannot
                 be taken for what they tell about another.
         """
+        # Whoever is here has heard all of the program before the last one, as everybody else has.
+        for key in self._earlier:
+            self.store.delete_key(key)
+        self._earlier, self._told = self._told, set()
         self._number = number
-        self._exchanges = 0
+        self.last_words = ""
+        self._last_sign = 0.0
+
+    def alive(self) -> None:
+        """Give a sign of life, if the last one is some time ago."""
+        now = time.monotonic()
+        if now - self._last_sign > _SIGN_SECONDS:
+            self._last_sign = now
+            self.on_sign()
 
     @contextmanager
-    def world(self, size: int, *, order: str | None = None, order_seed: int = 0) -> Iterator[None]:
+    def world(
+        self, size: int, *, about: str = "", order: str | None = None, order_seed: int = 0
+    ) -> Iterator[None]:
         """A default group of the first `size` processes, for one program.
 
         It is kept for the next program of that size if this one ended well everywhere and made no
         further groups: connecting anew takes longer than a small case.
 
         Args:
-            size: Number of ranks; this process has to be one of them.
+            size: Number of ranks; this process has to be one of them. The others call `leave`.
+            about: Which one it is, where a program has several.
             order: Order in which reductions add, see `zero_sim.launch.folding`; None for whatever
                 the backend itself does.
             order_seed: What that order draws from, if it draws.
@@ -77,7 +111,7 @@ class RealRank:
             self.leave()
             dist.init_process_group(
                 name,
-                store=dist.PrefixStore(f"{self._number}/{self._exchanges}/{size}", self.store),
+                store=dist.PrefixStore(f"{self._number}/{about}/{size}", self.store),
                 rank=self.rank,
                 world_size=size,
                 timeout=timedelta(seconds=self.timeout_seconds),
@@ -87,25 +121,50 @@ class RealRank:
             yield
         except BaseException:
             # Others may sit in a collective for ever: nobody is waited for, and who comes reads it.
-            self._tell({"clean": False})
+            self._tell({"says": False}, about=f"left {about}")
             self.leave()
             raise
         clean = len(dist.distributed_c10d._world.pg_map) == 1
-        if not all(told["clean"] for told in self.exchange({"clean": clean}, size=size)):
+        heard = self.exchange(clean, size=size, about=f"left {about}")
+        if not all(heard):
             self.leave()
 
-    def exchange(self, what: Any, *, size: int) -> list[Any]:
+    def exchange(self, what: Any, *, size: int, about: str = "") -> list[Any]:
         """Tell all ranks something and hear the same from each; no process group takes part.
 
         Args:
             what: Anything that can be written as JSON.
             size: Number of ranks that take part, this one among them.
+            about: Which exchange it is, where a program has several.
 
         Returns:
             What each rank told, in rank order.
+
+        Raises:
+            RankGone: A rank withdrew.
         """
-        key = self._tell(what)
-        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(size)]
+        key = self._tell({"says": what}, about=about)
+        self.is_listening = True
+        try:
+            heard = self.store.multi_get([f"{key}/{rank}" for rank in range(size)])
+        finally:
+            self.is_listening = False
+        self.alive()
+        told = [json.loads(each) for each in heard]
+        for rank, each in enumerate(told):
+            if "says" not in each:
+                raise RankGone(rank)
+        return [each["says"] for each in told]
+
+    def withdraw(self, abouts: Sequence[str]) -> None:
+        """Let nobody wait for what this rank will not tell any more.
+
+        Args:
+            abouts: Exchanges of this program; those it took part in are passed over.
+        """
+        for about in abouts:
+            if f"{self._key(about)}/{self.rank}" not in self._told:
+                self._tell({}, about=about)
 
     def leave(self) -> None:
         """Destroy every group of this process."""
@@ -113,8 +172,11 @@ class RealRank:
             dist.destroy_process_group()
         self._open = None
 
-    def _tell(self, what: Any) -> str:
-        key = f"told/{self._number}/{self._exchanges}"
-        self._exchanges += 1
+    def _key(self, about: str) -> str:
+        return f"told/{self._number}/{about}"
+
+    def _tell(self, what: Any, *, about: str) -> str:
+        key = self._key(about)
+        self._told.add(f"{key}/{self.rank}")
         self.store.set(f"{key}/{self.rank}", json.dumps(what))
         return key

@@ -25,7 +25,7 @@ TEAMS_OPEN_MAX = 4
 _START_SECONDS = 120.0
 _STACK_SECONDS = 5.0
 _OTHERS_SECONDS = 3.0
-"""How long the others may still take to notice that one of them died."""
+"""How long the others may still take to notice that one of them died or gave up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,8 @@ class Ending:
     """What it raised, or how the process died."""
     detail: str = ""
     """A traceback, or where it hung."""
+    gave_up: bool = False
+    """Whether the job says that others may wait for this rank in vain."""
 
 
 @dataclass(slots=True)
@@ -115,7 +117,8 @@ class Teams:
             job: `module:name` of a function of the payload and a `RealRank`.
             payload: Its argument, the same for all; can be written as JSON.
             size: Number of workers.
-            timeout_seconds: After how long without an answer a worker counts as hung.
+            timeout_seconds: After how long without an answer, or a sign of life from any of them,
+                workers count as hung.
 
         Returns:
             How it ended on each rank, in rank order. After a death or a hang the team is gone; the
@@ -219,29 +222,44 @@ def _broadcast(
         except (BrokenPipeError, ConnectionResetError):
             endings[worker.rank] = _death(worker.rank)
     deadline = time.monotonic() + timeout_seconds
+    is_lost = bool(endings)
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             endings.update(_ask_where(pending))
             break
         for connection in ready:
-            worker = pending.pop(connection)
-            endings[worker.rank] = ending = _receive(worker)
-            if ending.how == "died":
+            ending = _receive(pending[connection])
+            if ending is None:
+                if not is_lost:
+                    deadline = time.monotonic() + timeout_seconds
+                continue
+            del pending[connection]
+            endings[ending.rank] = ending
+            if (ending.how == "died" or ending.gave_up) and not is_lost:
+                is_lost = True
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
     return endings
 
 
-def _receive(worker: _Worker) -> Ending:
+def _receive(worker: _Worker) -> Ending | None:
+    """A worker's ending; None for a sign of life."""
     try:
         answer = json.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         return _death(worker.rank)
+    if answer["op"] == "alive":
+        return None
     if answer["op"] == "raised":
         return Ending(
             rank=worker.rank, how="raised", error=answer["error"], detail=answer["traceback"]
         )
-    return Ending(rank=worker.rank, how="done", result=answer.get("result"))
+    return Ending(
+        rank=worker.rank,
+        how="done",
+        result=answer.get("result"),
+        gave_up=answer.get("gave_up", False),
+    )
 
 
 def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
@@ -251,8 +269,11 @@ def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
         text, error = "", "no answer in time"
         try:
             connection.send_bytes(json.dumps({"op": "stack"}).encode())
-            if connection.poll(_STACK_SECONDS):
-                text = json.loads(connection.recv_bytes()).get("text", "")
+            while connection.poll(_STACK_SECONDS):
+                answer = json.loads(connection.recv_bytes())
+                if answer["op"] == "stack":
+                    text = answer["text"]
+                    break
         except (BrokenPipeError, EOFError, ConnectionResetError):
             endings[worker.rank] = _death(worker.rank)
             continue

@@ -21,10 +21,27 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _COLLECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 
+NCCL_PINS = {
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MIN_CTAS": "1",
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_COLLNET_ENABLE": "0",
+    "NCCL_PAT_ENABLE": "0",
+    "NCCL_WIN_ENABLE": "0",
+}
+"""What makes NCCL add in one ring on one channel; what is set already stays as it is."""
+
 
 def is_launched() -> bool:
     """Whether this process was started as one rank of several."""
     return all(name in os.environ for name in _NEEDED)
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many there are, as the launcher says."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def join(backend: str) -> tuple[RealRank, int]:
@@ -48,12 +65,26 @@ def join(backend: str) -> tuple[RealRank, int]:
         )
     if backend == "nccl":
         _take_device()
+        for name, value in NCCL_PINS.items():
+            os.environ.setdefault(name, value)
     torch.set_num_threads(1)
     torch.get_num_threads()
     store, rank, world_size = next(dist.rendezvous("env://"))
     return RealRank(
         backend=backend, rank=rank, store=dist.PrefixStore("zero_sim", store)
     ), world_size
+
+
+def pinned(backend: str) -> tuple[str, ...]:
+    """What was fixed about a backend, in words, after `join`: its version, algorithm, protocol."""
+    if backend != "nccl":
+        return ()
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    pins = " ".join(f"{name}={os.environ[name]}" for name in NCCL_PINS)
+    return (
+        f"NCCL {version} on {torch.cuda.get_device_name()}, {os.environ['WORLD_SIZE']} processes",
+        f"pinned: {pins}",
+    )
 
 
 def _take_device() -> None:
@@ -76,7 +107,8 @@ class Watchdog:
     Args:
         seat: This process's rank.
         world_size: How many processes there are.
-        on_hang: Called on rank 0 with every rank's stack, before the processes end.
+        on_hang: Called on rank 0 with every rank's stack, and after how many seconds without a
+            sign of life, before the processes end.
     """
 
     def __init__(
@@ -84,36 +116,57 @@ class Watchdog:
         seat: RealRank,
         *,
         world_size: int,
-        on_hang: Callable[[Mapping[int, str]], None],
+        on_hang: Callable[[Mapping[int, str], float], None],
     ) -> None:
         self._seat = seat
+        # The main thread may sit in the other connection for as long as it listens to others.
+        # torch's stub does not show `clone`.
+        self._store = seat.store.clone()  # pyrefly: ignore
         self._world_size = world_size
         self._on_hang = on_hang
         self._deadline: float | None = None
+        self._seconds = 0.0
         self._key = ""
         self._main = threading.get_ident()
+        seat.on_sign = self._put_off
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     @contextmanager
     def watching(self, number: int, *, seconds: float) -> Iterator[None]:
-        """Watch over one case; the same number on all ranks."""
-        self._key = f"hang/{number}"
-        self._deadline = time.monotonic() + seconds
+        """Watch over one case.
+
+        Args:
+            number: Of the case; the same on all ranks.
+            seconds: How long a rank may give no sign of life.
+        """
+        self._key, self._seconds = f"hang/{number}", seconds
+        self._put_off()
         try:
             yield
         finally:
             self._deadline = None
 
+    def _put_off(self) -> None:
+        self._deadline = time.monotonic() + self._seconds
+
     def _watch(self) -> None:
         while True:
             time.sleep(_POLL_SECONDS)
             deadline = self._deadline
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is None:
+                continue
+            # Who listens to others does not hang; one of the others does.
+            overdue = time.monotonic() > deadline and not self._seat.is_listening
+            if overdue:
+                self._store.set(f"{self._key}/asked", "")
+            if overdue or self._store.check([f"{self._key}/asked"]):
                 self._report()
 
     def _report(self) -> None:
-        store, key = self._seat.store, self._key
-        store.set(f"{key}/{self._seat.rank}", json.dumps(stack_of(self._main)))
+        store, key = self._store, self._key
+        store.set(
+            f"{key}/{self._seat.rank}", json.dumps(self._seat.last_words or stack_of(self._main))
+        )
         if self._seat.rank == 0:
             stacks = {}
             until = time.monotonic() + _COLLECT_SECONDS
@@ -125,7 +178,7 @@ class Watchdog:
                         waiting.discard(rank)
                 time.sleep(_POLL_SECONDS)
             stacks.update(dict.fromkeys(waiting, "(no answer: gone, or not in this case)"))
-            self._on_hang(dict(sorted(stacks.items())))
+            self._on_hang(dict(sorted(stacks.items())), self._seconds)
             store.set(f"{key}/reported", "")
         else:
             # Rank 0 keeps the store: whoever ends before it has read would be missing.

@@ -26,6 +26,7 @@ from zero_sim.errors import EnvironmentProblem
 from zero_sim.launch.real import RealRank
 
 _PACKAGE = str(Path(__file__).parent.parent)
+_FRAMES_MAX = 10
 
 
 def serve(connection: Connection, *, rank: int) -> None:
@@ -66,6 +67,7 @@ def serve(connection: Connection, *, rank: int) -> None:
         if message["op"] == "join":
             try:
                 seat = _join(message, rank=rank)
+                seat.on_sign = lambda: answer({"op": "alive"})
             except EnvironmentProblem as error:
                 answer({"op": "raised", "error": str(error), "traceback": ""})
                 continue
@@ -94,7 +96,7 @@ def _run(message: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
             "error": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),
         }
-    return {"op": "done", "result": result}
+    return {"op": "done", "result": result, "gave_up": bool(seat.last_words)}
 
 
 def stack_of(thread: int) -> str:
@@ -105,4 +107,4 @@ def stack_of(thread: int) -> str:
     frames = traceback.extract_stack(frame)
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
-    return "".join(traceback.format_list(below or frames[-1:])).rstrip()
+    return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()

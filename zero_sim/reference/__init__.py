@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
 from zero_sim.reference.oracle import Orders, Reference, ReferenceStep, step_together
-from zero_sim.reference.placement import Addresses, place_of
+from zero_sim.reference.placement import Addresses, MemoryPlace, place_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.replay import NonFinite
 
@@ -12,6 +12,7 @@ __all__ = [
     "POSITION_FREE",
     "AddOrder",
     "Addresses",
+    "MemoryPlace",
     "NonFinite",
     "Orders",
     "Reference",

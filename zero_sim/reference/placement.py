@@ -43,7 +43,7 @@ def place_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> No
     """Move params to storage of their own at the given addresses and strides, values unchanged.
 
     Args:
-        params: Params by name, on the CPU.
+        params: Params by name.
         addresses: Where to; params without an entry stay, and so do those without elements.
     """
     for name, param in params.items():
@@ -55,7 +55,7 @@ def place_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> No
 def _copy_at(value: Tensor, wanted: MemoryPlace) -> Tensor:
     reach = zip(value.shape, wanted.strides, strict=True)
     nbytes = (1 + sum((size - 1) * stride for size, stride in reach)) * value.element_size()
-    raw = torch.empty(nbytes + ADDRESS_MODULUS_BYTES, dtype=torch.uint8)
+    raw = torch.empty(nbytes + ADDRESS_MODULUS_BYTES, dtype=torch.uint8, device=value.device)
     start = (wanted.address - raw.data_ptr()) % ADDRESS_MODULUS_BYTES
     flat = raw[start : start + nbytes].view(value.dtype)
     return flat.as_strided(value.shape, wanted.strides).copy_(value)

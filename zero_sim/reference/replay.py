@@ -130,7 +130,9 @@ class Replayer:
             for name, param in self.params.items():
                 if name not in totals:
                     totals[name] = torch.zeros(
-                        param.shape, dtype=grad_dtype or param.grad_dtype or param.dtype
+                        param.shape,
+                        dtype=grad_dtype or param.grad_dtype or param.dtype,
+                        device=param.device,
                     )
         return RankReplay(
             losses=tuple(replay.loss for replay in replays),
@@ -194,7 +196,9 @@ def digest_batch(batch: Batch) -> bytes:
     """Return a hash of a batch's bytes."""
     tensors = [batch.inputs] if batch.targets is None else [batch.inputs, batch.targets]
     # numpy knows no bf16, so the bits go over as bytes.
-    return _hash(*(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors))
+    return _hash(
+        *(tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors)
+    )
 
 
 def _join(digests: Sequence[bytes]) -> bytes:

@@ -312,6 +312,36 @@ _EXPLANATIONS = (
         causes=("see its text",),
     ),
     Explanation(
+        check="world.rank-died",
+        meaning="Every worker process lived to the end of its case.",
+        why="A rank that is gone takes the whole job with it.",
+        causes=(
+            "the system ended the process, or ran out of memory",
+            "a native library crashed; the signal is in the message",
+        ),
+    ),
+    Explanation(
+        check="world.hung",
+        meaning="Every process gave a sign of life within `run.stall_seconds`.",
+        why="A job that hangs costs every machine it runs on until somebody looks.",
+        causes=(
+            "ranks issued different collectives, or the same in another order",
+            "one rank waits for something that only it knows of; see where each rank was",
+            "a limit that is too short for the model",
+        ),
+    ),
+    Explanation(
+        check="backend.order-drift",
+        meaning="The backend adds in the order, and with the accumulator, of the model that the "
+        "case names; measured from its outputs before the first case relies on it.",
+        why="Where it does not, the bits of an ordinary gradient are not known, and a difference "
+        "would be no bug of the system under test.",
+        causes=(
+            "another version of the library, or a setting that changes its algorithm",
+            "a topology in which the ring runs through the ranks in another order",
+        ),
+    ),
+    Explanation(
         check="expect.accuracy",
         meaning="The held-out accuracy after the last step reached what the scenario expects.",
         why="Equality with the reference says that both train alike, not that they learn.",

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
-from zero_sim.verify.judge import Judge
 from zero_sim.verify.owed import Row
 from zero_sim.verify.records import Finding
+from zero_sim.verify.seen import Seen
 from zero_sim.workloads import EXACT_MODELS
 
 
-def check_meaning(scenario: Scenario, judges: Sequence[Judge]) -> Iterator[Finding]:
+def check_meaning(scenario: Scenario, judges: Sequence[Seen]) -> Iterator[Finding]:
     """Give the first judge's doubt of each kind, the one with the fewest gradients for those."""
     if scenario.data.ranks == "distinct":
         for judge in [judge for judge in judges if judge.same_data][:1]:
@@ -82,7 +82,7 @@ def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
             )
 
 
-def _where(judge: Judge, judges: Sequence[Judge]) -> str:
+def _where(judge: Seen, judges: Sequence[Seen]) -> str:
     """Which cell and segment a judge saw, where there are several."""
     if len(judges) == 1:
         return ""

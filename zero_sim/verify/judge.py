@@ -2,6 +2,9 @@
 
 A judge is called by the rank programs themselves, one rank at a time, right after a step and before
 anything else changes the state; so nothing is copied unless a difference is found.
+
+Where every rank is a process of its own, each has a judge that observes that one rank and hears of
+the others what they say before their first step.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from zero_sim.reference import (
     Reference,
     ReferenceStep,
     encode,
-    place_of,
     step_together,
 )
 from zero_sim.scenario.spec import Scenario
@@ -29,15 +31,14 @@ from zero_sim.targets import Numerics, OwnedPart, Place, StepResult
 from zero_sim.targets.adapt import PARTS
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
+from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.owed import Row, count_rows
 from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding, Strip
+from zero_sim.verify.seen import Seen
 from zero_sim.verify.strips import build_strip
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
-
-PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
-"""The phases of a step, in the order in which an error travels through them."""
 
 
 class Judge:
@@ -52,6 +53,7 @@ class Judge:
         calls_made: How many calls the world has logged, for findings to say where in the log they
             stand; left out where there is no log.
         numerics: What the target declares; without it, gradients are told before the division.
+        observed: The ranks, within the group, that this judge is shown; all where left out.
 
     Judges of one world that share a norm have to be told of each other by `seat_together`.
     """
@@ -66,6 +68,7 @@ class Judge:
         order_seed: int | None = None,
         calls_made: Callable[[], int] | None = None,
         numerics: Numerics | None = None,
+        observed: Collection[int] | None = None,
     ) -> None:
         self.scenario = scenario
         self._numerics = numerics or Numerics()
@@ -82,7 +85,9 @@ class Judge:
         """Elements of the reduced gradients of all steps, by why they are owed."""
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
-        self._observed = [first_step - 1] * scenario.world.size
+        ranks = range(scenario.world.size) if observed is None else observed
+        self._observed = dict.fromkeys(ranks, first_step - 1)
+        """By rank that is shown: the last step at which it was."""
         self.first_step = first_step
         self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self._order_seed = scenario.run.seed if order_seed is None else order_seed
@@ -104,45 +109,63 @@ class Judge:
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
-        return findings.sort_and_merge(self._named(), phases=PHASES)
+        return self.seen().merged()
+
+    def seen(self) -> Seen:
+        """All there is to say of this run, as plain data."""
+        placed = (findings.with_index(found, self._shapes) for found in self._findings)
+        return Seen(
+            world_ranks=tuple(self.world_ranks),
+            first_step=self.first_step,
+            has_started=self.has_started,
+            compared_elems=self.compared_elems,
+            nonzero_fraction_max=self.nonzero_fraction_max,
+            same_data=self.same_data,
+            has_stepped=self.has_stepped,
+            uncertified_step=self.uncertified_step,
+            unobserved=frozenset(self.unobserved),
+            owed=self.owed,
+            bad_step=self._bad_step,
+            findings=tuple(
+                found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
+                for found in placed
+            ),
+        )
 
     def strip(self) -> Strip | None:
         """The flat buffer of the first finding that lies in one."""
-        named = self._named()
-        for first in self.findings():
+        seen = self.seen()
+        for first in seen.merged():
             sharing = (ranks for ranks, names in self._sharings if first.param in names)
             places = {
                 self.world_ranks[rank]: self._places[rank]
                 for rank in next(sharing, ())
                 if rank in self._places
             }
-            found = [finding for finding in named if finding.check == first.check]
+            found = [finding for finding in seen.findings if finding.check == first.check]
             strip = build_strip(first, found=found, places=places)
             if strip is not None:
                 return strip
         return None
 
-    def _named(self) -> list[Finding]:
-        placed = (findings.with_index(found, self._shapes) for found in self._findings)
-        return [
-            found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
-            for found in placed
-        ]
+    def hear(self, rank: int, facts: Facts) -> None:
+        """Note what a rank's engine says before the first step: who owns what, and where it lies.
 
-    def built(self, rank: int, engine: AskedEngine) -> None:
-        """Look at a rank's engine before the first step: who owns what."""
-        params = engine.params()
-        self._places[rank] = [part.place for part in engine.parts()]
-        self._addresses[rank] = {name: place_of(param) for name, param in params.items()}
-        self._shapes |= {name: tuple(param.shape) for name, param in params.items()}
-        self.unobserved |= engine.untold
+        Args:
+            rank: The rank, within the group.
+            facts: What it says. Of every rank, also those that are not observed, before any steps.
+        """
+        self._places[rank] = list(facts.places)
+        self._addresses[rank] = facts.addresses
+        self._shapes |= facts.shapes
+        self.unobserved |= facts.untold
         if self.has_started:
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
             self._report(self.first_step, self._check_ownership())
 
     @property
     def has_started(self) -> bool:
-        """Whether every rank has built its engine."""
+        """Whether every rank has built its engine and told of it."""
         return len(self._places) == self.scenario.world.size
 
     def _check_ownership(self) -> Iterator[Finding]:
@@ -229,8 +252,12 @@ class Judge:
         if (self._bad_step is None or step <= self._bad_step) and self.uncertified_step is None:
             self._report(step, self._compare_params(rank, step, engine, self._expected(step)))
         self._observed[rank] = step
-        if min(self._observed) >= step:
+        if min(self._observed.values()) >= step:
             self._steps.pop(step, None)
+
+    def step_unseen(self) -> None:
+        """Let the references of the whole panel take a step of which nothing is shown here."""
+        self._advance()
 
     def _report(self, step: int, found: Iterator[Finding]) -> None:
         for finding in found:
@@ -251,18 +278,22 @@ class Judge:
 
     def _expected(self, step: int) -> ReferenceStep:
         if step not in self._steps:
-            orders = [judge._prepare() for judge in self._panel]
-            taken = step_together(
-                [judge._reference for judge in self._panel], orders, order_seed=self._order_seed
-            )
-            for judge, own in zip(self._panel, taken, strict=True):
-                judge._take(own)
+            self._advance()
         return self._steps[step]
+
+    def _advance(self) -> None:
+        """Take the next step of all references that share a norm."""
+        orders = [judge._prepare() for judge in self._panel]
+        taken = step_together(
+            [judge._reference for judge in self._panel], orders, order_seed=self._order_seed
+        )
+        for judge, own in zip(self._panel, taken, strict=True):
+            judge._take(own)
 
     def _prepare(self) -> Orders | None:
         """Save the steps that some rank has yet to see; return what the ring's order depends on."""
         for earlier, kept in self._steps.items():
-            if min(self._observed) < earlier:
+            if min(self._observed.values()) < earlier:
                 self._steps[earlier] = _frozen(kept)
         orders = None
         if self.scenario.world.order not in POSITION_FREE:
@@ -277,7 +308,8 @@ class Judge:
 
     def _take(self, taken: ReferenceStep) -> None:
         """Note a step that the reference has just done."""
-        self._steps[taken.step] = taken
+        if self._observed:
+            self._steps[taken.step] = taken
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         if taken.norm.isfinite():
             self.owed += count_rows(

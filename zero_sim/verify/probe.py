@@ -133,7 +133,12 @@ def _tree_over(ranks: tuple[int, ...], joined: set[tuple[int, int, int]]) -> str
 
 
 def by_calling(
-    kind: Kind, *, group: dist.ProcessGroup, elems: int, dtype: torch.dtype
+    kind: Kind,
+    *,
+    group: dist.ProcessGroup,
+    elems: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> Reduction:
     """A real reduction over a group, of `elems` elements a rank; they must divide for a scatter."""
     rank, rank_count = group.rank(), group.size()
@@ -141,14 +146,14 @@ def by_calling(
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def reduce(values: Sequence[float]) -> Tensor:
-        x = torch.full((elems,), values[rank], dtype=dtype)
+        x = torch.full((elems,), values[rank], dtype=dtype, device=device)
         if kind == "all_reduce":
             dist.all_reduce(x, group=group)
-            return x
-        part = torch.empty(elems // rank_count, dtype=dtype)
+            return x.cpu()
+        part = torch.empty(elems // rank_count, dtype=dtype, device=device)
         scatter(part, x, group=group)
         gather(x, part, group=group)
-        return x
+        return x.cpu()
 
     return reduce
 

@@ -19,6 +19,7 @@ from zero_sim.scenario.overlap import overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Engine, Target, complete
 from zero_sim.verify.cells import Cell
+from zero_sim.verify.facts import Facts, facts_of
 from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
 from zero_sim.workloads import Batch, Workload, build_module, seed_of
@@ -87,6 +88,10 @@ class Seat:
     judge: Judge
 
 
+Tell = Callable[[int, Facts], None]
+"""How the judges hear what the engine of a rank, of the world, says before the first step."""
+
+
 def _never_timed(excuse: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
@@ -98,6 +103,7 @@ def build_program(
     target: Target,
     outcome: Outcome,
     excused: Excused = _never_timed,
+    tell: Tell | None = None,
 ) -> Callable[[int], None]:
     """The program of one segment.
 
@@ -108,6 +114,7 @@ def build_program(
         outcome: Filled in by rank 0.
         excused: How the world is told that a rank's time is the harness's; left out where no world
             counts it.
+        tell: How judges hear of a rank's engine; left out where all ranks have the same judges.
     """
 
     def program(world_rank: int) -> None:
@@ -118,38 +125,53 @@ def build_program(
             mine = next(i for i, seat in enumerate(seats) if world_rank in seat.cell.ranks)
             group, seat = groups[mine], seats[mine]
         assert isinstance(group, dist.ProcessGroup)
-        _train(segment, seat, target=target, group=group, outcome=outcome, excused=excused)
+        engine = _build(segment, seat, target=target, group=group, excused=excused)
+        asked = AskedEngine(engine, excused=excused)
+        with ours(excused):
+            facts = facts_of(asked)
+        if tell is not None:
+            tell(world_rank, facts)
+        else:
+            with ours(excused):
+                seat.judge.hear(group.rank(), facts)
+        _train(segment, seat, engine=engine, group=group, outcome=outcome, excused=excused)
 
     return program
+
+
+def _build(
+    segment: Segment, seat: Seat, *, target: Target, group: dist.ProcessGroup, excused: Excused
+) -> CompletedEngine:
+    """Build a rank's engine, from a checkpoint where the segment starts with one."""
+    scenario = seat.cell.scenario
+    with ours(excused):
+        module = build_module(seat.workload, expert_index=group.rank() % scenario.topology.ep)
+    engine = complete(target.build(module, scenario=scenario, group=group))
+    _check_can_reload(engine, segment, target=target)
+    if segment.load is not None:
+        engine.load(segment.load, weights_only=segment.weights_only)
+    return engine
 
 
 def _train(
     segment: Segment,
     seat: Seat,
     *,
-    target: Target,
+    engine: CompletedEngine,
     group: dist.ProcessGroup,
     outcome: Outcome,
     excused: Excused,
 ) -> None:
-    """Build an engine and take the segment's steps; the judge looks on after each.
+    """Take the segment's steps; the judge looks on after each.
 
     What the judge reads is not charged to the system, whatever is in flight.
     """
     scenario, workload, judge = seat.cell.scenario, seat.workload, seat.judge
     rank = group.rank()
+    asked = AskedEngine(engine, excused=excused)
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
     deferred = overlaps_params(scenario.system)
-    with ours(excused):
-        module = build_module(workload, expert_index=rank % scenario.topology.ep)
-    engine = complete(target.build(module, scenario=scenario, group=group))
-    _check_can_reload(engine, segment, target=target)
-    asked = AskedEngine(engine, excused=excused)
-    if segment.load is not None:
-        engine.load(segment.load, weights_only=segment.weights_only)
-    with ours(excused):
-        judge.built(rank, asked)
     if dist.get_world_size() > group.size():
         # Judges of all cells step together, which they can once every engine is there.
         dist.barrier()

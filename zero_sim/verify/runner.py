@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,15 +29,13 @@ from zero_sim.sim import (
     WorldFailure,
 )
 from zero_sim.targets import Target, find_target, numerics_of, refusals
-from zero_sim.verify import guards
 from zero_sim.verify.cells import Cell, cells_of, check_crossing
-from zero_sim.verify.expected import settle
+from zero_sim.verify.conclude import Account, conclude
 from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
-from zero_sim.verify.owed import Row, in_words
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
-from zero_sim.workloads import EXACT_MODELS, build_workload
+from zero_sim.workloads import build_workload, on_device
 
 
 def run_case(
@@ -48,6 +45,7 @@ def run_case(
     target: Target | None = None,
     turns: Sequence[Sequence[int]] = (),
     keep_logs: bool = False,
+    device: str = "cpu",
 ) -> CaseResult:
     """Run one case and compare all state with the reference after every step.
 
@@ -58,6 +56,7 @@ def run_case(
         turns: The turns of an earlier run to repeat, one sequence a world; where they cannot be
             taken, the case goes on without them and a note says so.
         keep_logs: Whether the result carries its event logs even if the case does not fail.
+        device: Where all ranks and the reference compute, `cpu` or `cuda`.
 
     Returns:
         The verdict with its findings. A system that raises or hangs is a finding, not an exception;
@@ -73,7 +72,7 @@ def run_case(
     torch.set_num_threads(1)
     try:
         with own_pool as worlds:
-            trial = _Trial(turns=turns)
+            trial = _Trial(turns=turns, device=device)
             result = _run(scenario, worlds, target, trial)
             seconds = time.perf_counter() - started
             logs = tuple(trial.logs) if keep_logs or result.verdict == "fail" else ()
@@ -110,6 +109,7 @@ class _Trial:
     outcome: Outcome = field(default_factory=Outcome)
     failures: list[Finding] = field(default_factory=list)
     logs: list[EventLog] = field(default_factory=list)
+    device: str = "cpu"
     turns: Sequence[Sequence[int]] = ()
     """Recorded turns to repeat, by world."""
     notes: list[str] = field(default_factory=list)
@@ -142,30 +142,19 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
                 trial.failures.append(_world_finding(failed, trial.faults))
             if trial.findings():
                 break
-    found = trial.findings()
-    if not found:
-        found = tuple(_check_accuracy(scenario, trial.outcome.accuracy))
-    # A run that went wrong has said nothing yet about how much a pass would have meant.
-    doubts = () if found else _doubts(scenario, trial)
-    verdict, findings, reached = settle(
-        scenario.expect.finding, found=found, doubts=doubts, faults=trial.faults
-    )
-    owed = sum((judge.owed for judge in trial.judges), start=Counter[Row]())
-    if scenario.model.name in EXACT_MODELS:
-        trial.notes.append(in_words(owed))
-    return CaseResult(
-        id=scenario.name,
-        verdict=verdict,
-        seconds=0.0,
-        findings=findings,
-        notes=(*reached, *_notes(trial, agreed=not found), *trial.notes),
-        owed={str(row): count for row, count in sorted(owed.items())},
-        compared_elems=sum(judge.compared_elems for judge in trial.judges),
-        collectives=sum(len(log.collectives) for log in trial.logs),
-        log_digest="+".join(log.digest() for log in trial.logs),
-        strip=next(filter(None, (judge.strip() for judge in trial.judges)), None)
-        if findings
-        else None,
+    return conclude(
+        scenario,
+        Account(
+            seen=[judge.seen() for judge in trial.judges],
+            failures=trial.failures,
+            faults=trial.faults,
+            accuracy=trial.outcome.accuracy,
+            said=trial.outcome.notes,
+            notes=trial.notes,
+            collectives=sum(len(log.collectives) for log in trial.logs),
+            log_digest="+".join(log.digest() for log in trial.logs),
+            strips=[judge.strip() for judge in trial.judges],
+        ),
     )
 
 
@@ -203,16 +192,17 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
 def _take_seat(
     segment: Segment, trial: _Trial, *, index: int, cell: Cell, world: World, target: Target
 ) -> Seat:
-    workload, numerics = build_workload(cell.scenario), numerics_of(target)
+    numerics = numerics_of(target)
     # What the target computes, in the reference's words; the target itself gets the case as it is.
     replayed = numerics.replayed(cell.scenario)
+    workload = on_device(build_workload(cell.scenario), trial.device)
     reference = trial.references.get(index)
     if reference is None:
         reference = trial.references[index] = Reference(
             replayed, workload=workload, uncounted=cell.uncounted
         )
     else:
-        reference.continue_as(replayed, weights_only=segment.weights_only)
+        reference.continue_as(replayed, workload=workload, weights_only=segment.weights_only)
     judge = Judge(
         replayed,
         reference=reference,
@@ -241,20 +231,6 @@ def _take_failure(failed: RankFailed, trial: _Trial, *, segment: Segment) -> Non
     trial.failures.append(_world_finding(failed, trial.faults))
 
 
-def _notes(trial: _Trial, *, agreed: bool) -> Iterator[str]:
-    accuracy = trial.outcome.accuracy
-    if accuracy is not None:
-        yield f"held-out accuracy {accuracy:.4f}"
-    yield from trial.outcome.notes
-    unobserved = sorted(set().union(*(judge.unobserved for judge in trial.judges)))
-    if unobserved:
-        yield f"not observed, since the target does not tell it: {', '.join(unobserved)}"
-    for record in trial.faults:
-        # Where all agreed, each of the others is a finding of its own.
-        if not agreed or (record.fired and record.kind == "slow"):
-            yield f"planned fault{'' if record.fired else ' that never happened'}: {record}"
-
-
 def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:
     """The finding for a world that ended before its programs did."""
     head, _, rest = str(failed).partition("\n")
@@ -274,25 +250,3 @@ def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Findi
         case InFlightRace():
             check, rank = "world.in-flight-race", failed.rank
     return Finding(check=check, message=head, rank=rank, detail=rest)
-
-
-def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
-    wanted = scenario.expect.accuracy_min
-    if wanted is None or (reached is not None and reached >= wanted):
-        return []
-    return [
-        Finding(
-            check="expect.accuracy",
-            message=f"held-out accuracy after the last step: expected at least {wanted}, "
-            f"got {reached}",
-            step=scenario.run.steps - 1,
-        )
-    ]
-
-
-def _doubts(scenario: Scenario, trial: _Trial) -> tuple[Finding, ...]:
-    """Why equality would mean little, though nothing is wrong."""
-    return (
-        *guards.check_meaning(scenario, trial.judges),
-        *guards.check_faults(trial.faults),
-    )

@@ -1,0 +1,104 @@
+"""Systems for worker processes, by name: broken ones, and one that tells all of its state."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from zero_sim.errors import UsageError
+from zero_sim.targets import find_target
+from zero_sim.targets.own import ZeroSimEngine
+
+OWN = find_target("zero_sim")
+
+
+class _Target:
+    name = "test"
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def build(self, module, *, scenario, group):
+        return self._engine(module, scenario=scenario, group=group)
+
+
+class _Engine(ZeroSimEngine):
+    def __init__(self, module, *, scenario, group):
+        super().__init__(module, scenario=scenario, group=group)
+        self.steps = 0
+        self.rank = group.rank()
+
+    def step(self, *, lr_factor):
+        self.steps += 1
+        if self.rank == 1 and self.steps == 2:
+            self.go_wrong()
+        return super().step(lr_factor=lr_factor)
+
+    def go_wrong(self):
+        pass
+
+
+class _Flips(_Engine):
+    def go_wrong(self):
+        with torch.no_grad():
+            next(iter(self.parts())).master[0] += 1
+
+
+class _Raises(_Engine):
+    def go_wrong(self):
+        raise ValueError("rank 1 has had enough")
+
+
+class _Dies(_Engine):
+    def go_wrong(self):
+        os._exit(3)
+
+
+class _Hangs(_Engine):
+    def go_wrong(self):
+        time.sleep(600)
+
+
+class _Refuses(_Engine):
+    def __init__(self, module, *, scenario, group):
+        if group.rank() == 1:
+            raise UsageError("expected another scenario")
+        super().__init__(module, scenario=scenario, group=group)
+
+
+class _Tells(_Engine):
+    """Appends a hash of all it holds to a file of its rank, before every step and at the end."""
+
+    def zero_grad(self):
+        self.tell()
+        super().zero_grad()
+
+    def notes(self):
+        self.tell()
+        return super().notes()
+
+    def tell(self):
+        self.settle()
+        digest = hashlib.sha256()
+        for part in self.parts():
+            for tensor in (
+                part.grad,
+                part.master,
+                *(part.state[key] for key in sorted(part.state)),
+            ):
+                digest.update(_bits(tensor))
+        for _, param in sorted(self.params().items()):
+            digest.update(_bits(param))
+        with Path(os.environ["ZERO_SIM_TEST_TELLS"], f"rank-{self.rank}").open("a") as told:
+            told.write(digest.hexdigest() + "\n")
+
+
+def _bits(tensor):
+    plus_zero = torch.where(tensor == 0, torch.zeros_like(tensor), tensor)
+    return plus_zero.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+flips, raises, dies = _Target(_Flips), _Target(_Raises), _Target(_Dies)
+hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)

@@ -1,0 +1,159 @@
+"""Cases on gloo processes: the same verdicts as in the simulated world, whatever a worker does."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.scenario.spec import (
+    DataSpec,
+    FaultSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+from zero_sim.verify import backends
+from zero_sim.verify.backends import Setup
+
+CLIPPED = OptimizerSpec(clip_norm=0.1)
+REPLICAS = SystemSpec(redundancy=2, overlap_grads=True, overlap_params=True, bucket_elems=40)
+RELOADS = {
+    "fewer ranks": {"world": WorldSpec(size=4), "reload": ReloadSpec(step=1, world_size=3)},
+    "more ranks": {"world": WorldSpec(size=2), "reload": ReloadSpec(step=1, world_size=3)},
+}
+KINDS = {
+    "as it is": {},
+    "one rank": {"world": WorldSpec(size=1)},
+    "gloo's own order": {"world": WorldSpec(size=3, order="gloo")},
+    "a folded order": {"world": WorldSpec(size=3, order="random-tree")},
+    "replicas and overlap": {"world": WorldSpec(size=4, order="gloo"), "system": REPLICAS},
+    "cells": {
+        "world": WorldSpec(size=4),
+        "topology": TopologySpec(tp=2),
+        "optimizer": CLIPPED,
+    },
+    "experts": {"model": ModelSpec(name="moe", experts=6), "topology": TopologySpec(ep=3)},
+    "an overflow": {
+        "data": DataSpec(nan=NanSpec(step=1, rank=1, value="inf")),
+        "optimizer": OptimizerSpec(loss_scale=LossScaleSpec()),
+    },
+    **RELOADS,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_right_system_passes_and_as_much_is_compared(on_gloo, judged, kind):
+    real = on_gloo(**KINDS[kind])
+    assert (real.verdict, real.findings, real.error) == ("pass", (), "")
+    simulated = judged(**{"run": RunSpec(steps=3), **KINDS[kind]})
+    assert real.compared_elems == simulated.compared_elems
+    assert real.owed == simulated.owed
+
+
+@pytest.mark.parametrize("parts", [{}, *RELOADS.values()], ids=["plain", *RELOADS])
+def test_a_wrong_element_is_found_where_the_simulated_world_finds_it(
+    on_gloo, judged, targets, parts
+):
+    parts = {"run": RunSpec(steps=4), **parts}
+    real, simulated = on_gloo("flips", **parts), judged(targets.flips, **parts)
+    assert real.verdict == "fail"
+    assert real.findings == simulated.findings
+
+
+def test_guards_hold(on_gloo):
+    data = DataSpec(ranks="same")
+    result = on_gloo(data=replace(data, rows=2), model=ModelSpec(name="params", shapes=((3,),)))
+    assert result.verdict == "pass"
+    result = on_gloo(run=RunSpec(steps=1), data=DataSpec(nan=NanSpec(step=0, rank=1)))
+    assert result.findings[0].check == "input.nonfinite"
+    assert result.findings[0].rank == 1
+
+
+@pytest.mark.parametrize("order", ["gloo", "linear"])
+def test_what_a_rank_raises_comes_before_what_that_does_to_the_others(on_gloo, order):
+    result = on_gloo("raises", world=WorldSpec(size=3, order=order))
+    assert result.verdict == "fail"
+    first = result.findings[0]
+    assert (first.check, first.rank) == ("world.rank-failed", 1)
+    assert first.message == "rank 1 raised ValueError: rank 1 has had enough"
+    assert "go_wrong" in first.detail
+    assert result.seconds < 30.0
+    assert on_gloo().verdict == "pass"
+
+
+def test_a_refusal_on_one_rank_is_no_verdict(on_gloo):
+    result = on_gloo("refuses")
+    assert (result.verdict, result.error) == ("error", "expected another scenario")
+
+
+def test_a_worker_that_dies_costs_one_case(on_gloo):
+    verdicts = [on_gloo(target).verdict for target in ("", "dies", "")]
+    assert verdicts == ["pass", "fail", "pass"]
+    finding = on_gloo("dies").findings[0]
+    assert (finding.check, finding.rank) == ("world.rank-died", 1)
+    assert finding.message == "rank 1: its process ended with exit status 3"
+
+
+def test_a_hang_shows_where_every_rank_was(on_gloo):
+    result = on_gloo("hangs", run=RunSpec(steps=3, stall_seconds=1.5))
+    finding = result.findings[0]
+    assert (result.verdict, finding.check) == ("fail", "world.hung")
+    assert "time.sleep(600)" in finding.detail
+    assert all(f"rank {rank} was at:" in finding.detail for rank in range(3))
+    assert on_gloo().verdict == "pass"
+
+
+def test_a_case_may_take_longer_than_a_rank_may_be_silent(on_gloo):
+    run = RunSpec(steps=600, stall_seconds=0.75)
+    result = on_gloo(run=run, world=WorldSpec(size=2))
+    assert result.verdict == "pass"
+    assert result.seconds > 0.75
+
+
+def test_a_backend_that_adds_otherwise_than_its_model_is_no_wrong_optimizer(
+    on_gloo, judge_on_gloo, monkeypatch
+):
+    fresh = backends._Probe(setup=judge_on_gloo.setup)
+    monkeypatch.setattr(judge_on_gloo, "_order_probe", fresh)
+    monkeypatch.setitem(backends.OWN_ORDERS, "gloo", "tree")
+    result = on_gloo(world=WorldSpec(size=4, order="tree"))
+    assert result.verdict == "error"
+    (finding,) = result.findings
+    assert finding.check == "backend.order-drift"
+    assert "drift: expected ((0+1)+(2+3)) as in tree" in finding.detail
+
+
+@pytest.mark.parametrize("model", ["lattice", "bit-hash", "ternary"])
+def test_exact_models_pass_whatever_order_the_oracle_adds_in(on_gloo, model):
+    shapes = None if model == "ternary" else ((3, 5), (7,))
+    result = on_gloo(
+        setup=Setup(backend="gloo", native=True),
+        model=ModelSpec(name=model, dtype="bf16", shapes=shapes),
+        optimizer=OptimizerSpec(name="sgd", lr=0.0625),
+        world=WorldSpec(size=5, order="random-tree"),
+    )
+    assert result.verdict == "pass"
+    assert set(result.owed) == {"order-free"}
+    assert "gloo added in its own order, the oracle in order random-tree" in result.notes
+
+
+class TestLeftOut:
+    def why(self, make_case, **setup):
+        return Setup(backend="gloo", **setup).why_left_out(make_case)
+
+    def test_faults(self, make_case):
+        fault = FaultSpec(kind="crash", rank=0)
+        assert "faults are planned" in self.why(make_case(faults=(fault,)))
+
+    def test_too_many_ranks_even_after_a_reload(self, make_case):
+        assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=2) == "more than 2 ranks"
+        assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=3) == ""
+
+    def test_natively_what_depends_on_another_order(self, make_case):
+        assert "not gloo's own" in self.why(make_case(), native=True)
+        assert self.why(make_case(world=WorldSpec(size=3, order="gloo")), native=True) == ""

@@ -1,0 +1,338 @@
+"""One `zero-sim run`: its cases one after another, what is told of each, and the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from zero_sim.cli_parts import echo_json, replay_command, reproduce_command
+from zero_sim.errors import ScenarioError, UsageError, ZeroSimError
+from zero_sim.options import left_out_lines
+
+if TYPE_CHECKING:
+    from zero_sim.scenario.discover import Case
+    from zero_sim.scenario.spec import OrderName, Scenario
+    from zero_sim.verify.records import CaseResult
+
+EXIT_NOTHING_SELECTED = 5
+EXIT_INTERRUPTED = 130
+PROGRESS_AFTER_SECONDS = 0.5
+TRACE_NAME_CHARS_MAX = 120
+
+Judge = Callable[["Scenario"], "CaseResult"]
+
+_GRAVITY = (1, 2, 4, 3, 0)
+"""Exit statuses, the one that outweighs the others first."""
+_STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
+_COLOURS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yellow"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Session:
+    """One `run`: what was asked, what came of it so far."""
+
+    as_json: bool = False
+    errors: Sequence[ScenarioError] = ()
+    bundles: Path | None = None
+    """Where bundles of failing cases go, if anywhere."""
+    trace: Path | None = None
+    """Where Chrome traces go, if anywhere."""
+    stall_seconds: float | None = None
+    """In place of what the scenarios say; None for theirs."""
+    target: str | None = None
+    """In place of what the scenarios say; None for theirs."""
+    order: OrderName | None = None
+    """Likewise."""
+    options: Sequence[str] = ()
+    """Other options that the same verdict needs."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """How many cases the backend cannot judge, by why."""
+    selected: Sequence[Case] = ()
+    results: list[CaseResult] = field(default_factory=list)
+    sources: list[dict[str, str | None]] = field(default_factory=list)
+    """Of each result: the file, the command that runs it alone, and the id of its bundle."""
+    statuses: list[int] = field(default_factory=list)
+    left_out: int = 0
+    interrupted: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    stdout: TextIO = field(default_factory=lambda: sys.stdout)
+
+    def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
+        """The cases that a backend can judge; counts the others."""
+        reasons = [why_left_out(self._as_asked(case.scenario)) for case in cases]
+        self.passed_over.update(reason for reason in reasons if reason)
+        return [case for case, reason in zip(cases, reasons, strict=True) if not reason]
+
+    def run(
+        self, cases: Sequence[Case], judging: Callable[[], AbstractContextManager[Judge]]
+    ) -> int:
+        """Judge the cases, if any, and tell all; the exit status."""
+        self.report_problems()
+        if not cases and not self.errors:
+            return self.finish_empty("no case that this backend can judge")
+        if cases:
+            with judging() as judge:
+                self.run_all(cases, judge)
+        return self.finish()
+
+    def finish_empty(self, have: str) -> int:
+        """Say that there is nothing to run; the exit status."""
+        left_out = "".join(f"; {line}" for line in left_out_lines(self.passed_over))
+        click.echo(f"Nothing selected: {have}{left_out}.", err=True)
+        if self.as_json:
+            echo_json(self.as_dict(status=EXIT_NOTHING_SELECTED))
+        return EXIT_NOTHING_SELECTED
+
+    def note_hang(self, result: CaseResult) -> None:
+        """Tell all of a session that ends with a case that never will; from any thread."""
+        # The main thread may have sent stdout elsewhere, and is not coming back.
+        sys.stdout = self.stdout
+        case = self.selected[len(self.results)]
+        self._note(case, result, _STATUS[result.verdict])
+        self.left_out = len(self.selected) - len(self.results)
+        self.finish()
+        sys.stdout.flush()
+
+    def report_problems(self) -> None:
+        """Show what is wrong with files that are no scenarios."""
+        from zero_sim.report.text import render_problems
+
+        if self.errors and not self.as_json:
+            click.echo(render_problems(self.errors), err=True)
+        self.statuses.extend(error.exit_status for error in self.errors)
+
+    def run_all(self, cases: Sequence[Case], judge: Judge) -> None:
+        """Judge one case after another, until all are or somebody interrupts."""
+        self.selected = cases
+        try:
+            for index, case in enumerate(cases):
+                with progress(f"{index + 1} of {len(cases)}  {case.id}"):
+                    result, status = self._judge(case, judge)
+                self._note(case, result, status)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.left_out = len(cases) - len(self.results)
+            where = cases[len(self.results)].id if self.left_out else "the last case"
+            click.echo(f"\nInterrupted during {where}.", err=True)
+
+    def _note(self, case: Case, result: CaseResult, status: int) -> None:
+        """Keep a result, write what is asked of it, and show it."""
+        from zero_sim.report.text import id_width, render_case
+        from zero_sim.scenario.dump import to_chosen_toml
+
+        index = len(self.results)
+        command = reproduce_command(
+            case.source,
+            case.file_id,
+            stall_seconds=self.stall_seconds,
+            target=self.target,
+            options=self.options,
+        )
+        bundle = self._write_bundle(case, result)
+        if self.trace is not None and result.logs:
+            self._write_trace(case, result, number=index if len(self.selected) > 1 else None)
+        # Logs are large, and all that is told of them is told below.
+        self.results.append(dataclasses.replace(result, logs=()))
+        self.statuses.append(status)
+        source = {"source": str(case.source), "reproduce": command, "bundle": bundle}
+        self.sources.append(source)
+        if not self.as_json:
+            again = ""
+            if bundle is not None and self.bundles is not None:
+                again = replay_command(bundle, bundles=self.bundles)
+            text = render_case(
+                result,
+                width=id_width(case.id for case in self.selected),
+                case=to_chosen_toml(case.scenario),
+                reproduce=command,
+                replay=again,
+            )
+            click.echo(coloured(text, result.verdict))
+
+    def finish(self) -> int:
+        """Show the summary; the exit status."""
+        from zero_sim.report.text import render_summary
+
+        status = EXIT_INTERRUPTED if self.interrupted else _gravest(self.statuses)
+        if self.as_json:
+            echo_json(self.as_dict(status=status))
+        else:
+            summary = render_summary(
+                self.results,
+                seconds=self._seconds(),
+                bad_files=len(self.errors),
+                left_out=self.left_out,
+            )
+            click.echo(summary)
+            for line in left_out_lines(self.passed_over):
+                click.echo(line)
+        return status
+
+    def as_dict(self, *, status: int) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        cases = [
+            {**result.as_dict(), **source}
+            for result, source in zip(self.results, self.sources, strict=True)
+        ]
+        problems = [
+            {
+                "source": error.source,
+                "path": problem.path,
+                "message": problem.message,
+                "suggestion": problem.suggestion,
+            }
+            for error in self.errors
+            for problem in error.problems
+        ]
+        return {
+            "cases": cases,
+            "problems": problems,
+            "seconds": self._seconds(),
+            "interrupted": self.interrupted,
+            "not_run": self.left_out,
+            "left_out": dict(self.passed_over),
+            "exit_status": status,
+        }
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def _write_bundle(self, case: Case, result: CaseResult) -> str | None:
+        if self.bundles is None or result.verdict != "fail" or not result.findings:
+            return None
+        from zero_sim.bundle import write_bundle
+
+        try:
+            return write_bundle(case.scenario, result, folder=self.bundles).name
+        except OSError as error:
+            # A full disk must not cost the other cases their verdict.
+            click.echo(f"No bundle of {case.id} in {self.bundles}: {error.strerror}.", err=True)
+            return None
+
+    def _write_trace(self, case: Case, result: CaseResult, *, number: int | None) -> None:
+        from zero_sim.report.chrome_trace import write_chrome_trace
+
+        assert self.trace is not None
+        path = self.trace
+        if number is not None:
+            words = re.sub(r"[^\w.=,+-]+", "_", case.id)
+            path = path / f"{number:04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
+        try:
+            write_chrome_trace(path, result.logs, name=case.id)
+        except UsageError as error:
+            click.echo(f"No trace of {case.id}: {error}", err=True)
+            self.statuses.append(error.exit_status)
+
+    def _as_asked(self, scenario: Scenario) -> Scenario:
+        """A scenario with what the command line puts in the place of what it says."""
+        if self.order is not None:
+            world = dataclasses.replace(scenario.world, order=self.order)
+            scenario = dataclasses.replace(scenario, world=world)
+        return _with_stall_limit(scenario, self.stall_seconds)
+
+    def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
+        from zero_sim.verify.records import CaseResult, Finding
+
+        started = time.perf_counter()
+        scenario = self._as_asked(case.scenario)
+        # What a model prints must not end up in the middle of the JSON.
+        out = contextlib.redirect_stdout(sys.stderr) if self.as_json else contextlib.nullcontext()
+        try:
+            with out:
+                result = judge(scenario)
+        except ZeroSimError as error:
+            seconds = time.perf_counter() - started
+            failed = CaseResult(id=case.id, verdict="error", seconds=seconds, error=str(error))
+            return failed, error.exit_status
+        # One case's bug must not cost the others their verdict.
+        except Exception as error:  # noqa: BLE001
+            seconds = time.perf_counter() - started
+            finding = Finding(
+                check="internal.error",
+                message="zero_sim raised an error that it did not foresee; please report it",
+                detail=traceback.format_exc(),
+            )
+            what = f"{type(error).__name__}: {error}"
+            failed = CaseResult(
+                id=case.id, verdict="error", seconds=seconds, error=what, findings=(finding,)
+            )
+            return failed, _STATUS["error"]
+        # Without a finding, the judge refused a scenario that only it could see is not possible.
+        refused = result.verdict == "error" and not result.findings
+        return result, UsageError.exit_status if refused else _STATUS[result.verdict]
+
+
+def of_target(case: Case, target: str | None) -> Case:
+    """The case of a registered target, so that its bundle names it; of another, as it is."""
+    if target is None or ":" in target:
+        return case
+    system = dataclasses.replace(case.scenario.system, target=target)
+    return dataclasses.replace(case, scenario=dataclasses.replace(case.scenario, system=system))
+
+
+def _gravest(statuses: Sequence[int]) -> int:
+    return min(statuses, key=_GRAVITY.index, default=0)
+
+
+def _with_stall_limit(scenario: Scenario, seconds: float | None) -> Scenario:
+    if seconds is None:
+        return scenario
+    return dataclasses.replace(
+        scenario, run=dataclasses.replace(scenario.run, stall_seconds=seconds)
+    )
+
+
+def coloured(text: str, verdict: str) -> str:
+    """The text with its first word in the verdict's colour, on a terminal."""
+    if "NO_COLOR" in os.environ or not sys.stdout.isatty():
+        return text
+    mark, _, rest = text.partition(" ")
+    return f"{click.style(mark, fg=_COLOURS[verdict], bold=True)} {rest}"
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[None]:
+    """Show what runs and for how long, on a terminal's stderr only; gone before the result is.
+
+    A case that is over sooner than one would begin to wonder never shows anything.
+    """
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    # Redirecting would send a piped stdout to the terminal.
+    progress = Progress(
+        SpinnerColumn("line"),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    progress.add_task(label)
+    timer = threading.Timer(PROGRESS_AFTER_SECONDS, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()

@@ -1,0 +1,114 @@
+"""What a judge has seen of one run, as plain data: it can be sent, and merged with what others saw.
+
+Where each rank is a process of its own, each has a judge of its own with an oracle of its own. What
+they say of the oracle is the same; what they say of the ranks adds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from zero_sim.verify.findings import sort_and_merge
+from zero_sim.verify.owed import Row
+from zero_sim.verify.records import Finding
+
+PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
+"""The phases of a step, in the order in which an error travels through them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What a judge has to say of one group in one segment."""
+
+    world_ranks: tuple[int, ...]
+    """The ranks of the group."""
+    first_step: int
+    has_started: bool
+    """Whether every rank has built its engine."""
+    compared_elems: int
+    nonzero_fraction_max: float
+    """Largest share of gradient elements that were not zero in a step."""
+    same_data: bool
+    """Whether all ranks saw the same data in every step."""
+    has_stepped: bool
+    """Whether any step was taken, and on finite gradients."""
+    uncertified_step: int | None
+    """First step whose norm may round either way, so that nothing after clipping is owed."""
+    unobserved: frozenset[str]
+    """What the engine could tell and does not."""
+    owed: Counter[Row]
+    """Elements of the reduced gradients of all steps, by why they are owed."""
+    bad_step: int | None
+    """First step at which anything is wrong."""
+    findings: tuple[Finding, ...]
+    """All that is wrong in that step, one by one."""
+
+    def merged(self) -> tuple[Finding, ...]:
+        """One finding for each check, in the order in which an error travels."""
+        return sort_and_merge(self.findings, phases=PHASES)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the evidence, ready for JSON."""
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "world_ranks": list(self.world_ranks),
+            "unobserved": sorted(self.unobserved),
+            "owed": dict(self.owed),
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Seen:
+        """What `as_dict` gave."""
+        return cls(
+            **{name: told[name] for name in _PLAIN},
+            world_ranks=tuple(told["world_ranks"]),
+            unobserved=frozenset(told["unobserved"]),
+            owed=cast(Counter[Row], Counter(told["owed"])),
+            findings=tuple(finding_from(each) for each in told["findings"]),
+        )
+
+
+_PLAIN = (
+    "first_step",
+    "has_started",
+    "compared_elems",
+    "nonzero_fraction_max",
+    "same_data",
+    "has_stepped",
+    "uncertified_step",
+    "bad_step",
+)
+
+
+def finding_from(told: Mapping[str, Any]) -> Finding:
+    """What `Finding.as_dict` gave."""
+    names = {field.name for field in dataclasses.fields(Finding)} - {"evidence"}
+    values: dict[str, Any] = {name: told[name] for name in names}
+    if values["index"] is not None:
+        values["index"] = tuple(values["index"])
+    return Finding(**values)
+
+
+def merge_seen(parts: Sequence[Seen]) -> Seen:
+    """What the judges of one group say together, each of which was shown other ranks.
+
+    Args:
+        parts: Of the same group and segment; at least one.
+    """
+    bad = min((part.bad_step for part in parts if part.bad_step is not None), default=None)
+    # What no single rank is to blame for, every judge has found.
+    found = dict.fromkeys(finding for part in parts for finding in part.findings)
+    return replace(
+        # Of one that got furthest, since a rank that failed has seen less of the data.
+        max(parts, key=lambda part: part.owed.total()),
+        has_started=all(part.has_started for part in parts),
+        compared_elems=sum(part.compared_elems for part in parts),
+        unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),
+        bad_step=bad,
+        findings=tuple(finding for finding in found if finding.step in (None, bad)),
+    )
