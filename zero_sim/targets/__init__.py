@@ -1,6 +1,7 @@
 """Systems under test behind one small protocol."""
 
 from zero_sim.targets.protocol import (
+    CostedEngine,
     Engine,
     OwnedPart,
     PaddedEngine,
@@ -11,6 +12,7 @@ from zero_sim.targets.protocol import (
 from zero_sim.targets.registry import find_target, target_names
 
 __all__ = [
+    "CostedEngine",
     "Engine",
     "OwnedPart",
     "PaddedEngine",

@@ -150,6 +150,29 @@ class PaddedEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class CostedEngine(Protocol):
+    """An engine that costs what the textbook says.
+
+    Who has these methods declares that the closed forms of its stage hold for its collectives and
+    its memory, and is held to them.
+    """
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes that this rank holds between two steps, each memory once.
+
+        Returns:
+            `gradients`, and `sums` of them over micro-batches; flat `params`; `masters`; `state`;
+            and `other`, whatever else the engine keeps that grows with the model. The module's own
+            tensors do not count.
+        """
+        ...
+
+    def overlap(self) -> Mapping[str, float]:
+        """The mean number of collectives in flight while this rank computed: `grads`, `params`."""
+        ...
+
+
 class Target(Protocol):
     """A system under test."""
 

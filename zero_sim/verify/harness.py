@@ -8,7 +8,7 @@ whatever it asks the engine is the system's again.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_sim.errors import EnvironmentProblem, ZeroSimError
 from zero_sim.sim import unwatched
-from zero_sim.targets import Engine, OwnedPart, PaddedEngine
+from zero_sim.targets import CostedEngine, Engine, OwnedPart, PaddedEngine
 
 Excused = Callable[[bool], AbstractContextManager[object]]
 """Makes a block in which the calling rank's time is not its program's; or is again, given False."""
@@ -93,6 +93,16 @@ class AskedEngine:
         """Where padding of params and masters is not zero; empty where it is not told."""
         engine = self._engine
         return self._ask(engine.stray_padding) if isinstance(engine, PaddedEngine) else ""
+
+    @property
+    def tells_costs(self) -> bool:
+        """Whether it declares that the closed forms of its stage hold."""
+        return isinstance(self._engine, CostedEngine)
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes that the rank holds; empty where it is not told."""
+        engine = self._engine
+        return self._ask(engine.held_bytes) if isinstance(engine, CostedEngine) else {}
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         with self._excused(False):

@@ -7,7 +7,7 @@ anything else changes the state; so nothing is copied unless a difference is fou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -29,9 +29,11 @@ from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
 from zero_sim.verify.harness import AskedEngine
+from zero_sim.verify.memory import bytes_held, check_memory
 from zero_sim.verify.owed import Row, count_rows
 from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding
+from zero_sim.verify.volume import ParamSize, StepWindow
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
@@ -47,6 +49,7 @@ class Judge:
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
         world_ranks: The ranks of the group that is judged, as findings name them.
         order_seed: Seed of the world, if it is not the scenario's.
+        call_count: Tells how many collectives the world has recorded so far.
 
     Judges of one world that share a norm have to be told of each other by `seat_together`.
     """
@@ -59,6 +62,7 @@ class Judge:
         first_step: int = 0,
         world_ranks: Sequence[int] | None = None,
         order_seed: int | None = None,
+        call_count: Callable[[], int] = int,
     ) -> None:
         self.scenario = scenario
         self.compared_elems = 0
@@ -72,6 +76,13 @@ class Judge:
         """First step whose norm may round either way, so that nothing after clipping is owed."""
         self.owed: Counter[Row] = Counter()
         """Elements of the reduced gradients of all steps, by why they are owed."""
+        self.windows: list[StepWindow] = []
+        """Where the steps of all ranks lie in the event log."""
+        self.sizes: dict[int, Sequence[ParamSize]] = {}
+        """What each rank trains, if it is one that closed forms hold for."""
+        self._call_count = call_count
+        self._calls_seen: dict[int, int] = {}
+        self._skipped: dict[int, bool] = {}
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
         self._observed = [first_step - 1] * scenario.world.size
@@ -101,8 +112,17 @@ class Judge:
         ]
         return findings.sort_and_merge(named, phases=PHASES)
 
-    def built(self, rank: int, engine: AskedEngine) -> None:
-        """Look at a rank's engine before the first step: who owns what."""
+    def built(self, rank: int, engine: AskedEngine, *, sizes: Sequence[ParamSize] = ()) -> None:
+        """Look at a rank's engine before the first step: who owns what.
+
+        Args:
+            rank: The rank.
+            engine: Its engine.
+            sizes: What it trains, as it was before the engine had it.
+        """
+        if engine.tells_costs and sizes:
+            self.sizes[rank] = sizes
+        self._calls_seen[rank] = self._call_count()
         params = engine.params()
         self._places[rank] = [part.place for part in engine.parts()]
         self._addresses[rank] = {name: place_of(param) for name, param in params.items()}
@@ -190,11 +210,30 @@ class Judge:
         if self.uncertified_step is None:
             self._report(step, self._compare_result(rank, step, result, expected))
             self._report(step, self._compare(rank, step, losses, engine, expected))
+        self._close_window(rank, step)
+
+    def _close_window(self, rank: int, step: int) -> None:
+        """Note what the rank called since its last step ended."""
+        start, stop = self._calls_seen.get(rank, 0), self._call_count()
+        self._calls_seen[rank] = stop
+        self.windows.append(
+            StepWindow(
+                rank=rank,
+                world_rank=self.world_ranks[rank],
+                step=step,
+                start=start,
+                stop=stop,
+                skipped=self._skipped[step],
+            )
+        )
 
     def observe_params(self, rank: int, step: int, engine: AskedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         if (self._bad_step is None or step <= self._bad_step) and self.uncertified_step is None:
             self._report(step, self._compare_params(rank, step, engine, self._expected(step)))
+            # State is there after the first step, and what leaks has done so after the second.
+            if rank in self.sizes and step <= self.first_step + 1:
+                self._report(step, self._compare_memory(rank, step, engine))
         self._observed[rank] = step
         if min(self._observed) >= step:
             self._steps.pop(step, None)
@@ -236,6 +275,7 @@ class Judge:
     def _take(self, taken: ReferenceStep) -> None:
         """Note a step that the reference has just done."""
         self._steps[taken.step] = taken
+        self._skipped[taken.step] = taken.skipped
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         if taken.norm.isfinite():
             self.owed += count_rows(
@@ -332,6 +372,19 @@ class Judge:
         if not engine.tells_padding:
             self.unobserved.add("padding of params and masters")
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
+
+    def _compare_memory(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
+        owed = bytes_held(
+            self.sizes[rank],
+            scenario=self.scenario,
+            rank=rank,
+            # What state an element has was compared with the reference before.
+            stored=sum(
+                part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
+                for part in self._parts[rank]
+            ),
+        )
+        yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)
 
     def _compare_part(
         self,

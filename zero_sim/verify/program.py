@@ -16,10 +16,11 @@ from torch import Tensor
 
 from zero_sim.scenario.overlap import overlaps_params
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Engine, Target
+from zero_sim.targets import CostedEngine, Engine, Target
 from zero_sim.verify.cells import Cell
 from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.volume import sizes_of
 from zero_sim.workloads import Batch, Workload, build_module, seed_of
 
 
@@ -45,6 +46,9 @@ class Outcome:
 
     accuracy: float | None = None
     notes: list[str] = field(default_factory=list)
+    overlap: dict[str, float] = field(default_factory=dict)
+    """Collectives in flight while a rank computed, of gradients and of params; the least of all
+    ranks. Empty where no engine tells it."""
 
 
 def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
@@ -142,12 +146,13 @@ def _train(
     deferred = overlaps_params(scenario.system)
     with ours(excused):
         module = build_module(workload, expert_index=rank % scenario.topology.ep)
+        sizes = sizes_of(module)
     engine = target.build(module, scenario=scenario, group=group)
     asked = AskedEngine(engine, excused=excused)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
     with ours(excused):
-        judge.built(rank, asked)
+        judge.built(rank, asked, sizes=sizes)
     if dist.get_world_size() > group.size():
         # Judges of all cells step together, which they can once every engine is there.
         dist.barrier()
@@ -176,6 +181,9 @@ def _train(
     if deferred:
         with ours(excused):
             judge.observe_params(rank, segment.stop - 1, asked)
+    if isinstance(engine, CostedEngine):
+        for name, mean in engine.overlap().items():
+            outcome.overlap[name] = min(mean, outcome.overlap.get(name, mean))
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from zero_sim.verify.judge import Judge
 from zero_sim.verify.owed import Row, in_words
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
+from zero_sim.verify.volume import check_volume
 from zero_sim.workloads import EXACT_MODELS, build_workload
 
 
@@ -140,7 +141,10 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
                 break
     found = trial.findings()
     if not found:
-        found = tuple(_check_accuracy(scenario, trial.outcome.accuracy))
+        found = (
+            *_check_accuracy(scenario, trial.outcome.accuracy),
+            *_check_overlap(scenario, trial.outcome.overlap),
+        )
     # A run that went wrong has said nothing yet about how much a pass would have meant.
     doubts = () if found else _doubts(scenario, trial)
     verdict, findings, reached = settle(
@@ -164,14 +168,20 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
 
 def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: Target) -> None:
     """Run some consecutive steps in one world; what the ranks raise comes through."""
+    world = worlds.world_for(segment.scenario)
     seats = [
-        _take_seat(segment, trial, index=index, cell=cell)
+        _take_seat(
+            segment,
+            trial,
+            index=index,
+            cell=cell,
+            call_count=lambda: len(world.log.collectives),
+        )
         for index, cell in enumerate(cells_of(segment.scenario))
     ]
     judges = [seat.judge for seat in seats]
     Judge.seat_together(judges)
     trial.judges.extend(judges)
-    world = worlds.world_for(segment.scenario)
     replay = None
     if len(trial.logs) < len(trial.turns):
         replay = Replay(trial.turns[len(trial.logs)], strict=False)
@@ -191,9 +201,23 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
             )
     crossing = check_crossing(world.log.collectives, [seat.cell for seat in seats])
     trial.failures.extend(crossing)
+    # Behind a wrong number the calls are that number's doing, and a planned fault is no call.
+    if not trial.findings() and not segment.scenario.faults:
+        for seat in seats:
+            trial.failures.extend(_check_volume(seat, world.log))
 
 
-def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Seat:
+def _check_volume(seat: Seat, log: EventLog) -> Iterator[Finding]:
+    judge = seat.judge
+    if len(judge.sizes) == len(judge.world_ranks):
+        yield from check_volume(
+            log.collectives, judge.windows, sizes=judge.sizes, scenario=seat.cell.scenario
+        )
+
+
+def _take_seat(
+    segment: Segment, trial: _Trial, *, index: int, cell: Cell, call_count: Callable[[], int]
+) -> Seat:
     workload = build_workload(cell.scenario)
     reference = trial.references.get(index)
     if reference is None:
@@ -208,6 +232,7 @@ def _take_seat(segment: Segment, trial: _Trial, *, index: int, cell: Cell) -> Se
         first_step=segment.start,
         world_ranks=cell.ranks,
         order_seed=segment.scenario.run.seed,
+        call_count=call_count,
     )
     return Seat(cell=cell, workload=workload, judge=judge)
 
@@ -275,6 +300,21 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
             step=scenario.run.steps - 1,
         )
     ]
+
+
+def _check_overlap(scenario: Scenario, reached: Mapping[str, float]) -> Iterator[Finding]:
+    expect = scenario.expect
+    wanted = (
+        ("grads", expect.overlap_grads_min, "reductions in flight while backward computed"),
+        ("params", expect.overlap_params_min, "gathers in flight while forward computed"),
+    )
+    for name, least, what in wanted:
+        if least is not None and not reached.get(name, -1.0) >= least:
+            yield Finding(
+                check="expect.overlap",
+                message=f"mean number of {what}, on the rank with the fewest: expected at least "
+                f"{least}, got {reached.get(name)}",
+            )
 
 
 def _doubts(scenario: Scenario, trial: _Trial) -> tuple[Finding, ...]:
