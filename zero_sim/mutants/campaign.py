@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from random import Random
@@ -137,10 +138,8 @@ def _search(trial: _Hunt, strategy: st.SearchStrategy[Scenario], budget: Budget)
             trial.deadline = time.perf_counter() + SHRINK_SECONDS_MAX
         return found
 
-    try:
+    with suppress(NoSuchExample):
         find(strategy, is_found, settings=chosen, random=Random(budget.seed))
-    except NoSuchExample:
-        pass
 
 
 def run_campaign(

@@ -92,7 +92,7 @@ def _models(draw: st.DrawFn, wanted: set[Flag], size: int) -> ModelSpec:
     dtype = draw(st.sampled_from(["bf16", "fp32"])) if "MX" in wanted else "fp32"
     if "ME" in wanted and size % 2 == 0 and size <= _RANKS_MAX:
         return ModelSpec(name="moe", dtype=dtype, hidden=draw(st.integers(1, 3)), experts=4)
-    if wanted & {"TI", "NC"} or ("FZ" in wanted and draw(st.booleans())):
+    if (wanted & {"TI", "NC"} or "FZ" in wanted) and draw(st.booleans()):
         return ModelSpec(name="unusual", dtype=dtype)
     if draw(st.integers(0, 3)) == 3 and size <= _RANKS_MAX:
         freeze = ()
@@ -108,8 +108,13 @@ def _models(draw: st.DrawFn, wanted: set[Flag], size: int) -> ModelSpec:
     edges = st.sampled_from([1, size - 1, size, size + 1, 2 * size - 1, 2 * size])
     sizes = st.one_of(edges, st.integers(1, 3 * size), *([st.just(0)] if "FZ" in wanted else []))
     shapes = draw(st.lists(sizes.map(lambda n: (n,)), min_size=1, max_size=5))
+    freeze = ()
+    if "FZ" in wanted and draw(st.booleans()):
+        start = draw(st.integers(0, 2))
+        freeze = (FreezeSpec(param="p0", start=start, stop=start + 1),)
     # One element at least, somewhere.
-    return ModelSpec(name="params", dtype=dtype, shapes=(*shapes, (draw(st.integers(1, 4)),)))
+    shapes.append((draw(st.integers(1, 4)),))
+    return ModelSpec(name="params", dtype=dtype, shapes=tuple(shapes), freeze=freeze)
 
 
 @st.composite
@@ -140,9 +145,9 @@ def _systems(draw: st.DrawFn, wanted: set[Flag], model: ModelSpec, ranks: int) -
         just = sum(sizes[start : start + draw(st.integers(1, 2))])
         bucket_elems = max(1, just + draw(st.sampled_from([0, 0, -1, 1])))
     is_plain = "PD" not in wanted and draw(st.integers(0, 2)) == 2
-    divide = draw(st.sampled_from(["post", "post", "pre", "premul", "none"]))
+    divide = draw(st.sampled_from(["post", "post", "post", "pre", "premul", "none"]))
     sync = "every" if "GA" in wanted and draw(st.booleans()) else "last"
-    counts = ["ranks", "micro-batches"]
+    counts = ["micro-batches", "ranks"] if "GA" in wanted else ["ranks", "ranks"]
     if sync == "last" or divide in ("post", "none"):
         counts.append("tokens")
     overlaps = "AS" in wanted

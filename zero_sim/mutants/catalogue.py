@@ -7,7 +7,7 @@ from types import ModuleType
 
 from zero_sim.errors import UsageError
 from zero_sim.mutants import buckets, checkpoints, costs, layout, lifetimes, updates
-from zero_sim.mutants.records import CLASSES, FaultClass, Mutant
+from zero_sim.mutants.records import CLASSES, Mutant
 
 
 def _in(module: ModuleType) -> list[Mutant]:
@@ -45,7 +45,7 @@ IMPOSSIBLE = {
 
 
 def find_mutants(
-    ids: Sequence[str] = (), *, kind: FaultClass | None = None, core: bool = False
+    ids: Sequence[str] = (), *, kind: str | None = None, core: bool = False
 ) -> tuple[Mutant, ...]:
     """Return the mutants that are asked for; all where nothing is.
 

@@ -1,7 +1,7 @@
 """What the functions that mutants replace looked like when the mutants were written.
 
-A test prints the new fingerprint of one that changed. Before it is put here, see whether the mutants
-that replace the function still break what they say.
+A test prints the new fingerprint of one that changed. Before it is put here, see whether the
+mutants that replace the function still break what they say.
 """
 
 FINGERPRINTS: dict[str, str] = {

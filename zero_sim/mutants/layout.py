@@ -85,10 +85,10 @@ def piece_from_the_params_start(patch: Patches) -> None:
 def padding_of_gradients(patch: Patches) -> None:
     """The padding of the gradient buffer is not zeroed."""
 
-    @patch(Buffer, "__init__")
-    def wrong(right, self, plan, **named):
-        right(self, plan, **named)
-        for bucket in plan.buckets:
+    @patch(Buffer, "zero_grads")
+    def wrong(right, self):
+        right(self)
+        for bucket in self.plan.buckets:
             self.grad_data[bucket.padding.start : bucket.padding.stop] = torch.nan
 
 
@@ -313,9 +313,8 @@ def state_for_frozen_params(patch: Patches) -> None:
     def wrong(right, self, ddp, **named):
         right(self, ddp, **named)
         trained = {id(param) for param in ddp.params.values()}
-        frozen = [p for p in ddp.module.parameters() if id(p) not in trained and p.numel()]
-        for number, param in enumerate(frozen):
-            self.master_shards[len(ddp.buffers), number] = param.detach().float().clone()
+        frozen = [p for p in ddp.module.parameters() if id(p) not in trained]
+        self.__dict__["_frozen"] = [param.detach().float().clone() for param in frozen]
 
 
 @mutant("M27", "EMPTY", "GA FZ DR", seen_in="PyTorch#124193", core=True)
@@ -394,15 +393,20 @@ def last_element_of_short_params(patch: Patches) -> None:
         right(self, memory, param)
 
 
-@mutant("E06", "EMPTY", "FZ", seen_in="DeepSpeed#5216", kill="volume")
-def a_slot_for_empty_params(patch: Patches) -> None:
-    """A param without elements has one all the same, in the layout."""
+@mutant("E06", "EMPTY", "FZ B2", seen_in="DeepSpeed#5216", kill="volume")
+def empty_params_fill_buckets(patch: Patches) -> None:
+    """A param without elements counts as one element towards a full bucket."""
 
     @patch(planner, "_cut_into_buckets")
     def wrong(right, specs, *, bucket_elems):
-        buckets = right(specs, bucket_elems=bucket_elems)
-        empty = [bucket for bucket in buckets for spec in bucket if not spec.numel]
-        return [*buckets[:-1], *([[]] if empty else []), buckets[-1]]
+        buckets, held = [[]], 0
+        for spec in specs:
+            if bucket_elems is not None and held >= bucket_elems and spec.numel:
+                buckets.append([])
+                held = 0
+            buckets[-1].append(spec)
+            held += max(1, spec.numel)
+        return buckets
 
 
 @mutant("E07", "EMPTY", "FZ GA", seen_in="PyTorch#43259")
@@ -424,7 +428,7 @@ def gradient_of_an_unused_param_kept(patch: Patches) -> None:
                 param.main_grad.copy_(grad + 1)
 
 
-@mutant("E08", "EMPTY", "FZ", seen_in="class EMPTY", kill="refusal")
+@mutant("E08", "EMPTY", "FZ", seen_in="class EMPTY", kill="contract")
 def buffer_named_by_its_first_param(patch: Patches) -> None:
     """Params of the dtype of frozen ones are refused, since the buffer counts those, too."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import pairwise
 
 import torch
 
@@ -357,7 +358,7 @@ def moments_of_the_first_fragment(patch: Patches) -> None:
     def wrong(right, self, trained, grads):
         right(self, trained, grads)
         state = self.inner.state
-        for first, second in zip(trained, trained[1:], strict=False):
+        for first, second in pairwise(trained):
             if first.leaf.numel() == second.leaf.numel() and first.leaf in state:
                 state[first.leaf], state[second.leaf] = state[second.leaf], state[first.leaf]
                 return
