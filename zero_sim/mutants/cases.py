@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from zero_sim.mutants.records import FLAGS, Flag
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
+    DtypeName,
     ExpectSpec,
     FreezeSpec,
     GroupSpec,
@@ -36,6 +38,15 @@ _WIDE_RANKS = (11, 12)
 _RANKS_MAX = 6
 _OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw", "adam", "rmsprop", "adagrad")
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
+_DTYPES: tuple[DtypeName, ...] = ("bf16", "fp32")
+_DIVIDE: tuple[Literal["none", "pre", "post", "premul"], ...] = (
+    "post", "post", "post", "pre", "premul", "none",
+)  # fmt: skip
+_STAGES: tuple[Literal[0, 1], ...] = (1, 1, 1, 0)
+_PARAM_ORDERS: tuple[Literal["registration", "reverse"], ...] = ("registration", "reverse")
+_COUNTED: tuple[Literal["ranks", "micro-batches", "tokens"], ...] = (
+    "ranks", "micro-batches", "tokens",
+)  # fmt: skip
 _OVERLAP_MIN = 0.25
 
 
@@ -89,7 +100,7 @@ def _divisors(size: int) -> list[int]:
 
 @st.composite
 def _models(draw: st.DrawFn, wanted: set[Flag], size: int) -> ModelSpec:
-    dtype = draw(st.sampled_from(["bf16", "fp32"])) if "MX" in wanted else "fp32"
+    dtype: DtypeName = draw(st.sampled_from(_DTYPES)) if "MX" in wanted else "fp32"
     if "ME" in wanted and size % 2 == 0 and size <= _RANKS_MAX:
         return ModelSpec(name="moe", dtype=dtype, hidden=draw(st.integers(1, 3)), experts=4)
     if (wanted & {"TI", "NC"} or "FZ" in wanted) and draw(st.booleans()):
@@ -136,7 +147,7 @@ def _sizes(model: ModelSpec) -> list[int]:
 
 @st.composite
 def _systems(draw: st.DrawFn, wanted: set[Flag], model: ModelSpec, ranks: int) -> SystemSpec:
-    stage = draw(st.sampled_from([1, 1, 1, 0]))
+    stage = draw(st.sampled_from(_STAGES))
     bucket_elems = None
     if "B2" in wanted or draw(st.integers(0, 3)) == 3:
         # Sums of sizes that stand together: those that just fit.
@@ -145,11 +156,12 @@ def _systems(draw: st.DrawFn, wanted: set[Flag], model: ModelSpec, ranks: int) -
         just = sum(sizes[start : start + draw(st.integers(1, 2))])
         bucket_elems = max(1, just + draw(st.sampled_from([0, 0, -1, 1])))
     is_plain = "PD" not in wanted and draw(st.integers(0, 2)) == 2
-    divide = draw(st.sampled_from(["post", "post", "post", "pre", "premul", "none"]))
+    divide = draw(st.sampled_from(_DIVIDE))
     sync = "every" if "GA" in wanted and draw(st.booleans()) else "last"
-    counts = ["micro-batches", "ranks"] if "GA" in wanted else ["ranks", "ranks"]
+    ranks_only, by_micro_batches, tokens = _COUNTED
+    counts = [by_micro_batches if "GA" in wanted else ranks_only, ranks_only]
     if sync == "last" or divide in ("post", "none"):
-        counts.append("tokens")
+        counts.append(tokens)
     overlaps = "AS" in wanted
     return SystemSpec(
         stage=stage,
@@ -159,7 +171,7 @@ def _systems(draw: st.DrawFn, wanted: set[Flag], model: ModelSpec, ranks: int) -
         partition="uneven" if stage and is_plain else "padded",
         align_elems=draw(st.sampled_from([1, 2, 3, 8])) if "PD" in wanted else 1,
         align_bytes=draw(st.sampled_from([1, 16])) if "PD" in wanted else 1,
-        param_order=draw(st.sampled_from(["registration", "reverse"])),
+        param_order=draw(st.sampled_from(_PARAM_ORDERS)),
         bucket_elems=bucket_elems,
         overlap_grads=overlaps and draw(st.integers(0, 3)) > 0,
         overlap_params=overlaps and stage == 1 and draw(st.integers(0, 3)) > 0,
@@ -243,7 +255,7 @@ def _reloads(draw: st.DrawFn, scenario: Scenario) -> ReloadSpec:
         ep=ep,
         redundancy=draw(st.sampled_from(copies)),
         bucket_elems=draw(st.none() | st.integers(1, 30)),
-        param_order=draw(st.none() | st.sampled_from(["registration", "reverse"])),
+        param_order=draw(st.none() | st.sampled_from(_PARAM_ORDERS)),
     )
 
 

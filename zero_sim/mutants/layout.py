@@ -187,8 +187,9 @@ def padding_of_params(patch: Patches) -> None:
     @patch(Buffer, "__init__")
     def wrong(right, self, plan, **named):
         right(self, plan, **named)
-        for bucket in plan.buckets if self.param_data is not None else ():
-            self.param_data[bucket.padding.start : bucket.padding.stop] = 1
+        padded = self.param_data
+        for bucket in plan.buckets if padded is not None else ():
+            padded[bucket.padding.start : bucket.padding.stop] = 1
 
 
 @mutant("L08", "LAYOUT", "PD", seen_in="DeepSpeed#8210")

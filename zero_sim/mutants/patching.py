@@ -27,10 +27,12 @@ class Patches:
 
     Attributes:
         armed: How often one of the replacements was called.
+        names: The names under which the fingerprints of what was replaced are on record.
     """
 
     def __init__(self) -> None:
         self.armed = 0
+        self.names: set[str] = set()
         self._replaced: list[tuple[ModuleType | type, str, object]] = []
 
     def __call__(
@@ -56,6 +58,7 @@ class Patches:
                 f"Try its new name, or the module that calls it."
             )
         check_fingerprint(original)
+        self.names.add(name_of(original))
 
         def place(wrong: Callable[..., Any]) -> Callable[..., Any]:
             def replacement(*args: Any, **named: Any) -> Any:
