@@ -104,7 +104,8 @@ def hunt(
     error = ""
     with mutant.apply() as patches:
         try:
-            _search(trial, strategy, budget)
+            # Of its own, or all mutants would share the luck of one series of cases.
+            _search(trial, strategy, budget, series=mutant.id)
         except HarnessFailed as failed:
             error = str(failed)
     small = trial.smallest if budget.shrinks else None
@@ -121,7 +122,9 @@ def hunt(
     )
 
 
-def _search(trial: _Hunt, strategy: st.SearchStrategy[Scenario], budget: Budget) -> None:
+def _search(
+    trial: _Hunt, strategy: st.SearchStrategy[Scenario], budget: Budget, *, series: str
+) -> None:
     phases = [Phase.generate, Phase.shrink] if budget.shrinks else [Phase.generate]
     chosen = settings(
         max_examples=budget.cases_max,
@@ -139,7 +142,7 @@ def _search(trial: _Hunt, strategy: st.SearchStrategy[Scenario], budget: Budget)
         return found
 
     with suppress(NoSuchExample):
-        find(strategy, is_found, settings=chosen, random=Random(budget.seed))
+        find(strategy, is_found, settings=chosen, random=Random(f"{budget.seed}/{series}"))
 
 
 def run_campaign(
@@ -191,7 +194,7 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
         budget: How many cases to run.
     """
     trial = _Hunt(pool=pool)
-    _search(trial, campaign_cases(), replace(budget, shrinks=False))
+    _search(trial, campaign_cases(), replace(budget, shrinks=False), series="none")
     return Trial(
         id="none",
         killed=bool(trial.check),
