@@ -22,6 +22,7 @@ import click
 import zero_sim
 from zero_sim.cli_findings import explain, report
 from zero_sim.cli_fuzz import fuzz
+from zero_sim.cli_mutants import mutants
 from zero_sim.cli_parts import (
     bundles_option,
     echo_json,
@@ -303,6 +304,7 @@ def bench(as_json: bool) -> None:
 
 
 main.add_command(fuzz)
+main.add_command(mutants)
 
 
 @contextlib.contextmanager

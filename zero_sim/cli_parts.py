@@ -24,6 +24,9 @@ bundles_option = click.option(
 )
 
 
+EXIT_NOTHING_SELECTED = 5
+
+
 def reproduce_command(
     source: Path,
     file_id: str,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from zero_sim.cli_parts import echo_json, replay_command, reproduce_command
+from zero_sim.cli_parts import EXIT_NOTHING_SELECTED, echo_json, replay_command, reproduce_command
 from zero_sim.errors import ScenarioError, UsageError, ZeroSimError
 from zero_sim.options import left_out_lines
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from zero_sim.scenario.spec import OrderName, Scenario
     from zero_sim.verify.records import CaseResult
 
-EXIT_NOTHING_SELECTED = 5
 EXIT_INTERRUPTED = 130
 PROGRESS_AFTER_SECONDS = 0.5
 TRACE_NAME_CHARS_MAX = 120

@@ -70,3 +70,7 @@ class CheckpointError(UsageError):
 
 class BundleError(UsageError):
     """A bundle is not there, is not whole, or was written by something else."""
+
+
+class MutantError(ZeroSimError):
+    """A seeded fault no longer fits the code that it was written against."""

@@ -212,6 +212,37 @@ _EXPLANATIONS = (
         seen_in=("Megatron-LM#6336: only the first part of a split param was refreshed",),
     ),
     Explanation(
+        check="invariant.volume",
+        meaning="In every step, each rank calls exactly the collectives that its stage needs: "
+        "their kinds, groups and elements follow from the sizes of the params in closed form.",
+        why="Twice the traffic gives the same numbers, and costs half of the speed.",
+        causes=(
+            "an all-reduce and a slice where a reduce-scatter was meant",
+            "frozen params, or a stale tail of a bucket, that are reduced all the same",
+            "a gather or a reduction that runs once more than it has to, or once a micro-batch",
+            "buckets that are closed too early, so that there are too many of them",
+        ),
+        seen_in=(
+            "DeepSpeed#4946: gradients all-reduced instead of reduce-scattered",
+            "DeepSpeed#5268: the whole preallocated bucket was reduced, stale tail included",
+        ),
+    ),
+    Explanation(
+        check="invariant.memory",
+        meaning="Between two steps a rank holds the bytes that its stage allows: flat gradients "
+        "and params, masters and state of what it owns; nothing else grows with the model.",
+        why="Memory is what sharding is for; a copy that is kept gives it away silently.",
+        causes=(
+            "fp32 copies of the gradients that outlive the step",
+            "masters or state of what other ranks own",
+            "frozen params that have a place in the buffers",
+        ),
+        seen_in=(
+            "DeepSpeed#2665: full gradients kept after the reduce-scatter",
+            "DeepSpeed#8029: state for frozen params",
+        ),
+    ),
+    Explanation(
         check="input.nonfinite",
         meaning="A local gradient is NaN or infinite before anything was reduced, in the "
         "reference's replay too.",
@@ -346,6 +377,18 @@ _EXPLANATIONS = (
         meaning="The held-out accuracy after the last step reached what the scenario expects.",
         why="Equality with the reference says that both train alike, not that they learn.",
         causes=("a learning rate or a number of steps that does not fit",),
+    ),
+    Explanation(
+        check="expect.overlap",
+        meaning="While ranks computed, as many collectives were in flight as the scenario expects.",
+        why="A pipeline that waits right after issuing has the right numbers and no overlap: the "
+        "usual cure of a race costs what the pipeline was made for.",
+        causes=(
+            "a wait right behind the call",
+            "buckets that become ready only at the end of backward",
+            "gathers that are all waited for before the first forward",
+        ),
+        seen_in=("DeepSpeed#7371: a fix for a race that serialised the pipeline",),
     ),
     Explanation(
         check="expect.finding",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
@@ -263,6 +264,23 @@ CONDITIONS = (
         broken=lambda s: s.system.overlap_params is True and s.system.stage == 0,
         message="stage 0 gathers no params, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
+    ),
+    Condition(
+        reads=("expect.overlap_grads_min", "system.overlap_grads", "system.bucket_elems"),
+        broken=lambda s: bool(s.expect.overlap_grads_min) and not overlaps_grads(s.system),
+        message="expected gradients to be reduced under backward, got {got} without.",
+        suggestion="Leave it out, or write system.overlap_grads = true.",
+    ),
+    Condition(
+        reads=(
+            "expect.overlap_params_min",
+            "system.overlap_params",
+            "system.bucket_elems",
+            "system.stage",
+        ),
+        broken=lambda s: bool(s.expect.overlap_params_min) and not overlaps_params(s.system),
+        message="expected params to be gathered under forward, got {got} without.",
+        suggestion="Leave it out, or write system.overlap_params = true.",
     ),
     Condition(
         reads=("reload.step", "run.steps"),

@@ -84,6 +84,8 @@ BOUNDS = (
     Bound(path="run.stall_seconds", least=0, most=10**6, open_least=True),
     Bound(path="expect.accuracy_min", least=0, most=1),
     Bound(path="expect.nonzero_min", least=0, most=1),
+    Bound(path="expect.overlap_grads_min", least=0),
+    Bound(path="expect.overlap_params_min", least=0),
 )
 
 

@@ -12,6 +12,7 @@ from zero_sim.targets.declared import (
     refusals,
 )
 from zero_sim.targets.protocol import (
+    CostedEngine,
     Engine,
     FullEngine,
     OwnedPart,
@@ -27,6 +28,7 @@ __all__ = [
     "PLAIN_MODELS",
     "Capabilities",
     "CompletedEngine",
+    "CostedEngine",
     "Engine",
     "FullEngine",
     "Numerics",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import CheckpointForm
-from zero_sim.targets.protocol import Engine, FullEngine, OwnedPart, StepResult
+from zero_sim.targets.protocol import CostedEngine, Engine, FullEngine, OwnedPart, StepResult
 
 _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
 
@@ -36,6 +36,8 @@ class CompletedEngine:
         )
         """What nothing is known of, in words for the notes."""
         self.can_reload = hasattr(engine, "save") and hasattr(engine, "load")
+        self.costed = engine if isinstance(engine, CostedEngine) else None
+        """The engine itself, if it declares that the closed forms of its stage hold."""
 
     def zero_grad(self) -> None:
         """As the engine does."""

@@ -20,6 +20,7 @@ from zero_sim.scenario.spec import (
     Scenario,
     TopologySpec,
 )
+from zero_sim.targets.held import held_bytes
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.torch_optim import class_of, group_index, own_settings, settings_of
 from zero_sim.topology import Topology
@@ -185,6 +186,15 @@ class ZeroSimEngine:
             yield f"gradient collectives in flight while backward computed: {meter.grads_mean:.2f}"
         if self._ddp.config.overlap_params:
             yield f"param gathers in flight while forward computed: {meter.params_mean:.2f}"
+
+    def overlap(self) -> Mapping[str, float]:
+        """The measured degree of overlap so far."""
+        meter = self._ddp.overlap
+        return {"grads": meter.grads_mean, "params": meter.params_mean}
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes of all memory that buffers, optimizer and pipelines reach, by what it is for."""
+        return held_bytes(self._ddp, self._optimizer)
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """Save a checkpoint; of a model in several parts, a folder with one for each."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -180,6 +180,29 @@ class FullEngine(Engine, Protocol):
             weights_only: Whether to take masters and working params alone and keep the fresh
                 optimizer state and loss scale.
         """
+        ...
+
+
+@runtime_checkable
+class CostedEngine(Protocol):
+    """An engine that costs what the textbook says.
+
+    Who has these methods declares that the closed forms of its stage hold for its collectives and
+    its memory, and is held to them.
+    """
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes that this rank holds between two steps, each memory once.
+
+        Returns:
+            `gradients`, and `sums` of them over micro-batches; flat `params`; `masters`; `state`;
+            and `other`, whatever else the engine keeps that grows with the model. The module's own
+            tensors do not count.
+        """
+        ...
+
+    def overlap(self) -> Mapping[str, float]:
+        """The mean number of collectives in flight while this rank computed: `grads`, `params`."""
         ...
 
 

@@ -8,7 +8,7 @@ whatever it asks the engine is the system's again.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -103,6 +103,16 @@ class AskedEngine:
     def stray_padding(self) -> str:
         """Where padding of params and masters is not zero; empty where it is not told."""
         return self._ask(self._engine.stray_padding)
+
+    @property
+    def tells_costs(self) -> bool:
+        """Whether it declares that the closed forms of its stage hold."""
+        return self._engine.costed is not None
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes that the rank holds; empty where it is not told."""
+        costed = self._engine.costed
+        return {} if costed is None else self._ask(costed.held_bytes)
 
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         with self._excused(False):

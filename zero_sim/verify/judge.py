@@ -33,11 +33,13 @@ from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
 from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import AskedEngine
+from zero_sim.verify.memory import bytes_held, check_memory
 from zero_sim.verify.owed import Row, count_rows
 from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding, Strip
 from zero_sim.verify.seen import Seen
 from zero_sim.verify.strips import build_strip
+from zero_sim.verify.volume import ParamSize, StepWindow
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 
@@ -83,6 +85,13 @@ class Judge:
         """First step whose norm may round either way, so that nothing after clipping is owed."""
         self.owed: Counter[Row] = Counter()
         """Elements of the reduced gradients of all steps, by why they are owed."""
+        self.windows: list[StepWindow] = []
+        """Where the steps of all ranks lie in the event log."""
+        self.sizes: dict[int, Sequence[ParamSize]] = {}
+        """What each rank trains, if it is one that closed forms hold for."""
+        self._call_count = calls_made or int
+        self._calls_seen: dict[int, int] = {}
+        self._skipped: dict[int, bool] = {}
         self._reference = reference
         self._steps: dict[int, ReferenceStep] = {}
         ranks = range(scenario.world.size) if observed is None else observed
@@ -162,6 +171,16 @@ class Judge:
         if self.has_started:
             self._reference.place([self._addresses[r] for r in sorted(self._addresses)])
             self._report(self.first_step, self._check_ownership())
+
+    def hold_to_costs(self, rank: int, sizes: Sequence[ParamSize]) -> None:
+        """Hold a rank to the closed forms of its stage.
+
+        Args:
+            rank: The rank, within the group.
+            sizes: What it trains, as it was before its engine had it.
+        """
+        self.sizes[rank] = sizes
+        self._calls_seen[rank] = self._call_count()
 
     @property
     def has_started(self) -> bool:
@@ -246,11 +265,30 @@ class Judge:
         if self.uncertified_step is None:
             self._report(step, self._compare_result(rank, step, result, expected))
             self._report(step, self._compare(rank, step, losses, engine, expected))
+        self._close_window(rank, step)
+
+    def _close_window(self, rank: int, step: int) -> None:
+        """Note what the rank called since its last step ended."""
+        start, stop = self._calls_seen.get(rank, 0), self._call_count()
+        self._calls_seen[rank] = stop
+        self.windows.append(
+            StepWindow(
+                rank=rank,
+                world_rank=self.world_ranks[rank],
+                step=step,
+                start=start,
+                stop=stop,
+                skipped=self._skipped[step],
+            )
+        )
 
     def observe_params(self, rank: int, step: int, engine: AskedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         if (self._bad_step is None or step <= self._bad_step) and self.uncertified_step is None:
             self._report(step, self._compare_params(rank, step, engine, self._expected(step)))
+            # State is there after the first step, and what leaks has done so after the second.
+            if rank in self.sizes and step <= self.first_step + 1:
+                self._report(step, self._compare_memory(rank, step, engine))
         self._observed[rank] = step
         if min(self._observed.values()) >= step:
             self._steps.pop(step, None)
@@ -310,6 +348,7 @@ class Judge:
         """Note a step that the reference has just done."""
         if self._observed:
             self._steps[taken.step] = taken
+        self._skipped[taken.step] = taken.skipped
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         if taken.norm.isfinite():
             self.owed += count_rows(
@@ -432,6 +471,19 @@ class Judge:
             elif self._differs(value, params[name]):
                 yield findings.differing(findings.param(step, rank, name), value, params[name])
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
+
+    def _compare_memory(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
+        owed = bytes_held(
+            self.sizes[rank],
+            scenario=self.scenario,
+            rank=rank,
+            # What state an element has was compared with the reference before.
+            stored=sum(
+                part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
+                for part in self._parts[rank]
+            ),
+        )
+        yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)
 
     def _compare_part(
         self,

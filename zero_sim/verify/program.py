@@ -22,6 +22,7 @@ from zero_sim.verify.cells import Cell
 from zero_sim.verify.facts import Facts, facts_of
 from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.volume import ParamSize, sizes_of
 from zero_sim.workloads import Batch, Workload, build_module, seed_of
 
 
@@ -47,6 +48,9 @@ class Outcome:
 
     accuracy: float | None = None
     notes: list[str] = field(default_factory=list)
+    overlap: dict[str, float] = field(default_factory=dict)
+    """Collectives in flight while a rank computed, of gradients and of params; the least of all
+    ranks. Empty where no engine tells it."""
 
 
 def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
@@ -125,7 +129,7 @@ def build_program(
             mine = next(i for i, seat in enumerate(seats) if world_rank in seat.cell.ranks)
             group, seat = groups[mine], seats[mine]
         assert isinstance(group, dist.ProcessGroup)
-        engine = _build(segment, seat, target=target, group=group, excused=excused)
+        engine, sizes = _build(segment, seat, target=target, group=group, excused=excused)
         asked = AskedEngine(engine, excused=excused)
         with ours(excused):
             facts = facts_of(asked)
@@ -134,6 +138,8 @@ def build_program(
         else:
             with ours(excused):
                 seat.judge.hear(group.rank(), facts)
+        if asked.tells_costs:
+            seat.judge.hold_to_costs(group.rank(), sizes)
         _train(segment, seat, engine=engine, group=group, outcome=outcome, excused=excused)
 
     return program
@@ -141,16 +147,21 @@ def build_program(
 
 def _build(
     segment: Segment, seat: Seat, *, target: Target, group: dist.ProcessGroup, excused: Excused
-) -> CompletedEngine:
-    """Build a rank's engine, from a checkpoint where the segment starts with one."""
+) -> tuple[CompletedEngine, tuple[ParamSize, ...]]:
+    """Build a rank's engine, from a checkpoint where the segment starts with one.
+
+    Returns:
+        The engine, and what it trains.
+    """
     scenario = seat.cell.scenario
     with ours(excused):
         module = build_module(seat.workload, expert_index=group.rank() % scenario.topology.ep)
+        sizes = sizes_of(module)
     engine = complete(target.build(module, scenario=scenario, group=group))
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
-    return engine
+    return engine, sizes
 
 
 def _train(
@@ -200,6 +211,9 @@ def _train(
     if deferred:
         with ours(excused):
             judge.observe_params(rank, segment.stop - 1, asked)
+    if engine.costed is not None:
+        for name, mean in engine.costed.overlap().items():
+            outcome.overlap[name] = min(mean, outcome.overlap.get(name, mean))
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)

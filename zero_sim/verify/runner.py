@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
+from zero_sim.verify.volume import check_volume
 from zero_sim.workloads import build_workload, on_device
 
 
@@ -149,6 +150,7 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
             failures=trial.failures,
             faults=trial.faults,
             accuracy=trial.outcome.accuracy,
+            overlap=trial.outcome.overlap,
             said=trial.outcome.notes,
             notes=trial.notes,
             collectives=sum(len(log.collectives) for log in trial.logs),
@@ -187,6 +189,18 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
             )
     crossing = check_crossing(world.log.collectives, [seat.cell for seat in seats])
     trial.failures.extend(crossing)
+    # Behind a wrong number the calls are that number's doing, and a planned fault is no call.
+    if not trial.findings() and not segment.scenario.faults:
+        for seat in seats:
+            trial.failures.extend(_check_volume(seat, world.log))
+
+
+def _check_volume(seat: Seat, log: EventLog) -> Iterator[Finding]:
+    judge = seat.judge
+    if len(judge.sizes) == len(judge.world_ranks):
+        yield from check_volume(
+            log.collectives, judge.windows, sizes=judge.sizes, scenario=seat.cell.scenario
+        )
 
 
 def _take_seat(

@@ -1,0 +1,69 @@
+"""A campaign finds a mutant, says by what, and mends the system."""
+
+import pytest
+import torch
+
+from zero_sim.launch import WorldPool
+from zero_sim.mutants import find_mutants
+from zero_sim.mutants.campaign import REFUSED, Budget, check_unbroken, found_by, hunt, run_campaign
+from zero_sim.mutants.records import mutant
+from zero_sim.mutants.score import score_of
+from zero_sim.verify import CaseResult
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool() as worlds:
+        yield worlds
+
+
+def test_a_mutant_is_found_and_the_system_mended(pool):
+    (one,) = find_mutants(["M05"])
+    trial = hunt(one, pool=pool, budget=Budget(cases_max=40))
+    assert trial.killed
+    assert trial.check in ("invariant.cast", "equality.params")
+    assert trial.armed > 0
+    assert not check_unbroken(pool=pool, budget=Budget(cases_max=5)).killed
+
+
+def test_a_harmless_mutant_survives(pool):
+    def plant(patch):
+        """Change nothing."""
+
+    harmless = mutant("X", "NORM", seen_in="nothing")(plant)
+    trial = hunt(harmless, pool=pool, budget=Budget(cases_max=3))
+    assert (trial.killed, trial.cases, trial.armed) == (False, 3, 0)
+
+
+def test_two_campaigns_of_one_seed_are_one(pool):
+    (one,) = find_mutants(["M13"])
+    first, second = (hunt(one, pool=pool, budget=Budget(cases_max=30)) for _ in range(2))
+    assert (first.cases, first.check) == (second.cases, second.check)
+
+
+def test_an_error_of_the_harness_is_no_kill(pool, monkeypatch):
+    from zero_sim.verify.judge import Judge
+
+    def breaks(*args, **named):
+        raise RuntimeError("the judge is ill")
+
+    monkeypatch.setattr(Judge, "observe", breaks)
+    trial = hunt(find_mutants(["M73"])[0], pool=pool, budget=Budget(cases_max=5))
+    assert not trial.killed
+    assert "the judge is ill" in trial.error
+
+
+def test_a_refusal_of_a_valid_case_is_a_kill():
+    assert found_by(CaseResult(id="x", verdict="error", seconds=0.0, error="no")) == REFUSED
+    assert found_by(CaseResult(id="x", verdict="inconclusive", seconds=0.0)) == ""
+
+
+def test_the_score_counts_survivors(pool):
+    chosen = find_mutants(["M73", "M05"])
+    trials = list(run_campaign(["M73", "M05"], budget=Budget(cases_max=1, seed=1)))
+    score = score_of(trials, chosen, seconds=1.0)
+    assert score.all.of == score.core.of == 2
+    assert score.all.killed == sum(trial.killed for trial in trials)
+    assert {tally.name for tally in score.by_class} == {"LAYOUT", "NORM"}
+    assert score.exit_status == (score.all.killed < 2)
+    assert torch.get_num_threads() >= 1

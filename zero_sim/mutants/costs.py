@@ -1,0 +1,140 @@
+"""Faults that cost time or memory and change no number."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_sim.layout import planner
+from zero_sim.mutants.patching import Patches
+from zero_sim.mutants.records import mutant
+from zero_sim.zero import buffer as buffers
+from zero_sim.zero.buffer import Bucket, Buffer
+from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.optimizer import DistributedOptimizer
+from zero_sim.zero.overlap import GradPipeline, ParamPipeline
+
+
+@mutant("M111", "VOLUME", "", seen_in="DeepSpeed#4946", kill="volume", core=True)
+def all_reduced_and_sliced(patch: Patches) -> None:
+    """Gradients are all-reduced and sliced instead of reduce-scattered."""
+
+    @patch(buffers, "reduce_scatter_sum")
+    def wrong(right, output, flat, *, group, async_op=False):
+        return buffers.all_reduce_sum(flat, group=group, async_op=async_op)
+
+
+@mutant("M113", "VOLUME", "", seen_in="DeepSpeed#2665", kill="memory")
+def gradients_kept(patch: Patches) -> None:
+    """The fp32 copies of the gradients outlive the step."""
+
+    @patch(DistributedOptimizer, "_step_masters")
+    def wrong(right, self, trained, grads):
+        kept = list(grads)
+        right(self, trained, grads)
+        self.__dict__["_kept"] = kept
+
+
+@mutant("M115", "VOLUME", "B2", seen_in="DeepSpeed#7371", kill="overlap")
+def reductions_serialised(patch: Patches) -> None:
+    """Each reduction is waited for right after it is issued."""
+
+    @patch(GradPipeline, "_issue_next")
+    def wrong(right, self):
+        bucket = self._buckets[self._issued_count]
+        right(self)
+        bucket.finish_reduce()
+
+
+@mutant("V01", "VOLUME", "B2", seen_in="DeepSpeed#1219", kill="overlap")
+def gathers_serialised(patch: Patches) -> None:
+    """All gathers are waited for before the next forward begins."""
+
+    @patch(ParamPipeline, "start")
+    def wrong(right, self):
+        right(self)
+        self.finish()
+
+
+@mutant("V02", "VOLUME", "", seen_in="DeepSpeed#3306", kill="memory", core=True)
+def full_masters_on_every_rank(patch: Patches) -> None:
+    """Every rank keeps a whole fp32 copy of the params beside its shard of masters."""
+
+    @patch(DistributedOptimizer, "__init__")
+    def wrong(right, self, ddp, **named):
+        right(self, ddp, **named)
+        copies = [b.param_data.to(torch.float32) for b in ddp.buffers if b.param_data is not None]
+        self.__dict__["_copies"] = copies
+
+
+@mutant("V03", "VOLUME", "", seen_in="class VOLUME", kill="volume")
+def gathered_twice(patch: Patches) -> None:
+    """Params are gathered twice."""
+
+    @patch(Buffer, "allgather_params")
+    def wrong(right, self):
+        right(self)
+        right(self)
+
+
+@mutant("V04", "VOLUME", "IN", seen_in="class VOLUME", kill="volume")
+def gathered_after_a_skipped_step(patch: Patches) -> None:
+    """Params are gathered after a skipped step, too."""
+
+    @patch(DistributedOptimizer, "step")
+    def wrong(right, self):
+        result = right(self)
+        if result.skipped:
+            self.ddp.start_param_gather()
+        return result
+
+
+@mutant("V05", "VOLUME", "B2", seen_in="class VOLUME", kill="volume")
+def a_bucket_for_each_param(patch: Patches) -> None:
+    """The bucket size is ignored, and every param has a bucket of its own."""
+
+    @patch(planner, "_cut_into_buckets")
+    def wrong(right, specs, *, bucket_elems):
+        return right(specs, bucket_elems=1)
+
+
+@mutant("V06", "VOLUME", "K", seen_in="class VOLUME", kill="volume")
+def replicas_sum_whole_buckets(patch: Patches) -> None:
+    """Replicas sum whole buckets, where the rank's own shard is enough."""
+
+    @patch(Bucket, "_sum_replicas")
+    def wrong(right, self, *, async_op):
+        if not self._has_replica_sum:
+            return None
+        return buffers.all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)
+
+
+@mutant("V07", "VOLUME", "", seen_in="class VOLUME", kill="volume")
+def norm_in_two_calls(patch: Patches) -> None:
+    """The norm is reduced once more, for a log that nobody reads."""
+
+    @patch(DistributedOptimizer, "_measure")
+    def wrong(right, self, trained, grads):
+        right(self, trained, grads)
+        return right(self, trained, grads)
+
+
+@mutant("V08", "VOLUME", "S2", seen_in="class VOLUME", kill="memory")
+def history_of_gradients(patch: Patches) -> None:
+    """The gradients of the step before are kept."""
+
+    @patch(DistributedDataParallel, "zero_grad_buffer")
+    def wrong(right, self):
+        self.__dict__["_before"] = [buffer.grad_data.clone() for buffer in self.buffers]
+        right(self)
+
+
+@mutant("V09", "VOLUME", "", seen_in="class VOLUME", kill="memory")
+def masters_of_padding(patch: Patches) -> None:
+    """Sums over micro-batches have memory, though nothing is summed after every one."""
+
+    @patch(DistributedDataParallel, "__init__")
+    def wrong(right, self, module, **named):
+        right(self, module, **named)
+        for buffer in self.buffers:
+            if buffer.total_data is None:
+                buffer.total_data = torch.zeros_like(buffer.grad_data)

@@ -1,0 +1,43 @@
+"""The score of the harness as text: each mutant in a line, then by class and by flag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero_sim.mutants.records import Mutant, Trial
+    from zero_sim.mutants.score import Score, Tally
+
+
+def render_trial(trial: Trial, mutant: Mutant) -> str:
+    """One mutant in a line."""
+    verdict = "killed" if trial.killed else "ERROR" if trial.error else "SURVIVED"
+    by = f" by {trial.check}" if trial.killed else ""
+    size = "" if trial.ranks is None else f", shrunk to {trial.ranks} ranks"
+    size += "" if trial.params is None else f" and {trial.params} params"
+    cost = f"{trial.cases} case{'s' if trial.cases != 1 else ''}, {trial.seconds:.1f} s"
+    head = f"{trial.id:<5} {mutant.kind:<7} {verdict}{by} after {cost}{size}"
+    if trial.killed:
+        return head
+    why = f"\n      {trial.error}" if trial.error else ""
+    unarmed = "" if trial.armed else " (its code never ran)"
+    return f"{head}{unarmed}\n      {mutant.description} [{mutant.seen_in}]{why}"
+
+
+def render_score(score: Score) -> str:
+    """The score, the headline last."""
+    return "\n".join(
+        [
+            "",
+            "by class  " + _in_a_row(score.by_class),
+            "by flag   " + _in_a_row(score.by_flag),
+            f"cases to a kill: median {score.cases_median:g}, most {score.cases_most}",
+            f"core set: {score.core} killed" if score.core.of else "core set: none was hunted",
+            f"{score.all} mutants killed in {score.seconds:.1f} s",
+        ]
+    )
+
+
+def _in_a_row(tallies: Sequence[Tally]) -> str:
+    return "  ".join(f"{tally.name} {tally.killed}/{tally.of}" for tally in tallies)
