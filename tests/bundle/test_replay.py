@@ -13,7 +13,7 @@ from zero_sim.bundle import read_bundle, replay_bundle, write_bundle
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.report.text import render_replay
 from zero_sim.targets.own import ZeroSimTarget
-from zero_sim.verify import runner
+from zero_sim.verify import conclude
 from zero_sim.verify.runner import run_case
 from zero_sim.zero import buffer as buffer_module
 
@@ -84,7 +84,7 @@ def test_what_cannot_run_here_is_an_error(bundle, pool):
 
 
 def test_an_inconclusive_case_is_not_fixed(bundle, pool, monkeypatch):
-    monkeypatch.setattr(runner, "_doubts", lambda scenario, judges: [bundle.findings[0]])
+    monkeypatch.setattr(conclude, "_doubts", lambda scenario, judges: [bundle.findings[0]])
     replayed = replay_bundle(bundle, pool=pool)
     assert (replayed.outcome, replayed.exit_status) == ("error", 3)
     assert "inconclusive now" in render_replay(replayed)

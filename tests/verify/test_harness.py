@@ -39,7 +39,7 @@ class TestFailures:
         monkeypatch.setattr(Judge, "_compare_part", raising(RuntimeError("confused")))
         assert_ours(judged(), "RuntimeError: confused")
 
-    @pytest.mark.parametrize("name", ["built", "before_backward", "observe", "observe_params"])
+    @pytest.mark.parametrize("name", ["hear", "before_backward", "observe", "observe_params"])
     def test_wherever_the_judge_is_called(self, judged, monkeypatch, name):
         monkeypatch.setattr(Judge, name, raising(ValueError("confused")))
         assert_ours(judged(), "confused")
