@@ -166,9 +166,12 @@ def replay(ctx: click.Context, name: str, bundles: Path, target: str | None, as_
 
     with _packages_needed():
         from zero_sim.bundle import find_bundle, read_bundle, replay_bundle
-        from zero_sim.fuzz.batch import load_target
     bundle = read_bundle(find_bundle(name, folder=bundles))
-    system = None if target is None else load_target(target)
+    system = None
+    if target is not None:
+        with _packages_needed():
+            from zero_sim.fuzz.batch import load_target
+        system = load_target(target)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, _progress(f"replay {bundle.id}  {bundle.scenario.name}"):
