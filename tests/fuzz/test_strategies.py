@@ -13,6 +13,7 @@ from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
 
 QUIET = settings(
+    phases=(Phase.generate, Phase.shrink),
     database=None,
     deadline=None,
     max_examples=2000,
@@ -35,7 +36,7 @@ def drawn(strategy, count):
 
 @pytest.fixture(scope="module")
 def cases():
-    return drawn(scenarios(), 400)
+    return drawn(scenarios(), 1000)
 
 
 def test_cases_are_valid(cases):

@@ -91,6 +91,7 @@ def finding_from(told: Mapping[str, Any]) -> Finding:
     values: dict[str, Any] = {name: told[name] for name in names}
     if values["index"] is not None:
         values["index"] = tuple(values["index"])
+    values["differ_spans"] = tuple(tuple(span) for span in values["differ_spans"])
     return Finding(**values)
 
 
