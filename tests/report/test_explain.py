@@ -13,7 +13,7 @@ from zero_sim.verify import findings
 
 PACKAGE = Path(__file__).parents[2] / "zero_sim"
 EXPLAINING = PACKAGE / "report" / "explain.py"
-FAMILIES = ("equality", "expect", "guard", "input", "internal", "invariant", "world")
+FAMILIES = ("backend", "equality", "expect", "guard", "input", "internal", "invariant", "world")
 
 
 def strings_of_checks(path):

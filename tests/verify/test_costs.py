@@ -140,6 +140,7 @@ def test_a_pipeline_that_waits_at_once(judged):
 def test_a_target_that_tells_no_costs_is_not_held_to_any(judged):
     class Silent:
         name = "silent"
+        capabilities = None
 
         def build(self, module, *, scenario, group):
             engine = ZeroSimTarget().build(module, scenario=scenario, group=group)

@@ -76,6 +76,7 @@ class SlowEngine(ZeroSimEngine):
     """Leaves its params in flight until the next step begins, when the judge has looked at them."""
 
     works = ()
+    held_bytes = None  # It broadcasts once more than its stage needs, and declares no costs.
 
     def zero_grad(self):
         for work in self.works:

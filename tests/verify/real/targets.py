@@ -15,6 +15,7 @@ OWN = find_target("zero_sim")
 
 
 class _Target:
+    capabilities = None
     name = "test"
 
     def __init__(self, engine):
