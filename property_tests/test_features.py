@@ -26,7 +26,7 @@ def test_the_strategies_give_valid_values_only(scenario):
 
 
 @given(scenario=scenarios())
-@settings(max_examples=400)
+@settings(max_examples=250)
 def test_the_system_equals_the_reference(pool, scenario):
     assert_not_wrong(scenario, pool)
 

@@ -62,7 +62,10 @@ def test_a_wrong_element_is_found_where_the_simulated_world_finds_it(
     parts = {"run": RunSpec(steps=4), **parts}
     real, simulated = on_gloo("flips", **parts), judged(targets.flips, **parts)
     assert real.verdict == "fail"
-    assert real.findings == simulated.findings
+    # Where in the log the calls stand only the simulated world knows.
+    assert real.findings == tuple(
+        replace(finding, call_start=None, call_stop=None) for finding in simulated.findings
+    )
 
 
 def test_guards_hold(on_gloo):
