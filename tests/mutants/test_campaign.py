@@ -21,7 +21,7 @@ def test_a_mutant_is_found_and_the_system_mended(pool):
     (one,) = find_mutants(["M05"])
     trial = hunt(one, pool=pool, budget=Budget(cases_max=40))
     assert trial.killed
-    assert trial.check in ("invariant.cast", "equality.params")
+    assert trial.check.startswith(("invariant.", "equality."))
     assert trial.armed > 0
     assert not check_unbroken(pool=pool, budget=Budget(cases_max=5)).killed
 

@@ -24,6 +24,7 @@ from zero_sim.verify import CaseResult, run_case
 CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
 SHRINK_SECONDS_MAX = 5.0
+_BATCH_CASES = 6
 REFUSED = "refused"
 """What found it, where the broken system refuses a valid case before it begins."""
 
@@ -47,24 +48,32 @@ class _Hunt:
     """One mutant's campaign while it runs."""
 
     pool: WorldPool
+    cases_max: int
     cases: int = 0
     seconds: float = 0.0
     check: str = ""
     smallest: Scenario | None = None
-    deadline: float = field(default=float("inf"))
+    deadline: float = float("inf")
+    known: dict[Scenario, bool] = field(default_factory=dict)
+    """Cases that were run, and whether they found it: Hypothesis draws some again and again."""
 
     def finds(self, scenario: Scenario) -> bool:
-        """Run a case; whether it is one that finds the mutant."""
-        if time.perf_counter() > self.deadline:
+        """Run a case, unless it is known; whether it is one that finds the mutant."""
+        if scenario in self.known:
+            return self.known[scenario]
+        is_spent = not self.check and self.cases >= self.cases_max
+        if is_spent or time.perf_counter() > self.deadline:
             return False
         started = time.process_time()
         check = found_by(run_case(scenario, pool=self.pool))
+        self.known[scenario] = bool(check)
         if not self.check:
             self.cases += 1
             self.seconds += time.process_time() - started
             self.check = check
         if check:
             self.smallest = scenario
+            self.deadline = min(self.deadline, time.perf_counter() + SHRINK_SECONDS_MAX)
         return bool(check)
 
 
@@ -99,7 +108,7 @@ def hunt(
         cases: What is drawn; the standard campaign where left out.
     """
     budget = budget or Budget()
-    trial = _Hunt(pool=pool)
+    trial = _Hunt(pool=pool, cases_max=budget.cases_max)
     strategy = campaign_cases() if cases is None else cases
     error = ""
     with mutant.apply() as patches:
@@ -127,22 +136,25 @@ def _search(
 ) -> None:
     phases = [Phase.generate, Phase.shrink] if budget.shrinks else [Phase.generate]
     chosen = settings(
-        max_examples=budget.cases_max,
+        max_examples=_BATCH_CASES,
         phases=phases,
         database=None,
         deadline=None,
         derandomize=False,
         suppress_health_check=list(HealthCheck),
     )
-
-    def is_found(scenario: Scenario) -> bool:
-        found = trial.finds(scenario)
-        if found and trial.deadline == float("inf"):
-            trial.deadline = time.perf_counter() + SHRINK_SECONDS_MAX
-        return found
-
-    with suppress(NoSuchExample):
-        find(strategy, is_found, settings=chosen, random=Random(f"{budget.seed}/{series}"))
+    batch = 0
+    # In small batches: within one, Hypothesis varies what it drew before, so that cases are alike
+    # and a third of them the same. All begin with the simplest case, which is run once.
+    while not trial.check and trial.cases < budget.cases_max:
+        batch += 1
+        with suppress(NoSuchExample):
+            find(
+                strategy,
+                trial.finds,
+                settings=chosen,
+                random=Random(f"{budget.seed}/{series}/{batch}"),
+            )
 
 
 def run_campaign(
@@ -193,7 +205,7 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
         pool: Worlds to run on.
         budget: How many cases to run.
     """
-    trial = _Hunt(pool=pool)
+    trial = _Hunt(pool=pool, cases_max=budget.cases_max)
     _search(trial, campaign_cases(), replace(budget, shrinks=False), series="none")
     return Trial(
         id="none",

@@ -38,10 +38,11 @@ _WIDE_RANKS = (11, 12)
 _RANKS_MAX = 6
 _OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw", "adam", "rmsprop", "adagrad")
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
-_DTYPES: tuple[DtypeName, ...] = ("bf16", "fp32")
+_DTYPES: tuple[DtypeName, ...] = ("bf16", "bf16", "fp32")
 _DIVIDE: tuple[Literal["none", "pre", "post", "premul"], ...] = (
     "post", "post", "post", "pre", "premul", "none",
 )  # fmt: skip
+_DIVIDE_EARLY = (*_DIVIDE, *_DIVIDE[3:5], *_DIVIDE[3:5])
 _STAGES: tuple[Literal[0, 1], ...] = (1, 1, 1, 0)
 _PARAM_ORDERS: tuple[Literal["registration", "reverse"], ...] = ("registration", "reverse")
 _COUNTED: tuple[Literal["ranks", "micro-batches", "tokens"], ...] = (
@@ -157,7 +158,8 @@ def _systems(draw: st.DrawFn, wanted: set[Flag], model: ModelSpec, ranks: int) -
         just = sum(sizes[start : start + draw(st.integers(1, 2))])
         bucket_elems = max(1, just + draw(st.sampled_from([0, 0, -1, 1])))
     is_uneven = stage and "PD" not in wanted and draw(st.booleans())
-    divide = draw(st.sampled_from(_DIVIDE))
+    # In 16 bits each of these rounds in a way of its own.
+    divide = draw(st.sampled_from(_DIVIDE_EARLY if "MX" in wanted else _DIVIDE))
     sync = "every" if "GA" in wanted and draw(st.booleans()) else "last"
     ranks_only, by_micro_batches, tokens = _COUNTED
     counts = [by_micro_batches if "GA" in wanted else ranks_only, ranks_only]
