@@ -25,6 +25,8 @@ CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
 SHRINK_SECONDS_MAX = 5.0
 _BATCH_CASES = 6
+_HUNTS_OF_A_WORKER = 16
+"""Then it is replaced by a fresh one: autograd keeps some of what each case has built."""
 REFUSED = "refused"
 """What found it, where the broken system refuses a valid case before it begins."""
 
@@ -175,7 +177,9 @@ def run_campaign(
         return
     # Not forked: rank threads do not survive it.
     context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_calm) as executor:
+    with ProcessPoolExecutor(
+        jobs, mp_context=context, initializer=_calm, max_tasks_per_child=_HUNTS_OF_A_WORKER
+    ) as executor:
         pending = [executor.submit(hunt_one, one, budget=budget) for one in ids]
         try:
             for done in as_completed(pending):

@@ -403,10 +403,10 @@ def replicas_before_shards(patch: Patches) -> None:
 
 @mutant("O04", "ORDER", "IN", seen_in="PyTorch#115710", kill="contract")
 def skipped_on_the_rank_that_saw_it(patch: Patches) -> None:
-    """A rank that sees an overflow of its own does not gather."""
+    """A rank that sees an overflow of its own leaves without telling the others."""
 
-    @patch(DistributedDataParallel, "start_param_gather")
-    def wrong(right, self):
-        own_grads = [m.own_grad for buffer in self.buffers for m in buffer.memory.values()]
-        if all(bool(torch.isfinite(grad.float()).all()) for grad in own_grads):
-            right(self)
+    @patch(DistributedOptimizer, "_measure")
+    def wrong(right, self, trained, grads):
+        if self.loss_scaler is None or all(bool(grad.isfinite().all()) for grad in grads):
+            return right(self, trained, grads)
+        return torch.full((), torch.nan), 0, True
