@@ -268,8 +268,8 @@ def _reloads(draw: st.DrawFn, scenario: Scenario) -> ReloadSpec:
 def _expecting_overlap(scenario: Scenario) -> Scenario:
     """The case with a floor for its overlap, where a pipeline that overlaps is sure to reach it.
 
-    Two blocks of which most params have a bucket each: the first reduction is in flight while the gradients
-    of all other params are computed, and the last gather while all other modules run.
+    Two blocks of which most params have a bucket each: the first reduction is in flight while the
+    gradients of all other params are computed, and the last gather while all other modules run.
     """
     model, system = scenario.model, scenario.system
     is_sure = (
