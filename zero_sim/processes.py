@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -48,7 +49,8 @@ def run_on_processes(
         native: Whether the backend adds in its own order, whatever the cases say.
 
     Returns:
-        The exit status, the same in every process.
+        The exit status. A process that a launcher started does not come back: it ends with it, the
+        same on every rank.
 
     Raises:
         UsageError: The backend has to be launched and is not.
@@ -67,7 +69,11 @@ def run_on_processes(
     setup = Setup(backend=backend, native=native, ranks_max=ranks_max)
     with _silent() if rank else contextlib.nullcontext():
         chosen = session.select(cases, setup.why_left_out)
-        return session.run(chosen, lambda: LaunchedJudge(setup, on_hang=session.note_hang))
+        status = session.run(chosen, lambda: LaunchedJudge(setup, on_hang=session.note_hang))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads that torch leaves behind abort a process now and then that ends in the ordinary way.
+    os._exit(status)
 
 
 @contextlib.contextmanager
