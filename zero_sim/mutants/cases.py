@@ -66,6 +66,9 @@ def campaign_cases(draw: st.DrawFn) -> Scenario:
     density = draw(st.sampled_from([1, 2, 4, 6]))
     # What shrinks to 0 shrinks to a case without the feature.
     wanted: set[Flag] = {flag for flag in FLAGS if draw(st.integers(0, 7)) >= 8 - density}
+    if wanted >= {"AS", "B2"} and draw(st.booleans()):
+        # A degree of overlap is owed in two steps that nothing interrupts.
+        wanted = wanted - {"CK", "IN", "FZ", "ME"} | {"S2"}
     model = draw(_models(wanted, size))
     topology = draw(_topologies(wanted, model, size))
     ranks = size // (topology.tp * topology.pp)
@@ -160,6 +163,8 @@ def _systems(draw: st.DrawFn, wanted: set[Flag], model: ModelSpec, ranks: int) -
         start = draw(st.integers(0, len(sizes) - 1))
         just = sum(sizes[start : start + draw(st.integers(1, 2))])
         bucket_elems = max(1, just + draw(st.sampled_from([0, 0, -1, 1])))
+        if "AS" in wanted and model.name == "mlp":
+            bucket_elems = draw(st.integers(1, _EXPANSION * model.hidden))
     is_uneven = stage and "PD" not in wanted and draw(st.booleans())
     # In 16 bits each of these rounds in a way of its own.
     divide = draw(st.sampled_from(_DIVIDE_EARLY if "MX" in wanted else _DIVIDE))
