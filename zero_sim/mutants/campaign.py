@@ -177,16 +177,19 @@ def run_campaign(
         return
     # Not forked: rank threads do not survive it.
     context = get_context("spawn")
-    with ProcessPoolExecutor(
-        jobs, mp_context=context, initializer=_calm, max_tasks_per_child=_HUNTS_OF_A_WORKER
-    ) as executor:
-        pending = [executor.submit(hunt_one, one, budget=budget) for one in ids]
-        try:
-            for done in as_completed(pending):
-                yield done.result()
-        finally:
-            for waiting in pending:
-                waiting.cancel()
+    share = jobs * _HUNTS_OF_A_WORKER
+    for start in range(0, len(ids), share):
+        # Fresh workers for each share, and not by max_tasks_per_child, with which Python 3.11 may
+        # wait for ever (python/cpython#115634).
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_calm) as executor:
+            chosen = ids[start : start + share]
+            pending = [executor.submit(hunt_one, one, budget=budget) for one in chosen]
+            try:
+                for done in as_completed(pending):
+                    yield done.result()
+            finally:
+                for waiting in pending:
+                    waiting.cancel()
 
 
 def _calm() -> None:
