@@ -32,6 +32,12 @@ def leave_a_collective_open(payload, seat):
         raise ValueError(f"rank {seat.rank} fails")
 
 
+def leave_at_once(payload, seat):
+    with seat.world(payload["size"]):
+        if seat.rank == 0:
+            raise ValueError("not for long")
+
+
 def die(payload, seat):
     with seat.world(payload["size"]):
         if seat.rank == 1:

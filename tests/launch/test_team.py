@@ -35,6 +35,12 @@ def test_a_job_that_raises_leaves_a_clean_group_behind(run_job):
     assert [ending.result["total"] for ending in run_job("add_ranks", 2)] == [1.0, 1.0]
 
 
+def test_a_rank_that_leaves_at_once_cuts_off_nobody(run_job):
+    for _ in range(20):
+        hows = [ending.how for ending in run_job("leave_at_once", 3)]
+        assert hows == ["raised", "done", "done"]
+
+
 def test_a_worker_that_dies_is_named_and_replaced(run_job):
     endings = run_job("die", 3)
     assert (endings[1].how, endings[1].error) == ("died", "its process ended with exit status 7")

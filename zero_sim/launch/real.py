@@ -108,14 +108,7 @@ class RealRank:
         if order is not None:
             name = folding_backend(self.backend, order, seed=order_seed)
         if self._open != (size, name):
-            self.leave()
-            dist.init_process_group(
-                name,
-                store=dist.PrefixStore(f"{self._number}/{about}/{size}", self.store),
-                rank=self.rank,
-                world_size=size,
-                timeout=timedelta(seconds=self.timeout_seconds),
-            )
+            self._join(name, size=size, about=about)
             self._open = (size, name)
         try:
             yield
@@ -128,6 +121,29 @@ class RealRank:
         heard = self.exchange(clean, size=size, about=f"left {about}")
         if not all(heard):
             self.leave()
+
+    def _join(self, backend: str, *, size: int, about: str) -> None:
+        """Connect to the other ranks; when it returns, each of them has done so.
+
+        A rank that connected and left again at once would cut those that still connect off.
+        """
+        self.leave()
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"{self._number}/{about}/{size}", self.store),
+                rank=self.rank,
+                world_size=size,
+                timeout=timedelta(seconds=self.timeout_seconds),
+            )
+        except BaseException:
+            self.withdraw([f"joined {about}"])
+            raise
+        try:
+            self.exchange(True, size=size, about=f"joined {about}")
+        except BaseException:
+            self.leave()
+            raise
 
     def exchange(self, what: Any, *, size: int, about: str = "") -> list[Any]:
         """Tell all ranks something and hear the same from each; no process group takes part.

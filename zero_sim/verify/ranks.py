@@ -105,9 +105,8 @@ def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
         # the system built holds on to it in circles, not all of which can be broken.
         seat.last_words = f"{failure.message}\n{failure.detail}"
         gc.collect()
-    seat.withdraw(
-        [f"{what} {index}" for index in range(len(segments)) for what in ("facts", "wrong", "left")]
-    )
+    abouts = ("joined", "facts", "wrong", "left")
+    seat.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
     return Report(
         rank=seat.rank,
         seen=[judge.seen() for judge in trial.judges],
