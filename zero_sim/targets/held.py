@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
@@ -41,15 +41,18 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
     own |= {_address(param) for param in ddp.module.parameters()}
     held = dict.fromkeys(("gradients", "sums", "params", "masters", "state", "other"), 0)
     seen: set[int] = set()
-    for tensor in _tensors([ddp, optimizer]):
-        address = _address(tensor)
-        is_foreign = address in own and address not in named
-        if address in seen or is_foreign or (tensor.dim() == 0 and address not in named):
+    for tensor, storage in _tensors([ddp, optimizer]):
+        address = storage.data_ptr()
+        if address in seen:
+            continue
+        name = named.get(address)
+        is_scalar = not tensor.dim()
+        if name is None and (is_scalar or address in own):
             continue
         seen.add(address)
         # Counters are 0D and do not grow with the model.
-        if tensor.dim() or named.get(address) != "state":
-            held[named.get(address, "other")] += tensor.untyped_storage().nbytes()
+        if not (is_scalar and name == "state"):
+            held[name or "other"] += storage.nbytes()
     return held
 
 
@@ -57,35 +60,64 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(roots: list[object]) -> Iterator[Tensor]:
+def _tensors(roots: list[object]) -> Iterator[tuple[Tensor, UntypedStorage]]:
     """Every tensor that can be reached without going through the module or torch itself."""
     pending, seen = list(roots), set[int]()
     while pending:
         item = pending.pop()
-        if id(item) in seen or isinstance(item, nn.Module):
+        members = _members_of(type(item))
+        if members is None or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            if item.untyped_storage().nbytes():
-                yield item
-            pending.append(item.grad)
-        else:
-            pending.extend(_members(item))
+            storage = item.untyped_storage()
+            if storage.nbytes():
+                yield item, storage
+        pending.extend(members(item))
 
 
-def _members(item: object) -> Iterator[object]:
-    match item:
-        case dict():
-            yield from item.keys()
-            yield from item.values()
-        case list() | tuple() | set() | frozenset():
-            yield from item
-        case Optimizer():
-            yield from (item.state, item.param_groups)
-        case partial():
-            yield from item.args
-        case _ if type(item).__module__.startswith(_OWN_MODULES):
-            slots = (name for cls in type(item).__mro__ for name in getattr(cls, "__slots__", ()))
-            yield from (
-                getattr(item, name, None) for name in (*slots, *getattr(item, "__dict__", ()))
-            )
+@cache
+def _members_of(cls: type) -> Callable[[object], Iterable[object]] | None:
+    """What an object of a class refers to; None where nothing of it is followed.
+
+    Found once for each class: most of what is met are numbers and names, many thousand times.
+    """
+    members: Callable[..., Iterable[object]] | None = None
+    if issubclass(cls, nn.Module):
+        return None
+    if issubclass(cls, Tensor):
+        members = _grad
+    elif issubclass(cls, dict):
+        members = _items
+    elif issubclass(cls, list | tuple | set | frozenset):
+        members = iter
+    elif issubclass(cls, Optimizer):
+        members = _of_optimizer
+    elif issubclass(cls, partial):
+        members = _arguments
+    elif cls.__module__.startswith(_OWN_MODULES):
+        slots = tuple(slot for base in cls.__mro__ for slot in getattr(base, "__slots__", ()))
+        members = partial(_attributes, slots)
+    return members
+
+
+def _grad(tensor: Tensor) -> Iterable[object]:
+    return (tensor.grad,)
+
+
+def _items(mapping: dict[object, object]) -> Iterable[object]:
+    return (*mapping, *mapping.values())
+
+
+def _of_optimizer(optimizer: Optimizer) -> Iterable[object]:
+    return (optimizer.state, optimizer.param_groups)
+
+
+def _arguments(call: partial[object]) -> Iterable[object]:
+    return call.args
+
+
+def _attributes(slots: tuple[str, ...], item: object) -> Iterable[object]:
+    held = [getattr(item, slot, None) for slot in slots]
+    held.extend(getattr(item, "__dict__", {}).values())
+    return held
