@@ -50,6 +50,7 @@ class Judge:
         scenario: The case.
         reference: The oracle, at the step before `first_step`.
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
+        stop_step: The step before which this world ends; all of the case where left out.
         world_ranks: The ranks of the group that is judged, as findings name them.
         order_seed: Seed of the world, if it is not the scenario's.
         calls_made: How many calls the world has logged, for findings to say where in the log they
@@ -66,6 +67,7 @@ class Judge:
         *,
         reference: Reference,
         first_step: int = 0,
+        stop_step: int | None = None,
         world_ranks: Sequence[int] | None = None,
         order_seed: int | None = None,
         calls_made: Callable[[], int] | None = None,
@@ -98,6 +100,9 @@ class Judge:
         self._observed = dict.fromkeys(ranks, first_step - 1)
         """By rank that is shown: the last step at which it was."""
         self.first_step = first_step
+        stop_step = scenario.run.steps if stop_step is None else stop_step
+        # What leaks has done so after the second step. Weighing costs as much as comparing.
+        self._weighed_step = min(first_step + 1, stop_step - 1)
         self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self._order_seed = scenario.run.seed if order_seed is None else order_seed
         self._calls_made = calls_made
@@ -286,8 +291,7 @@ class Judge:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         if (self._bad_step is None or step <= self._bad_step) and self.uncertified_step is None:
             self._report(step, self._compare_params(rank, step, engine, self._expected(step)))
-            # State is there after the first step, and what leaks has done so after the second.
-            if rank in self.sizes and step <= self.first_step + 1:
+            if rank in self.sizes and step == self._weighed_step:
                 self._report(step, self._compare_memory(rank, step, engine))
         self._observed[rank] = step
         if min(self._observed.values()) >= step:

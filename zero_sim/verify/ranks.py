@@ -252,6 +252,7 @@ def _take_seats(
             reference=reference,
             numerics=numerics,
             first_step=segment.start,
+            stop_step=segment.stop,
             world_ranks=cell.ranks,
             order_seed=segment.scenario.run.seed,
             observed=[place for place, each in enumerate(cell.ranks) if each == rank],

@@ -222,6 +222,7 @@ def _take_seat(
         reference=reference,
         numerics=numerics,
         first_step=segment.start,
+        stop_step=segment.stop,
         world_ranks=cell.ranks,
         order_seed=segment.scenario.run.seed,
         calls_made=lambda: len(world.log.collectives),
