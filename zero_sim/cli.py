@@ -109,6 +109,7 @@ def main() -> None:
     metavar="SECONDS",
     help="Longest time without a call of torch.distributed, whatever the scenarios say.",
 )
+@click.option("-v", "--verbose", is_flag=True, help="Show the notes of cases that pass, too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
 def run(
@@ -124,6 +125,7 @@ def run(
     no_bundles: bool,
     trace: Path | None,
     stall_seconds: float | None,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Run every scenario in PATH..., files or folders, and judge it.
@@ -149,6 +151,7 @@ def run(
         stall_seconds=stall_seconds,
         order=known_order(order),
         options=chosen_options(backend=backend, order=order, native=native, device=device),
+        verbose=verbose,
     )
     check_options(
         backend=backend, native=native, device=device, traced=trace is not None, imported=imported

@@ -58,6 +58,8 @@ class Session:
     """Likewise."""
     options: Sequence[str] = ()
     """Other options that the same verdict needs."""
+    verbose: bool = False
+    """Whether to show the notes of cases that passed, also where there are several."""
     passed_over: Counter[str] = field(default_factory=Counter)
     """How many cases the backend cannot judge, by why."""
     selected: Sequence[Case] = ()
@@ -159,6 +161,7 @@ class Session:
                 case=to_chosen_toml(case.scenario),
                 reproduce=command,
                 replay=again,
+                with_notes=self.verbose or len(self.selected) == 1,
             )
             click.echo(coloured(text, result.verdict))
 

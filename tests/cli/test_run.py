@@ -38,7 +38,8 @@ def judge_by_name(scenario: Scenario) -> CaseResult:
         finding = Finding(check="equality.params", message="differs", step=1)
         return CaseResult(id=name, verdict=name, seconds=0.1, findings=(finding,))
     print("a model that prints")  # noqa: T201
-    return CaseResult(id=name, verdict="pass", seconds=0.1, compared_elems=10)
+    notes = ("a note",) if name == "noted" else ()
+    return CaseResult(id=name, verdict="pass", seconds=0.1, compared_elems=10, notes=notes)
 
 
 @pytest.fixture
@@ -98,6 +99,21 @@ def test_every_case_runs_whatever_came_before(invoke: Callable[..., Result]) -> 
     assert marks == ["ERROR", "ERROR", "ERROR", "PASS"]
     assert result.stdout.splitlines()[-1].startswith("4 cases: 1 passed, 3 errors in ")
     assert result.stdout.endswith("; 1 file could not be read\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "shown"),
+    [
+        (["noted"], (), 1),
+        (["noted", "pass"], (), 0),
+        (["noted", "pass"], ("-v",), 1),
+    ],
+)
+def test_notes_of_passing_cases(
+    invoke: Callable[..., Result], names: list[str], options: tuple[str, ...], shown: int
+) -> None:
+    """Of many cases they would bury the lines."""
+    assert invoke(*names, options=options).stdout.count("  note: a note") == shown
 
 
 def test_all_problems_of_a_bad_file_are_printed(invoke: Callable[..., Result]) -> None:

@@ -55,7 +55,13 @@ def render_case_line(result: CaseResult, *, width: int = 0) -> str:
 
 
 def render_case(
-    result: CaseResult, *, width: int = 0, case: str = "", reproduce: str = "", replay: str = ""
+    result: CaseResult,
+    *,
+    width: int = 0,
+    case: str = "",
+    reproduce: str = "",
+    replay: str = "",
+    with_notes: bool = True,
 ) -> str:
     """A case's line and, under it, everything there is to say.
 
@@ -67,6 +73,7 @@ def render_case(
         case: The case as TOML, shown if it failed.
         reproduce: Command that runs this case alone; shown unless the case passed.
         replay: Command that repeats exactly this run.
+        with_notes: Whether to show the notes of a case that passed.
     """
     lines = [render_case_line(result, width=width)]
     if result.verdict == "error":
@@ -79,7 +86,8 @@ def render_case(
     if len(result.findings) > len(shown):
         left = len(result.findings) - len(shown)
         lines.append(f"  and {_count(left, 'more finding')}; --json lists them all")
-    lines.extend(f"  note: {note}" for note in result.notes)
+    if with_notes or result.verdict != "pass":
+        lines.extend(f"  note: {note}" for note in result.notes)
     if case and result.verdict == "fail":
         lines.extend(_case_lines(case))
     if reproduce and result.verdict != "pass":
