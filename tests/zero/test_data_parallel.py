@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +28,27 @@ class Weighted(nn.Module):
 def wrap(module, group, **config):
     """Wrap a module."""
     return DistributedDataParallel(module, config=ZeroConfig(**config), group=group)
+
+
+class TestLifetime:
+    """A process that trains one model after another does not keep them."""
+
+    def test_its_memory_goes_with_it(self, lone_group):
+        """Buffers, and params that have been through a backward, are freed."""
+        ddp = wrap(Weighted(1.0, 2.0), lone_group, overlap_grads=True)
+        ddp(torch.tensor([3.0, 4.0])).backward()
+        held = [weakref.ref(each) for each in (ddp, ddp.module.w, ddp.buffers[0])]
+        del ddp
+        gc.collect()
+        assert [each() for each in held] == [None, None, None]
+
+    def test_a_backward_after_it_is_gone_changes_nothing_of_the_module(self, lone_group):
+        """The gradient stays where autograd puts it, as in a module that was never wrapped."""
+        module = Weighted(1.0, 2.0)
+        wrap(module, lone_group)
+        gc.collect()
+        module(torch.tensor([3.0, 4.0])).backward()
+        assert module.w.grad.tolist() == [3, 4]
 
 
 class TestAccumulation:

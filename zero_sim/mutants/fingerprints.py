@@ -42,7 +42,7 @@ FINGERPRINTS: dict[str, str] = {
     "zero_sim.zero.collectives:all_reduce_sum": "d4314fc9943f",
     "zero_sim.zero.collectives:broadcast_from_first": "5ddc854495ad",
     "zero_sim.zero.collectives:reduce_scatter_sum": "cfda24f7415b",
-    "zero_sim.zero.data_parallel:DistributedDataParallel.__init__": "4b45f5f0387e",
+    "zero_sim.zero.data_parallel:DistributedDataParallel.__init__": "1b6153d9daab",
     "zero_sim.zero.data_parallel:DistributedDataParallel._accumulate": "30a0cc34778b",
     "zero_sim.zero.data_parallel:DistributedDataParallel._build_buffer": "bc1a69f961e7",
     "zero_sim.zero.data_parallel:DistributedDataParallel._sum_over_ranks": "819fb1a03ec1",

@@ -17,6 +17,7 @@ A step of several micro-batches, in full; what the config does not ask for may b
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -45,7 +46,8 @@ params of different kinds share no buffer."""
 class DistributedDataParallel:
     """A module whose trainable params and gradients live in flat buffers.
 
-    Frozen params stay as they are and cost nothing. A trainable param that takes no part in a step
+    It lives as long as somebody holds it, an optimizer for instance; the module does not. Frozen
+    params stay as they are and cost nothing. A trainable param that takes no part in a step
     has a gradient of zero, on every rank, and is stepped with it.
 
     Args:
@@ -127,7 +129,11 @@ class DistributedDataParallel:
             for param, memory in buffer.memory.items():
                 # A gradient from before the wrapping belongs to no step of ours.
                 param.grad = None
-                param.register_post_accumulate_grad_hook(partial(self._accumulate, memory))
+                # By a weak reference: the collector does not see through torch's gradient hooks, so
+                # that a circle through one of them would keep the buffers for ever.
+                param.register_post_accumulate_grad_hook(
+                    partial(_accumulate, weakref.ref(self), memory)
+                )
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the module's forward."""
@@ -474,6 +480,15 @@ class DistributedDataParallel:
         param.grad = None
         if self._grad_pipeline is not None:
             self._grad_pipeline.mark_ready(param)
+
+
+def _accumulate(
+    wrapper: weakref.ref[DistributedDataParallel], memory: ParamMemory, param: Tensor
+) -> None:
+    """Hand a fresh gradient to its wrapper; one that nobody holds any more wants none."""
+    ddp = wrapper()
+    if ddp is not None:
+        ddp._accumulate(memory, param)
 
 
 def _all_dense(name: str, tensor: Tensor) -> str:
