@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SCENARIOS ?= scenarios
 
-.PHONY: run test check bench clean
+CASES ?= 2000
+
+.PHONY: run test check fuzz bench clean
 
 # torch first, and by its exact version: a range would fetch the newest build with its GPU libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -24,6 +26,9 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check zero_sim tests property_tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
+
+fuzz: $(VENV)/.installed
+	$(BIN)/zero-sim fuzz --cases $(CASES)
 
 bench: $(VENV)/.installed
 	$(BIN)/zero-sim bench
