@@ -28,7 +28,7 @@ check: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 fuzz: $(VENV)/.installed
-	$(BIN)/zero-sim fuzz --cases $(CASES)
+	$(BIN)/zero-sim fuzz --cases $(CASES) --jobs $$(getconf _NPROCESSORS_ONLN)
 
 bench: $(VENV)/.installed
 	$(BIN)/zero-sim bench

@@ -17,6 +17,7 @@ from typing import Protocol
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.records import BatchReport, Job
+from zero_sim.launch.lifeline import end_with_parent
 
 CONNECT_SECONDS = 30
 
@@ -117,7 +118,9 @@ class _Hand:
 def _start() -> tuple[Executor, Future[int]]:
     """A process that a Ctrl-C on the terminal does not reach between batches, and its id."""
     # A fork of a process with threads and torch in it would hang.
-    executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    executor = ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent
+    )
     # That a signal is ignored is inherited; `run_batch` listens for it while it runs.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from zero_sim.launch import WorldPool
+from zero_sim.launch.lifeline import end_with_parent
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.records import Mutant, Trial
@@ -25,8 +26,6 @@ CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
 SHRINK_SECONDS_MAX = 5.0
 _BATCH_CASES = 6
-_HUNTS_OF_A_WORKER = 16
-"""Then it is replaced by a fresh one: autograd keeps some of what each case has built."""
 REFUSED = "refused"
 """What found it, where the broken system refuses a valid case before it begins."""
 
@@ -177,24 +176,20 @@ def run_campaign(
         return
     # Not forked: rank threads do not survive it.
     context = get_context("spawn")
-    share = jobs * _HUNTS_OF_A_WORKER
-    for start in range(0, len(ids), share):
-        # Fresh workers for each share, and not by max_tasks_per_child, with which Python 3.11 may
-        # wait for ever (python/cpython#115634).
-        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_calm) as executor:
-            chosen = ids[start : start + share]
-            pending = [executor.submit(hunt_one, one, budget=budget) for one in chosen]
-            try:
-                for done in as_completed(pending):
-                    yield done.result()
-            finally:
-                for waiting in pending:
-                    waiting.cancel()
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_calm) as executor:
+        pending = [executor.submit(hunt_one, one, budget=budget) for one in ids]
+        try:
+            for done in as_completed(pending):
+                yield done.result()
+        finally:
+            for waiting in pending:
+                waiting.cancel()
 
 
 def _calm() -> None:
     import torch
 
+    end_with_parent()
     torch.set_num_threads(1)
 
 
