@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import OptimizerName
 from zero_sim.targets import find_target, refusals, target_names
-from zero_sim.testing import NotConformant, conformance, scenarios_for
+from zero_sim.testing import NotConformant, conformance, scenarios
 from zero_sim.verify.records import CaseResult
 
 # The function of the same name hides the module in its package.
@@ -90,7 +90,7 @@ def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
 def test_what_is_drawn_is_within_the_capabilities(name):
     target = find_target(name)
 
-    @given(scenario=scenarios_for(target))
+    @given(scenario=scenarios(target))
     @settings(max_examples=60, database=None, derandomize=True, deadline=None)
     def check(scenario):
         assert refusals(target, scenario) == ()
@@ -102,8 +102,8 @@ def test_what_is_drawn_is_within_the_capabilities(name):
 def test_every_optimizer_that_is_declared_is_drawn():
     seen: set[OptimizerName] = set()
 
-    @given(scenario=scenarios_for(find_target("torch-ddp")))
-    @settings(max_examples=200, database=None, derandomize=True, deadline=None)
+    @given(scenario=scenarios(find_target("torch-ddp")))
+    @settings(max_examples=500, database=None, derandomize=True, deadline=None)
     def check(scenario):
         seen.add(scenario.optimizer.name)
 
