@@ -3,42 +3,9 @@
 from __future__ import annotations
 
 from hypothesis import example, given
-from hypothesis import strategies as st
 
+from zero_sim.fuzz.layouts import layouts
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
-
-SIZES = st.integers(0, 40) | st.sampled_from([0, 1, 63, 64, 65, 1000])
-SHAPES = st.lists(SIZES, max_size=1).map(tuple) | st.tuples(SIZES, st.integers(0, 3))
-
-
-@st.composite
-def layouts(draw):
-    """Draw params and a policy; a bucket size is often exactly a sum of param sizes."""
-    specs = [
-        ParamSpec(
-            name=f"p{index}",
-            shape=shape,
-            dtype=draw(st.sampled_from(["bf16", "fp32"])),
-            kind=draw(st.sampled_from(["dense", "dense", "expert"])),
-        )
-        for index, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=8)))
-    ]
-    sums = [sum(spec.numel for spec in specs[:stop]) for stop in range(1, len(specs) + 1)]
-    bucket_elems = draw(
-        st.none() | st.integers(1, 200) | st.sampled_from([max(1, total) for total in sums])
-    )
-    partition = draw(st.sampled_from(["padded", "padded", "uneven"]))
-    padded = partition == "padded"
-    policy = LayoutPolicy(
-        shard_count=draw(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 12, 64])),
-        align_elems=draw(st.sampled_from([1, 2, 3, 8, 128])) if padded else 1,
-        align_bytes=draw(st.sampled_from([1, 1, 2, 6, 16, 256])) if padded else 1,
-        bucket_elems=bucket_elems,
-        param_order=draw(st.sampled_from(["registration", "reverse"])),
-        partition=partition,
-    )
-    return specs, policy, plan_buffers(specs, policy=policy)
-
 
 EMPTY = [ParamSpec(name="empty", shape=(0,), dtype="fp32")]
 LONE = LayoutPolicy(shard_count=3, align_elems=2, bucket_elems=1)

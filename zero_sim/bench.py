@@ -16,10 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+import hypothesis
 import torch
 import torch.distributed as dist
+from hypothesis.strategies import SearchStrategy
 
+from zero_sim.errors import LayoutError
+from zero_sim.fuzz.layouts import Layout, layouts
+from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
 from zero_sim.report.records import Measurement
 from zero_sim.scenario.spec import (
@@ -35,6 +41,8 @@ from zero_sim.targets import find_target
 from zero_sim.verify import run_case
 from zero_sim.verify.backends import Setup, TeamJudge
 from zero_sim.workloads import Workload, build_workload
+
+T = TypeVar("T")
 
 
 def _measured(name: str, value: float, unit: str, *, goal: float) -> Measurement:
@@ -73,6 +81,8 @@ def run_benchmarks() -> Iterator[Measurement]:
         ):
             yield _shown(f"{name} over none, hidden 8", _cost_of(world), "x")
         yield _measured("peak memory over what 4 ranks hold", _memory_ratio(), "x", goal=1.1)
+        yield _measured_least("drawn cases, 2 to 8 ranks", _cases_rate(100), "a second", goal=50.0)
+        yield _measured_least("drawn layouts", _layouts_rate(3000), "a second", goal=1000.0)
     finally:
         torch.set_num_threads(threads)
 
@@ -216,6 +226,62 @@ def _plain_seconds(scenario: Scenario, workload: Workload) -> float:
             masters[rank].grad = torch.zeros_like(masters[rank])
             optimizers[rank].step()
     return time.perf_counter() - started
+
+
+def _cases_rate(count: int) -> float:
+    """Drawn cases a second, drawing included, on warm worlds; the second time that they are run."""
+    cases_from = scenarios(ranks_max=8, steps_max=5).filter(lambda case: case.world.size > 1)
+    with WorldPool() as pool:
+        run = functools.partial(run_case, pool=pool)
+        _drawn_rate(cases_from, run, count)
+        return _drawn_rate(cases_from, run, count)
+
+
+def _layouts_rate(count: int) -> float:
+    """Layouts a second that are drawn, planned and seen to give every element one owner."""
+    return _drawn_rate(layouts(), _require_cover, count)
+
+
+def _drawn_rate(cases_from: SearchStrategy[T], visit: Callable[[T], object], count: int) -> float:
+    seen = 0
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(
+        max_examples=count,
+        phases=(hypothesis.Phase.generate,),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(cases_from)
+    def cases(case: T) -> None:
+        nonlocal seen
+        seen += 1
+        visit(case)
+
+    started = time.perf_counter()
+    cases()
+    return seen / (time.perf_counter() - started)
+
+
+def _require_cover(layout: Layout) -> None:
+    _, policy, buffers = layout
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            reached = bucket.span.start
+            for shard in range(policy.shard_count):
+                for fragment in bucket.fragments(shard):
+                    if fragment.in_buffer.start != reached:
+                        raise LayoutError(
+                            f"Expected element {reached} to be owned once, but bucket "
+                            f"{bucket.index} of buffer {buffer.key} goes on with {fragment}."
+                        )
+                    reached = fragment.in_buffer.stop
+            if reached != bucket.padding.start:
+                raise LayoutError(
+                    f"Expected an owner of every element, but nobody has those from {reached} to "
+                    f"{bucket.padding.start} of buffer {buffer.key}."
+                )
 
 
 def _memory_ratio() -> float:

@@ -2,16 +2,21 @@
 
 import math
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
+from zero_sim.errors import Problem
 from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
 from zero_sim.fuzz.strategies import faulty_scenarios, scenarios
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
+from zero_sim.targets import EVERYTHING, Capabilities, find_target, refusals, target_names
+from zero_sim.verify.program import segments_of
 
 QUIET = settings(
     phases=(Phase.generate, Phase.shrink),
@@ -42,6 +47,98 @@ def cases():
 
 def test_cases_are_valid(cases):
     assert [check_scenario(case) for case in cases if check_scenario(case)] == []
+
+
+class Plain:
+    """A target that declares nothing: ten lines around AdamW."""
+
+    name = "plain"
+
+    def build(self, module, *, scenario, group):
+        raise NotImplementedError
+
+
+class Narrow(Plain):
+    """A target for which most of what there is to choose from is one thing."""
+
+    name = "narrow"
+    capabilities = replace(
+        EVERYTHING,
+        models=("moe", "digits"),
+        dtypes=("bf16",),
+        stages=(0,),
+        optimizers=("sgd",),
+        orders=("tree",),
+        world_size_max=3,
+    )
+
+
+class Choosy(Plain):
+    """A target that refuses what no capability says."""
+
+    name = "choosy"
+    capabilities = None
+
+    def refuses(self, scenario):
+        if scenario.world.size % 2:
+            yield Problem(path="world.size", message="expected an even number.")
+
+
+class Reloading(Plain):
+    """A target that follows nothing but a checkpoint."""
+
+    name = "reloading"
+    capabilities = Capabilities(stages=(1,), follows=("reload",), world_size_max=4)
+
+
+TARGETS = [*map(find_target, target_names()), Plain(), Narrow(), Choosy(), Reloading()]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_cases_for_a_target_are_valid_and_within_its_capabilities(target):
+    aimed = drawn(scenarios(target), 300)
+    assert len(aimed) == 300
+    for case in aimed:
+        assert check_scenario(case) == []
+        assert refusals(target, case) == ()
+        assert case.system.target == target.name
+
+
+@pytest.mark.parametrize("target", [Narrow(), Reloading()], ids=lambda target: target.name)
+def test_what_comes_after_a_checkpoint_is_within_the_capabilities_too(target):
+    again = [case for case in drawn(scenarios(target), 300) if case.reload]
+    assert again
+    for case in again:
+        for segment in segments_of(case, folder=Path("unused")):
+            assert refusals(target, replace(segment.scenario, reload=None)) == ()
+
+
+FOLLOWED = {
+    "run.micro_batches": lambda s: s.run.micro_batches > 1,
+    "topology.tp": lambda s: s.topology.tp > 1,
+    "topology.cp": lambda s: s.topology.cp > 1,
+    "topology.pp": lambda s: s.topology.pp > 1,
+    "topology.order": lambda s: s.topology.order != "tp-cp-dp-pp",
+    "optimizer.clip_value": lambda s: s.optimizer.clip_value,
+    "optimizer.groups": lambda s: s.optimizer.groups,
+    "optimizer.warmup_steps": lambda s: s.optimizer.warmup_steps,
+    "optimizer.foreach": lambda s: s.optimizer.foreach,
+    "optimizer.amsgrad": lambda s: s.optimizer.amsgrad,
+    "optimizer.nesterov": lambda s: s.optimizer.nesterov,
+}
+
+
+def test_all_that_ddp_follows_comes_up():
+    aimed = drawn(scenarios(find_target("torch-ddp")), 1200)
+    assert [path for path, has in FOLLOWED.items() if not any(map(has, aimed))] == []
+
+
+def test_no_more_ranks_in_a_group_than_a_target_takes():
+    sizes = {
+        case.world.size // (case.topology.tp * case.topology.pp)
+        for case in drawn(scenarios(Narrow()), 100)
+    }
+    assert sizes == {1, 2, 3}
 
 
 def test_cases_with_faults_are_valid_and_say_what_must_be_found():

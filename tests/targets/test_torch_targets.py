@@ -25,7 +25,8 @@ def test_another_rule_of_division_shows():
     target.numerics = Numerics(divide="post", grads_told="after-division")
     with pytest.raises(NotConformant) as failed:
         conformance(target, cases=60)()
-    assert failed.value.scenario.world.size == 3
+    # Of powers of two, the reciprocal is exact.
+    assert failed.value.scenario.world.size in (3, 5, 6, 7)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import OptimizerName
 from zero_sim.targets import find_target, refusals, target_names
-from zero_sim.testing import NotConformant, conformance, scenarios_for
+from zero_sim.testing import NotConformant, conformance, scenarios
 from zero_sim.verify.records import CaseResult
 
 # The function of the same name hides the module in its package.
@@ -90,7 +90,7 @@ def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
 def test_what_is_drawn_is_within_the_capabilities(name):
     target = find_target(name)
 
-    @given(scenario=scenarios_for(target))
+    @given(scenario=scenarios(target))
     @settings(max_examples=60, database=None, derandomize=True, deadline=None)
     def check(scenario):
         assert refusals(target, scenario) == ()
@@ -102,8 +102,8 @@ def test_what_is_drawn_is_within_the_capabilities(name):
 def test_every_optimizer_that_is_declared_is_drawn():
     seen: set[OptimizerName] = set()
 
-    @given(scenario=scenarios_for(find_target("torch-ddp")))
-    @settings(max_examples=200, database=None, derandomize=True, deadline=None)
+    @given(scenario=scenarios(find_target("torch-ddp")))
+    @settings(max_examples=500, database=None, derandomize=True, deadline=None)
     def check(scenario):
         seen.add(scenario.optimizer.name)
 
@@ -139,4 +139,5 @@ def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
     shown = result.stdout[result.stdout.index("schema = 1") : result.stdout.index("All traceback")]
     text = "\n".join(line.strip() for line in shown.splitlines())
     (scenario,) = parse_cases(text, source="text", stem="drawn")
-    assert (scenario.world.size, scenario.model.shapes) == (2, ((1,),))
+    assert scenario.world.size == 2
+    assert scenario.model.shapes in (((),), ((1,),))

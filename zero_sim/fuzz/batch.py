@@ -21,7 +21,6 @@ from hypothesis.strategies import SearchStrategy
 from zero_sim.bundle import write_bundle
 from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.coverage import Grid, features_of
-from zero_sim.fuzz.drawing import scenarios_for
 from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, Key, key_of, size_in_words
 from zero_sim.fuzz.strategies import scenarios
@@ -29,7 +28,7 @@ from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, capabilities_of, import_target
+from zero_sim.targets import Target, import_target
 from zero_sim.verify import run_case
 from zero_sim.verify.records import CaseResult, Finding
 
@@ -66,8 +65,7 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
 
     Args:
         job: Which batch.
-        cases_from: What draws the cases; where left out, the strategy `scenarios`, or
-            `scenarios_for` for a target that cannot do everything.
+        cases_from: What draws the cases; where left out, the strategy `scenarios` for the target.
 
     Raises:
         UsageError: There is no such target.
@@ -77,7 +75,7 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
     stop = Stop(deadline=deadline)
     target = import_target(job.target)
     with _interrupts(stop), WorldPool() as pool, _settled_memory():
-        drawn = _cases_for(target) if cases_from is None else cases_from
+        drawn = scenarios(target) if cases_from is None else cases_from
         batch = _Batch(
             job=job,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
@@ -85,12 +83,6 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
             stop=stop,
         )
         return batch.run()
-
-
-def _cases_for(target: Target) -> SearchStrategy[Scenario]:
-    # None, and not just left out, stands for all that a scenario can say.
-    able = getattr(target, "capabilities", capabilities_of(target))
-    return scenarios() if able is None else scenarios_for(target)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from zero_sim.fuzz.shapes import PARAMS_MAX, shape_lists
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.spec import DataSpec, FreezeSpec, ModelName, ModelSpec, NanSpec, Scenario
+from zero_sim.targets import EVERYTHING
 
 BARE: tuple[ModelName, ...] = ("params", "lattice", "bit-hash")
 """Models that are nothing but params of given shapes."""
@@ -39,20 +40,31 @@ def models(
         draw: Given by Hypothesis.
         ranks: Number of ranks that share its optimizer state.
         align_elems: What shards are aligned to, in elements.
-        names: Models to draw from, the simplest first.
+        names: Models to draw from, the simplest first; of them those that the target can train, or
+            any that it can where there are none.
         swarm: What the case has; drawn anew where left out.
     """
-    name = draw(st.sampled_from(names))
+    able = EVERYTHING if swarm is None else swarm.able
+    name = draw(st.sampled_from([name for name in names if name in able.models] or able.models))
     shapes = None
     if name in BARE:
-        shapes = draw(shape_lists(ranks, align_elems=align_elems))
+        shapes = draw(
+            shape_lists(
+                ranks,
+                align_elems=align_elems,
+                empty=able.empty_params,
+                scalars=able.scalar_params,
+            )
+        )
     else:
         # Of two failing cases Hypothesis keeps the one with fewer choices, and a model with a name
         # would be a single one, though a person would rather look at a handful of bare params.
         for _ in range(_PRICE):
             draw(st.booleans())
     swarm = swarm or Swarm(draw)
-    dtype = "bf16" if swarm.on("bf16") else "fp32"
+    dtype = able.dtypes[0]
+    if len(able.dtypes) > 1:
+        dtype = "bf16" if swarm.on("bf16") else "fp32"
     match name:
         case "params" | "lattice" | "bit-hash":
             return ModelSpec(name=name, dtype=dtype, shapes=shapes)
@@ -97,7 +109,7 @@ def feeds(draw: st.DrawFn, *, model: ModelSpec, swarm: Swarm | None = None) -> D
     return DataSpec(
         rows=draw(st.integers(1, 3)),
         uneven_rows=swarm.on("uneven rows"),
-        loss="sum" if model.name in _SUMMED_LOSS and swarm.on("summed loss") else "mean",
+        loss="sum" if swarm.on("summed loss", fits=model.name in _SUMMED_LOSS) else "mean",
     )
 
 

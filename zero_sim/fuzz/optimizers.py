@@ -38,23 +38,26 @@ def optimizers(
     Args:
         draw: Given by Hypothesis.
         model: The model, after whose params groups are called.
-        names: Optimizers to draw from, the usual one first.
+        names: Optimizers to draw from, the usual one first; of them those that the target steps
+            with.
         swarm: What the case has; drawn anew where left out.
     """
     swarm = swarm or Swarm(draw)
-    name = draw(st.sampled_from(names)) if swarm.on("any optimizer") else names[0]
-    clip = draw(st.sampled_from(["norm", "value"])) if swarm.on("clip") else None
-    momentum = name in _WITH_MOMENTUM and swarm.on("momentum")
+    able = [name for name in names if name in swarm.able.optimizers] or swarm.able.optimizers
+    name = draw(st.sampled_from(able)) if len(able) > 1 and swarm.on("any optimizer") else able[0]
+    clips = [way for way in ("norm", "value") if swarm.follows(f"optimizer.clip_{way}")]
+    clip = draw(st.sampled_from(clips)) if clips and swarm.on("clip") else None
+    momentum = swarm.on("momentum", fits=name in _WITH_MOMENTUM)
     return OptimizerSpec(
         name=name,
         lr=draw(st.sampled_from([1e-3, 0.1])),
-        betas=(0.5, 0.75) if name in _WITH_BETAS and swarm.on("betas") else (0.9, 0.999),
+        betas=(0.5, 0.75) if swarm.on("betas", fits=name in _WITH_BETAS) else (0.9, 0.999),
         momentum=0.9 if momentum else 0.0,
-        nesterov=name == "sgd" and momentum and swarm.on("nesterov"),
-        amsgrad=name in _WITH_AMSGRAD and swarm.on("amsgrad"),
+        nesterov=swarm.on("nesterov", fits=name == "sgd" and momentum),
+        amsgrad=swarm.on("amsgrad", fits=name in _WITH_AMSGRAD),
         eps=1.0 if swarm.on("large eps") else 1e-8,
-        weight_decay=0.1 if name != "rprop" and swarm.on("decay") else 0.0,
-        foreach=name not in NO_FOREACH and swarm.on("foreach"),
+        weight_decay=0.1 if swarm.on("decay", fits=name != "rprop") else 0.0,
+        foreach=swarm.on("foreach", fits=name not in NO_FOREACH),
         warmup_steps=3 if swarm.on("warmup") else 0,
         groups=draw(param_groups(model=model, decay=name != "rprop")) if swarm.on("groups") else (),
         clip_norm=draw(st.sampled_from([0.1, 1e-3, 100.0])) if clip == "norm" else None,

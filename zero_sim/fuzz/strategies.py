@@ -1,8 +1,8 @@
 """Whole cases, drawn: the public strategies, of which the others of this room are the parts.
 
-Every value that is drawn is valid: `check_scenario` has nothing to say about it. What is drawn
-first is what shrinks first: ranks, then params, then their sizes, then features, each to its
-default.
+Every value that is drawn is valid: `check_scenario` has nothing to say about it. For a target it is
+one that the target can be asked for. What is drawn first is what shrinks first: ranks, then params,
+then their sizes, then features, each to its default.
 """
 
 from __future__ import annotations
@@ -27,36 +27,67 @@ from zero_sim.scenario.spec import (
     RunSpec,
     Scenario,
 )
+from zero_sim.targets import EVERYTHING, Capabilities, Target, capabilities_of, refusals
 
 RANKS_MAX = 8
 STEPS_MAX = 4
+_FEW_RANKS = 4
 
 
-@st.composite
 def scenarios(
-    draw: st.DrawFn,
+    target: Target | None = None,
     *,
     ranks_max: int = RANKS_MAX,
     steps_max: int = STEPS_MAX,
     models_from: Sequence[ModelName] = MODELS,
     reload: bool = True,
-) -> Scenario:
-    """A case that must pass, or be inconclusive: any features with any others.
+) -> st.SearchStrategy[Scenario]:
+    """Cases that must pass, or be inconclusive: any features with any others.
 
     Args:
-        draw: Given by Hypothesis.
+        target: What they are for: only what it can be asked for is drawn, and what its own
+            `refuses` still refuses is drawn anew. Our own system, which can be asked for
+            everything, where left out.
         ranks_max: Most ranks.
         steps_max: Most optimizer steps; at least 1.
-        models_from: Models to draw from, the simplest first.
+        models_from: Models to draw from, the simplest first; of them those that the target can
+            train.
         reload: Whether cases may save a checkpoint and go on in another world.
     """
-    world_size = draw(st.integers(1, ranks_max))
-    swarm = Swarm(draw)
-    topology = draw(topologies(world_size=world_size, swarm=swarm))
-    ranks = world_size // (topology.tp * topology.pp)
+    able = EVERYTHING if target is None else capabilities_of(target)
+    drawn = _cases(
+        able=able,
+        ranks_max=ranks_max,
+        steps_max=steps_max,
+        models_from=models_from,
+        reload=reload,
+    )
+    if target is None:
+        return drawn
+    aimed = drawn.map(lambda case: replace(case, system=replace(case.system, target=target.name)))
+    return aimed.filter(lambda case: not refusals(target, case))
+
+
+@st.composite
+def _cases(
+    draw: st.DrawFn,
+    *,
+    able: Capabilities,
+    ranks_max: int,
+    steps_max: int,
+    models_from: Sequence[ModelName],
+    reload: bool,
+) -> Scenario:
+    # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
+    most = min(ranks_max, able.world_size_max or ranks_max)
+    # What goes wrong among many ranks mostly does among few, where a case costs a fraction.
+    is_wide = draw(st.integers(0, 3)) == 3
+    ranks = draw(st.integers(1, most if is_wide else min(_FEW_RANKS, most)))
+    swarm = Swarm(draw, able=able)
+    topology = draw(topologies(ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm))
     align_elems = draw(st.integers(2, 8)) if swarm.on("aligned") else 1
     model = draw(models(ranks=ranks, align_elems=align_elems, names=models_from, swarm=swarm))
-    ep = draw(st.sampled_from(shares(model, ranks)))
+    ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
     topology = replace(topology, ep=ep)
     sizes = [spec.numel for spec in param_specs(model, ep=ep)]
     system = draw(systems(ranks=ranks // ep, sizes=sizes, align_elems=align_elems, swarm=swarm))
@@ -65,7 +96,7 @@ def scenarios(
         name="drawn",
         model=model,
         data=draw(feeds(model=model, swarm=swarm)),
-        world=draw(worlds(size=world_size, swarm=swarm)),
+        world=draw(worlds(size=ranks * topology.tp * topology.pp, swarm=swarm)),
         topology=topology,
         system=system,
         optimizer=draw(optimizers(model=model, swarm=swarm)),

@@ -9,9 +9,49 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from zero_sim.targets import EVERYTHING, Capabilities
+
 _LEVELS = 8
 _SHARES = (2, 1, 4)
 """Of `_LEVELS`: how many of the features a case has on average; the first one is the usual."""
+_LEVEL = st.integers(0, _LEVELS - 1)
+_SHARE = st.sampled_from(_SHARES)
+
+_PATHS = {
+    "accumulation": "run.micro_batches",
+    "aligned": "system.align_elems",
+    "amsgrad": "optimizer.amsgrad",
+    "betas": "optimizer.betas",
+    "buckets": "system.bucket_elems",
+    "copies": "system.redundancy",
+    "cp": "topology.cp",
+    "decay": "optimizer.weight_decay",
+    "divide": "system.divide",
+    "divide by": "system.divide_by",
+    "foreach": "optimizer.foreach",
+    "fp32 grads": "system.grad_dtype",
+    "freeze": "model.freeze",
+    "groups": "optimizer.groups",
+    "large eps": "optimizer.eps",
+    "loss scale": "optimizer.loss_scale",
+    "momentum": "optimizer.momentum",
+    "nesterov": "optimizer.nesterov",
+    "other buckets": "system.bucket_elems",
+    "other param order": "system.param_order",
+    "other partition": "system.partition",
+    "overlap grads": "system.overlap_grads",
+    "overlap params": "system.overlap_params",
+    "pp": "topology.pp",
+    "reload": "reload",
+    "reverse": "system.param_order",
+    "shared": "topology.shared",
+    "sync every": "system.sync",
+    "tied": "topology.tied",
+    "tp": "topology.tp",
+    "uneven": "system.partition",
+    "warmup": "optimizer.warmup_steps",
+}
+"""The option that a feature sets, which a target may not follow; all others are no target's."""
 
 
 class Swarm:
@@ -19,25 +59,42 @@ class Swarm:
 
     Args:
         draw: Of the strategy that draws the case.
+        able: What the target of the case can be asked for.
     """
 
+    able: Capabilities
     chosen: set[str]
     """Features that were switched on."""
 
-    def __init__(self, draw: st.DrawFn) -> None:
+    def __init__(self, draw: st.DrawFn, *, able: Capabilities = EVERYTHING) -> None:
         self._draw = draw
-        self._least = _LEVELS - draw(st.sampled_from(_SHARES))
+        self._least = _LEVELS - draw(_SHARE)
+        self.able = able
         self.chosen = set()
 
-    def on(self, feature: str) -> bool:
+    def follows(self, path: str) -> bool:
+        """Whether the target follows an option.
+
+        Args:
+            path: Where a scenario has it.
+        """
+        return path in self.able.follows
+
+    def on(self, feature: str, *, fits: bool = True) -> bool:
         """Draw whether the case has a feature; it shrinks to not having it.
 
         Args:
-            feature: What it is called in statistics.
+            feature: What it is called in statistics; one that the target does not follow is off
+                without a draw.
+            fits: Whether the case could have it. It is drawn all the same, and then off: a case
+                that shrinks to fewer ranks must find every later draw in its place.
         """
+        path = _PATHS.get(feature)
+        if path is not None and not self.follows(path):
+            return False
         # Not a draw of a bool, whose weight could not be chosen; and one draw a feature, so that
         # each can be dropped by itself.
-        chosen = self._draw(st.integers(0, _LEVELS - 1)) >= self._least
+        chosen = self._draw(_LEVEL) >= self._least and fits
         if chosen:
             self.chosen.add(feature)
         return chosen

@@ -25,44 +25,48 @@ _COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tok
 _ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 
-def shares(model: ModelSpec, ranks: int) -> list[int]:
+def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
     """In how many ways the experts of a model can be dealt to ranks; 1 first.
 
     Args:
         model: The model.
         ranks: Number of ranks of a dp-cp group.
+        swarm: What the case has.
     """
-    if model.name != "moe":
+    if model.name != "moe" or not swarm.follows("topology.ep"):
         return [1]
     return [ways for ways in divisors(ranks) if model.experts % ways == 0]
 
 
 @st.composite
-def topologies(draw: st.DrawFn, *, world_size: int = 2, swarm: Swarm | None = None) -> TopologySpec:
-    """An arrangement of so many ranks, without expert parallelism.
+def topologies(
+    draw: st.DrawFn, *, ranks: int = 2, parts_max: int = 4, swarm: Swarm | None = None
+) -> TopologySpec:
+    """An arrangement of ranks, without expert parallelism.
 
     Args:
         draw: Given by Hypothesis.
-        world_size: Number of ranks.
+        ranks: Number of ranks of a dp-cp group.
+        parts_max: Most of these groups.
         swarm: What the case has; drawn anew where left out.
     """
     swarm = swarm or Swarm(draw)
     tp = pp = cp = 1
-    ways = [count for count in (2, 3) if world_size % count == 0]
-    if ways and swarm.on("tp"):
-        tp = draw(st.sampled_from(ways))
-    if world_size // tp % 2 == 0 and swarm.on("pp"):
+    if swarm.on("tp", fits=parts_max >= 2):
+        tp = draw(st.integers(2, min(parts_max, 3)))
+    if swarm.on("pp", fits=parts_max // tp >= 2):
         pp = 2
-    if world_size // (tp * pp) > 1 and swarm.on("cp"):
-        cp = draw(st.sampled_from(divisors(world_size // (tp * pp))[1:]))
-    endings = st.lists(st.sampled_from(_ENDINGS), max_size=2).map(tuple)
+    if swarm.on("cp", fits=ranks > 1):
+        cp = draw(st.sampled_from(divisors(ranks)[1:]))
+    turned = swarm.follows("topology.order")
+    endings = st.lists(st.sampled_from(_ENDINGS), min_size=1, max_size=2).map(tuple)
     return TopologySpec(
         tp=tp,
         cp=cp,
         pp=pp,
-        shared=draw(endings) if tp > 1 and swarm.on("shared") else (),
-        tied=draw(endings) if pp > 1 and swarm.on("tied") else (),
-        order=draw(st.sampled_from(_AXES)) if tp * pp > 1 else _AXES[0],
+        shared=draw(endings) if swarm.on("shared", fits=tp > 1) else (),
+        tied=draw(endings) if swarm.on("tied", fits=pp > 1) else (),
+        order=draw(st.sampled_from(_AXES)) if turned and tp * pp > 1 else _AXES[0],
     )
 
 
@@ -76,9 +80,11 @@ def worlds(draw: st.DrawFn, *, size: int = 2, swarm: Swarm | None = None) -> Wor
         swarm: What the case has; drawn anew where left out.
     """
     swarm = swarm or Swarm(draw)
+    orders = [order for order in _ORDERS if order in swarm.able.orders]
+    any_order = len(orders) > 1 and swarm.on("any order")
     return WorldSpec(
         size=size,
-        order=draw(st.sampled_from(_ORDERS)) if swarm.on("any order") else "linear",
+        order=draw(st.sampled_from(orders)) if any_order else orders[0],
         schedule=draw(st.sampled_from(["random", "pct"]))
         if swarm.on("schedule")
         else "round-robin",
@@ -96,7 +102,7 @@ def systems(
     align_elems: int = 1,
     swarm: Swarm | None = None,
 ) -> SystemSpec:
-    """Settings of the project's own system.
+    """Settings of the system under test; of our own, where nothing else is said.
 
     Args:
         draw: Given by Hypothesis.
@@ -106,9 +112,9 @@ def systems(
         swarm: What the case has; drawn anew where left out.
     """
     swarm = swarm or Swarm(draw)
-    stage = 0 if swarm.on("stage 0") else 1
+    stage = _stage(swarm)
     copies = divisors(ranks)[1:]
-    uneven = stage == 1 and align_elems == 1 and swarm.on("uneven")
+    uneven = swarm.on("uneven", fits=stage == 1 and align_elems == 1)
     sync = "every" if swarm.on("sync every") else "last"
     divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
     # The number of rows is known only behind the last micro-batch.
@@ -116,19 +122,32 @@ def systems(
     buckets = swarm.on("buckets")
     return SystemSpec(
         stage=stage,
-        redundancy=draw(st.sampled_from(copies)) if stage and copies and swarm.on("copies") else 1,
+        redundancy=draw(st.sampled_from(copies))
+        if swarm.on("copies", fits=bool(stage and copies))
+        else 1,
         partition="uneven" if uneven else "padded",
         param_order="reverse" if swarm.on("reverse") else "registration",
         align_elems=align_elems,
-        align_bytes=draw(st.sampled_from([1, 16, 128])) if align_elems > 1 else 1,
+        align_bytes=draw(st.sampled_from([1, 16, 128]))
+        if align_elems > 1 and swarm.follows("system.align_bytes")
+        else 1,
         bucket_elems=draw(bucket_sizes(sizes)) if buckets else None,
-        overlap_grads=swarm.on("overlap grads"),
-        overlap_params=stage == 1 and swarm.on("overlap params"),
+        overlap_grads=swarm.on("overlap grads") if swarm.follows("system.overlap_grads") else None,
+        overlap_params=swarm.on("overlap params", fits=stage == 1)
+        if swarm.follows("system.overlap_params")
+        else None,
         sync=sync,
         divide=divide,
         divide_by=draw(st.sampled_from(counts)) if swarm.on("divide by") else "ranks",
         grad_dtype="fp32" if swarm.on("fp32 grads") else "param",
     )
+
+
+def _stage(swarm: Swarm) -> Literal[0, 1]:
+    stages = swarm.able.stages
+    if len(stages) == 1:
+        return stages[0]
+    return 0 if swarm.on("stage 0") else 1
 
 
 @st.composite
@@ -158,9 +177,12 @@ def reloads(
     """
     swarm = swarm or Swarm(draw)
     parts = topology.tp * topology.pp
-    ranks = topology.cp * draw(st.integers(1, max(1, ranks_max // (parts * topology.cp))))
-    ep = draw(st.sampled_from(shares(model, ranks)))
-    stage = _other_stage(system) if swarm.on("other stage") else None
+    most = min(ranks_max // parts, swarm.able.world_size_max or ranks_max)
+    ranks = topology.cp * draw(st.integers(1, max(1, most // topology.cp)))
+    ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
+    both = len(swarm.able.stages) > 1
+    stage = _other_stage(system) if both and swarm.on("other stage") else None
+    has_copies = stage is None and system.stage == 1 and swarm.follows("system.redundancy")
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
@@ -169,9 +191,7 @@ def reloads(
         world_size=ranks * parts,
         stage=stage,
         ep=ep,
-        redundancy=draw(st.sampled_from(divisors(ranks // ep)))
-        if (stage is None and system.stage == 1)
-        else 1,
+        redundancy=draw(st.sampled_from(divisors(ranks // ep))) if has_copies else 1,
         bucket_elems=draw(bucket_sizes(sizes)) if swarm.on("other buckets") else None,
         partition=draw(st.sampled_from(["padded", "uneven"]))
         if padded and system.stage == 1 and swarm.on("other partition")

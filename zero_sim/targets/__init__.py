@@ -3,6 +3,7 @@
 from zero_sim.targets.adapt import CompletedEngine, complete
 from zero_sim.targets.declared import (
     ADAMW_SETTINGS,
+    EVERYTHING,
     OPTIMIZER_SETTINGS,
     PLAIN_MODELS,
     Capabilities,
@@ -24,6 +25,7 @@ from zero_sim.targets.registry import find_target, import_target, target_names
 
 __all__ = [
     "ADAMW_SETTINGS",
+    "EVERYTHING",
     "OPTIMIZER_SETTINGS",
     "PLAIN_MODELS",
     "Capabilities",

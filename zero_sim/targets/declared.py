@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from zero_sim.errors import Problem
 from zero_sim.reference import POSITION_FREE
@@ -156,23 +156,19 @@ def numerics_of(target: Target) -> Numerics:
 
 
 def capabilities_of(target: Target) -> Capabilities:
-    """What may be drawn for a target: what it declares, or what ten lines around AdamW can do.
+    """What a target can be asked for: what it declares, or what ten lines around AdamW can do.
 
-    One that declares None, which stands for all that a scenario can say, is drawn the same for.
+    None, and not just left out, stands for all that a scenario can say.
     """
-    return getattr(target, "capabilities", None) or Capabilities()
+    declared: Capabilities | None = getattr(target, "capabilities", Capabilities())
+    return EVERYTHING if declared is None else declared
 
 
 def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
-    """All that keeps a case from being run on a target; empty where nothing does.
-
-    Capabilities that are None, and not just left out, refuse nothing.
-    """
-    declared: Capabilities | None = getattr(target, "capabilities", Capabilities())
+    """All that keeps a case from being run on a target; empty where nothing does."""
     own = getattr(target, "refuses", None)
     found = () if own is None else tuple(own(scenario))
-    if declared is None:
-        return found
+    declared = capabilities_of(target)
     return (*declared.problems(scenario, numerics=numerics_of(target)), *found)
 
 
@@ -200,3 +196,13 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
     yield "run.micro_batches", scenario.run.micro_batches, 1
     yield "model.freeze", scenario.model.freeze, ModelSpec(name="mlp").freeze
     yield "reload", scenario.reload, None
+
+
+EVERYTHING = Capabilities(
+    models=get_args(ModelName),
+    dtypes=get_args(DtypeName),
+    optimizers=get_args(OptimizerName),
+    orders=get_args(OrderName),
+    follows=tuple(path for path, _, _ in _options(Scenario(schema=1, model=ModelSpec(name="mlp")))),
+)
+"""All that a scenario can say."""

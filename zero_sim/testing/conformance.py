@@ -8,7 +8,7 @@ from collections.abc import Callable
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 
-from zero_sim.fuzz.drawing import scenarios_for
+from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_chosen_toml
@@ -95,7 +95,7 @@ def _build_check(
     world_size_max: int,
     steps_max: int,
 ) -> Callable[[], None]:
-    drawn = scenarios_for(target, world_size_max=world_size_max, steps_max=steps_max)
+    drawn = scenarios(target, ranks_max=world_size_max, steps_max=steps_max)
 
     def check(scenario: Scenario) -> None:
         result = run_case(scenario, pool=pool, target=target)
