@@ -68,7 +68,8 @@ def campaign_cases(draw: st.DrawFn) -> Scenario:
     wanted: set[Flag] = {flag for flag in FLAGS if draw(st.integers(0, 7)) >= 8 - density}
     if wanted >= {"AS", "B2"} and draw(st.booleans()):
         # A degree of overlap is owed in two steps that nothing interrupts.
-        wanted = wanted - {"CK", "IN", "FZ", "ME"} | {"S2"}
+        wanted -= {"CK", "IN", "FZ", "ME"}
+        wanted.add("S2")
     model = draw(_models(wanted, size))
     topology = draw(_topologies(wanted, model, size))
     ranks = size // (topology.tp * topology.pp)

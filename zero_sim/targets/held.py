@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
+from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
@@ -77,12 +78,12 @@ def _tensors(roots: list[object]) -> Iterator[tuple[Tensor, UntypedStorage]]:
 
 
 @cache
-def _members_of(cls: type) -> Callable[[object], Iterable[object]] | None:
+def _members_of(cls: type) -> Callable[[Any], Iterable[object]] | None:
     """What an object of a class refers to; None where nothing of it is followed.
 
     Found once for each class: most of what is met are numbers and names, many thousand times.
     """
-    members: Callable[..., Iterable[object]] | None = None
+    members: Callable[[Any], Iterable[object]] | None = None
     if issubclass(cls, nn.Module):
         return None
     if issubclass(cls, Tensor):
@@ -90,7 +91,7 @@ def _members_of(cls: type) -> Callable[[object], Iterable[object]] | None:
     elif issubclass(cls, dict):
         members = _items
     elif issubclass(cls, list | tuple | set | frozenset):
-        members = iter
+        members = _entries
     elif issubclass(cls, Optimizer):
         members = _of_optimizer
     elif issubclass(cls, partial):
@@ -103,6 +104,10 @@ def _members_of(cls: type) -> Callable[[object], Iterable[object]] | None:
 
 def _grad(tensor: Tensor) -> Iterable[object]:
     return (tensor.grad,)
+
+
+def _entries(entries: Iterable[object]) -> Iterable[object]:
+    return entries
 
 
 def _items(mapping: dict[object, object]) -> Iterable[object]:
