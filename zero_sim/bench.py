@@ -239,7 +239,7 @@ def _cases_rate(count: int) -> float:
 
 def _layouts_rate(count: int) -> float:
     """Layouts a second that are drawn, planned and seen to give every element one owner."""
-    return _drawn_rate(layouts(), _require_cover, count)
+    return _drawn_rate(layouts(), require_cover, count)
 
 
 def _drawn_rate(cases_from: SearchStrategy[T], visit: Callable[[T], object], count: int) -> float:
@@ -264,7 +264,12 @@ def _drawn_rate(cases_from: SearchStrategy[T], visit: Callable[[T], object], cou
     return seen / (time.perf_counter() - started)
 
 
-def _require_cover(layout: Layout) -> None:
+def require_cover(layout: Layout) -> None:
+    """Refuse a drawn layout in which some element of a param has no owner, or two.
+
+    Raises:
+        LayoutError: Names the first such element.
+    """
     _, policy, buffers = layout
     for buffer in buffers:
         for bucket in buffer.buckets:

@@ -74,8 +74,9 @@ class Capabilities:
     """Most ranks; None for any number."""
     follows: tuple[str, ...] = ()
     """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
-    `topology`; and `run.micro_batches`, `model.freeze`, `reload`. All others must be as by default,
-    or as the numerics say."""
+    `topology`; and `run.micro_batches`, `model.freeze`, `reload`: in any form, and on in a world
+    and a layout that these capabilities allow. All others must be as by default, or as the numerics
+    say."""
 
     def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
         """What of a case is not supported, each with the path to it."""
