@@ -16,6 +16,7 @@ from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
 _BF16_UNITS = 2**8
+_UNBOUNDED = ("moe", "fp8")
 _BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 
 
@@ -281,6 +282,27 @@ CONDITIONS = (
         broken=lambda s: bool(s.expect.overlap_params_min) and not overlaps_params(s.system),
         message="expected params to be gathered under forward, got {got} without.",
         suggestion="Leave it out, or write system.overlap_params = true.",
+    ),
+    Condition(
+        reads=("world.order_known", "reload"),
+        broken=lambda s: not s.world.order_known and s.reload is not None,
+        message="what a checkpoint holds cannot be followed where the order of addition is not "
+        "known, got {got} with a reload.",
+        suggestion="Leave either out.",
+    ),
+    Condition(
+        reads=("world.order_known", "model.name"),
+        broken=lambda s: not s.world.order_known and s.model.name in _UNBOUNDED,
+        message="experts and fp8 params cannot be followed where the order of addition is not "
+        "known, got {got} with such a model.",
+        suggestion="Leave it out, or write model.name = 'mlp'.",
+    ),
+    Condition(
+        reads=("world.order_known", "topology.tp", "topology.pp"),
+        broken=lambda s: not s.world.order_known and _parts(s) > 1,
+        message="a norm over several parts of a model cannot be bounded where the order of "
+        "addition is not known, got {got} with tp or pp.",
+        suggestion="Leave it out, or write tp = 1 and pp = 1.",
     ),
     Condition(
         reads=("reload.step", "run.steps"),

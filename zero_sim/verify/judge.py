@@ -31,10 +31,11 @@ from zero_sim.targets import Numerics, OwnedPart, Place, StepResult
 from zero_sim.targets.adapt import PARTS
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
+from zero_sim.verify.copies import Copy
 from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.memory import bytes_held, check_memory
-from zero_sim.verify.owed import Row, count_rows
+from zero_sim.verify.owed import Row, Width, count_rows
 from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding, Strip
 from zero_sim.verify.seen import Seen
@@ -85,6 +86,12 @@ class Judge:
         """What the engine could tell and does not, so that nothing is known of it."""
         self.uncertified_step: int | None = None
         """First step whose norm may round either way, so that nothing after clipping is owed."""
+        self.unfollowed = ""
+        """Why the run could not be followed from that step on, where the order is not known."""
+        self.width = Width()
+        """How wide the bounds were, where the order of addition is not known."""
+        self.copies: list[Copy] = []
+        """What this rank holds, where others that hold the same are judged elsewhere."""
         self.owed: Counter[Row] = Counter()
         """Elements of the reduced gradients of all steps, by why they are owed."""
         self.windows: list[StepWindow] = []
@@ -139,6 +146,9 @@ class Judge:
             uncertified_step=self.uncertified_step,
             unobserved=frozenset(self.unobserved),
             owed=self.owed,
+            width=self.width,
+            unfollowed=self.unfollowed,
+            copies=tuple(self.copies),
             bad_step=self._bad_step,
             findings=tuple(
                 found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
@@ -359,6 +369,7 @@ class Judge:
                 taken,
                 rank_count=self.scenario.world.size,
                 replica_count=self.scenario.system.redundancy,
+                order_known=self.scenario.world.order_known,
             )
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
@@ -466,15 +477,21 @@ class Judge:
             if self._differs(cast, working):
                 at = findings.owned("invariant.cast", "", step, rank, place)
                 yield findings.differing(at, cast, working)
+        yield from self._compare_whole_params(rank, step, params, expected)
+        yield from invariants.check_param_padding(engine, step=step, rank=rank)
+
+    def _compare_whole_params(
+        self, rank: int, step: int, params: Mapping[str, Tensor], expected: ReferenceStep
+    ) -> Iterator[Finding]:
+        """Compare the working params that a rank holds, those that others own included."""
         for name, value in expected.params.items():
-            if name not in held:
+            if name not in self._reference.held[rank]:
                 continue
             if name not in params:
                 at = findings.param(step, rank, name)
                 yield replace(at, message="the system does not have this param")
             elif self._differs(value, params[name]):
                 yield findings.differing(findings.param(step, rank, name), value, params[name])
-        yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_memory(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
         owed = bytes_held(
@@ -499,19 +516,27 @@ class Judge:
         place = part.place
         name, start, stop = place.param, place.start, place.stop
         whole = stop - start == expected.masters[name].numel()
-        want = expected.state[name]
 
         def cut(tensor: Tensor) -> Tensor:
             flat = tensor.reshape(-1)
             return flat if whole else flat[start:stop]
 
-        compared = [
-            ("equality.grad", "", cut(self._told(expected, name)), part.grad),
-            ("equality.master", "", cut(expected.masters[name]), part.master),
-        ]
+        grad = cut(self._told(expected, name))
+        if self._differs(grad, part.grad):
+            at = findings.owned("equality.grad", "", step, rank, place)
+            yield findings.differing(at, grad, part.grad)
+        want = expected.state[name]
+        state = {key: cut(value) if value.dim() else value for key, value in want.items()}
+        yield from self._compare_update(rank, step, part, cut(expected.masters[name]), state)
+
+    def _compare_update(
+        self, rank: int, step: int, part: OwnedPart, master: Tensor, want: Mapping[str, Tensor]
+    ) -> Iterator[Finding]:
+        """Compare what the optimizer made of a part, with a master and state cut to it."""
+        place = part.place
+        compared = [("equality.master", "", master, part.master)]
         for key in sorted(want.keys() & part.state.keys()):
-            value = cut(want[key]) if want[key].dim() else want[key]
-            compared.append(("equality.state", key, value, part.state[key]))
+            compared.append(("equality.state", key, want[key], part.state[key]))
         for check, key, value, got in compared:
             if self._differs(value, got):
                 yield findings.differing(findings.owned(check, key, step, rank, place), value, got)

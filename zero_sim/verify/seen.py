@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from zero_sim.verify.copies import Copy, compare_copies, merged_copies
 from zero_sim.verify.findings import sort_and_merge
-from zero_sim.verify.owed import Row
+from zero_sim.verify.owed import Row, Width
 from zero_sim.verify.records import Finding
 
 PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
@@ -42,6 +43,12 @@ class Seen:
     """What the engine could tell and does not."""
     owed: Counter[Row]
     """Elements of the reduced gradients of all steps, by why they are owed."""
+    width: Width = Width()
+    """How much the bounds allow of those that stand under one."""
+    unfollowed: str = ""
+    """Why the run could not be followed from some step on, where the order is not known."""
+    copies: tuple[Copy, ...] = ()
+    """What the rank holds that others, judged elsewhere, hold too."""
     bad_step: int | None
     """First step at which anything is wrong."""
     findings: tuple[Finding, ...]
@@ -58,6 +65,8 @@ class Seen:
             "world_ranks": list(self.world_ranks),
             "unobserved": sorted(self.unobserved),
             "owed": dict(self.owed),
+            "width": self.width.as_dict(),
+            "copies": [dataclasses.asdict(copy) for copy in self.copies],
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
@@ -69,6 +78,8 @@ class Seen:
             world_ranks=tuple(told["world_ranks"]),
             unobserved=frozenset(told["unobserved"]),
             owed=cast(Counter[Row], Counter(told["owed"])),
+            width=Width(**told["width"]),
+            copies=tuple(Copy(**copy) for copy in told["copies"]),
             findings=tuple(finding_from(each) for each in told["findings"]),
         )
 
@@ -81,6 +92,7 @@ _PLAIN = (
     "same_data",
     "has_stepped",
     "uncertified_step",
+    "unfollowed",
     "bad_step",
 )
 
@@ -101,15 +113,22 @@ def merge_seen(parts: Sequence[Seen]) -> Seen:
     Args:
         parts: Of the same group and segment; at least one.
     """
-    bad = min((part.bad_step for part in parts if part.bad_step is not None), default=None)
+    copies = merged_copies([part.copies for part in parts])
+    differing = list(compare_copies(copies))
+    steps = [part.bad_step for part in parts] + [finding.step for finding in differing]
+    bad = min((step for step in steps if step is not None), default=None)
     # What no single rank is to blame for, every judge has found.
-    found = dict.fromkeys(finding for part in parts for finding in part.findings)
+    found = dict.fromkeys(
+        finding for found in (*(part.findings for part in parts), differing) for finding in found
+    )
     return replace(
         # Of one that got furthest, since a rank that failed has seen less of the data.
         max(parts, key=lambda part: part.owed.total()),
         has_started=all(part.has_started for part in parts),
         compared_elems=sum(part.compared_elems for part in parts),
         unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),
+        unfollowed=next((part.unfollowed for part in parts if part.unfollowed), ""),
+        copies=copies,
         bad_step=bad,
         findings=tuple(finding for finding in found if finding.step in (None, bad)),
     )
