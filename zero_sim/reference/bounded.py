@@ -64,9 +64,7 @@ class BoundedReference(Reference):
                 for rank in range(scenario.world.size)
             ]
             division = self._division(replays)
-            add = partial(
-                add_replicas, replica_count=scenario.system.redundancy, order="linear"
-            )
+            add = partial(add_replicas, replica_count=scenario.system.redundancy, order="linear")
             grads = self._reduce(replays, active=active, division=division, orders={}, add=add)
             bounds = self._bound(replays, division=division, grads=grads)
             overflow = _overflow([bounds[name] for name in active])

@@ -138,9 +138,7 @@ def reach_of(count: int, *, dtype: torch.dtype) -> float:
     return math.inf if exact > 2**1000 else math.nextafter(float(exact), math.inf)
 
 
-def divide_ends(
-    low: Tensor, high: Tensor, *, divisors: Sequence[float]
-) -> tuple[Tensor, Tensor]:
+def divide_ends(low: Tensor, high: Tensor, *, divisors: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Divide both ends by positive numbers, one after the other, each quotient rounded to fp32.
 
     Rounding never changes which of two numbers is larger; so what lies between the ends, divided

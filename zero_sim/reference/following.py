@@ -48,7 +48,7 @@ class Follower:
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """torch's optimizer state by key; live, and empty before the first step."""
+        """The optimizer's state by torch's key; live, and empty before the first step."""
         return self._stepper.state()[self._name]
 
     def step(self, grad: Tensor, *, update: Update, norm: Tensor | None) -> None:

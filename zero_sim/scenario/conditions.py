@@ -284,33 +284,32 @@ CONDITIONS = (
         suggestion="Leave it out, or write system.overlap_params = true.",
     ),
     Condition(
-        reads=("world.order_known", "reload"),
-        broken=lambda s: not s.world.order_known and s.reload is not None,
-        message="what a checkpoint holds cannot be followed where the order of addition is not "
-        "known, got {got} with a reload.",
-        suggestion="Leave either out.",
-    ),
-    Condition(
-        reads=("world.order_known", "model.name"),
-        broken=lambda s: not s.world.order_known and s.model.name in _UNBOUNDED,
-        message="experts and fp8 params cannot be followed where the order of addition is not "
-        "known, got {got} with such a model.",
-        suggestion="Leave it out, or write model.name = 'mlp'.",
-    ),
-    Condition(
-        reads=("world.order_known", "topology.tp", "topology.pp"),
-        broken=lambda s: not s.world.order_known and _parts(s) > 1,
-        message="a norm over several parts of a model cannot be bounded where the order of "
-        "addition is not known, got {got} with tp or pp.",
-        suggestion="Leave it out, or write tp = 1 and pp = 1.",
-    ),
-    Condition(
         reads=("reload.step", "run.steps"),
         broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
         message="expected at least one step before the checkpoint and one after it, got {got}.",
         suggestion="Try 1, and run.steps of at least 2.",
     ),
 )
+
+
+def why_order_matters(scenario: Scenario) -> str:
+    """What a case has that can be judged only where the order of addition is known; or empty."""
+    if scenario.reload is not None:
+        return "a reload"
+    if scenario.model.name in _UNBOUNDED:
+        return "experts or fp8 params"
+    return "tensor- or pipeline-parallel ranks" if _parts(scenario) > 1 else ""
+
+
+def check_order_known(scenario: Scenario) -> Iterator[Problem]:
+    """Check that a case can be judged by bounds, where it is to be."""
+    why = why_order_matters(scenario)
+    if why and not scenario.world.order_known:
+        yield Problem(
+            path="world.order_known",
+            message=f"expected a known order of addition in a case with {why}, got false.",
+            suggestion="Leave it out.",
+        )
 
 
 def check_freeze(scenario: Scenario) -> Iterator[Problem]:

@@ -123,9 +123,7 @@ def compare_copies(copies: Iterable[Copy]) -> Iterator[Finding]:
             yield _finding(what, step=step, rank=rank, other=other, param=param, start=start)
 
 
-def _finding(
-    what: What, *, step: int, rank: int, other: int, param: str, start: int
-) -> Finding:
+def _finding(what: What, *, step: int, rank: int, other: int, param: str, start: int) -> Finding:
     phase, name = _SAID[what]
     at = Finding(
         check="invariant.replicas",

@@ -89,6 +89,21 @@ def said(name: str, step: int, rank: int, *, expected: object, got: object) -> F
     )
 
 
+def said_outside(
+    name: str, step: int, rank: int, *, ends: tuple[float, float], got: float
+) -> Finding:
+    """Something that the engine says of the step does not lie where it must."""
+    low, high = ends
+    return Finding(
+        check=f"equality.{name}",
+        step=step,
+        phase="norm",
+        rank=rank,
+        message=f"the step's {name}: expected {low!r} to {high!r}, whatever the order of addition, "
+        f"got {got!r}",
+    )
+
+
 _OWNED = {
     "equality.grad": ("reduce", "the reduced gradient differs"),
     "equality.master": ("optimizer", "the fp32 master differs"),

@@ -382,9 +382,7 @@ class Judge:
     def _compare_result(
         self, rank: int, step: int, result: StepResult, expected: ReferenceStep
     ) -> Iterator[Finding]:
-        norm = result.norm if expected.norm_certified else None
-        if norm is not None and self._differs(expected.norm, norm):
-            yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        yield from self._compare_measured(rank, step, result, expected)
         told = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
         self.unobserved.update(name for name, got in told.items() if got is None)
         spec = self.scenario.optimizer
@@ -392,15 +390,20 @@ class Judge:
             yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
         if result.loss_scale is None and spec.loss_scale is not None:
             yield findings.said("loss_scale", step, rank, expected=expected.loss_scale, got=None)
-        said = (
-            ("zeros", result.zeros),
-            ("skipped", result.skipped),
-            ("loss_scale", result.loss_scale),
-        )
-        for name, got in said:
+        for name, got in (("skipped", result.skipped), ("loss_scale", result.loss_scale)):
             wanted = getattr(expected, name)
             if got is not None and got != wanted:
                 yield findings.said(name, step, rank, expected=wanted, got=got)
+
+    def _compare_measured(
+        self, rank: int, step: int, result: StepResult, expected: ReferenceStep
+    ) -> Iterator[Finding]:
+        """Compare what was measured of the whole gradient."""
+        norm = result.norm if expected.norm_certified else None
+        if norm is not None and self._differs(expected.norm, norm):
+            yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        if result.zeros is not None and result.zeros != expected.zeros:
+            yield findings.said("zeros", step, rank, expected=expected.zeros, got=result.zeros)
 
     def _compare(
         self,
@@ -535,8 +538,10 @@ class Judge:
         """Compare what the optimizer made of a part, with a master and state cut to it."""
         place = part.place
         compared = [("equality.master", "", master, part.master)]
-        for key in sorted(want.keys() & part.state.keys()):
-            compared.append(("equality.state", key, want[key], part.state[key]))
+        compared += [
+            ("equality.state", key, want[key], part.state[key])
+            for key in sorted(want.keys() & part.state.keys())
+        ]
         for check, key, value, got in compared:
             if self._differs(value, got):
                 yield findings.differing(findings.owned(check, key, step, rank, place), value, got)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from zero_sim.verify.copies import Copy, compare_copies, merged_copies
@@ -43,7 +43,7 @@ class Seen:
     """What the engine could tell and does not."""
     owed: Counter[Row]
     """Elements of the reduced gradients of all steps, by why they are owed."""
-    width: Width = Width()
+    width: Width = field(default_factory=Width)
     """How much the bounds allow of those that stand under one."""
     unfollowed: str = ""
     """Why the run could not be followed from some step on, where the order is not known."""
