@@ -69,6 +69,11 @@ class Interval:
             self, **{name: getattr(self, name).reshape(-1)[start:stop] for name in names}
         )
 
+    def divided_by(self, divisor: float) -> Interval:
+        """Return that of the quotients, each rounded to fp32."""
+        low, high = divide_ends(self.low, self.high, divisors=[divisor])
+        return replace(self, low=low, high=high)
+
     def holds(self, got: Tensor) -> Tensor:
         """Which elements of a tensor of the same shape lie within."""
         wide = got.to(torch.float64)

@@ -51,18 +51,22 @@ class Follower:
         """The optimizer's state by torch's key; live, and empty before the first step."""
         return self._stepper.state()[self._name]
 
-    def step(self, grad: Tensor, *, update: Update, norm: Tensor | None) -> None:
+    def step(
+        self, grad: Tensor, *, update: Update, norm: Tensor | None, divided: bool = False
+    ) -> None:
         """Take one step in place.
 
         Args:
-            grad: 1D, gradient dtype: the sum over ranks, neither unscaled nor divided; not changed.
+            grad: 1D, gradient dtype: the sum over ranks, not unscaled; not changed.
             update: What the step does.
             norm: 0D fp32, the norm of the whole gradient; None where nothing is clipped by it.
+            divided: Whether that sum is divided already, where the division comes after it.
         """
         wide = grad.to(torch.float32, copy=True)
         if update.scale is not None:
             wide.div_(update.scale)
-        update.division.after_(wide)
+        if not divided:
+            update.division.after_(wide)
         if self._spec.clip_value is not None:
             wide.clamp_(-self._spec.clip_value, self._spec.clip_value)
         if self._spec.clip_norm is not None and norm is not None:

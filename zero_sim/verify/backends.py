@@ -39,7 +39,7 @@ class Setup:
     backend: RealBackend
     native: bool = False
     """Whether the backend adds in its own order even where a case names another: then only what no
-    order changes is owed."""
+    order changes is owed, or what bounds say."""
     ranks_max: int = WORKERS_MAX
     """Most ranks of a case."""
 
@@ -54,7 +54,8 @@ class Setup:
             return "faults are planned, which only the simulated world has"
         if processes_of(scenario) > self.ranks_max:
             return f"more than {self.ranks_max} ranks"
-        if self.native and not self.is_own(scenario) and scenario.model.name not in EXACT_MODELS:
+        is_owed = scenario.model.name in EXACT_MODELS or not scenario.world.order_known
+        if self.native and not self.is_own(scenario) and not is_owed:
             return f"the bits depend on an order that is not {self.backend}'s own"
         return ""
 

@@ -390,7 +390,8 @@ class Judge:
             yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
         if result.loss_scale is None and spec.loss_scale is not None:
             yield findings.said("loss_scale", step, rank, expected=expected.loss_scale, got=None)
-        for name, got in (("skipped", result.skipped), ("loss_scale", result.loss_scale)):
+        said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
+        for name, got in said:
             wanted = getattr(expected, name)
             if got is not None and got != wanted:
                 yield findings.said(name, step, rank, expected=wanted, got=got)

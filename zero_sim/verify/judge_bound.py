@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_sim.reference import BoundedReference, BoundedStep, Follower, Reference, ReferenceStep
@@ -113,7 +114,8 @@ class BoundJudge(Judge):
                 "the order of addition is not known, so that an update can only be followed from "
                 f"the gradient that was reduced, and the target does not tell its {PARTS}"
             )
-        if taken.divisor != 1 and self._numerics.grads_told != "before-division":
+        narrow = any(grad.dtype is not torch.float32 for grad in taken.grads.values())
+        if self._tells_divided(taken) and narrow:
             return (
                 "the order of addition is not known, so that an update can only be followed from "
                 "the gradient that was reduced, and the target tells it after a division that "
@@ -125,6 +127,10 @@ class BoundJudge(Judge):
                 "addition, which is not known. Try smaller ones, or a smaller loss scale"
             )
         return ""
+
+    def _tells_divided(self, taken: BoundedStep) -> bool:
+        """Whether the gradients that are told are divided already, by more than 1."""
+        return taken.divisor != 1 and self._numerics.grads_told != "before-division"
 
     def _compare_measured(
         self, rank: int, step: int, result: StepResult, expected: ReferenceStep
@@ -157,6 +163,8 @@ class BoundJudge(Judge):
             yield findings.differing(at, wanted, part.grad)
             return
         bound = expected.bounds[name].cut(start, stop)
+        if self._tells_divided(expected):
+            bound = bound.divided_by(expected.divisor)
         inside = bound.holds(part.grad)
         if not bool(inside.all()):
             yield findings.outside(at, bound, inside, part.grad)
@@ -177,7 +185,12 @@ class BoundJudge(Judge):
         steps, follower = self._followers[key]
         if steps <= expected.step:
             if place.param in expected.active and not expected.skipped:
-                follower.step(part.grad, update=expected.update, norm=self._norms[rank])
+                follower.step(
+                    part.grad,
+                    update=expected.update,
+                    norm=self._norms[rank],
+                    divided=self._tells_divided(expected),
+                )
             self._followers[key] = expected.step + 1, follower
         return follower
 

@@ -74,7 +74,7 @@ def in_words(counts: Counter[Row]) -> str:
 
 def width_in_words(counts: Counter[Row], width: Width) -> str:
     """How much bounds allow, as a reader's note; empty where nothing stands under one."""
-    if not counts["bound"]:
+    if not counts["bound"] or not width.reach:
         return ""
     share = 1 - width.signless / counts["bound"]
     return (
