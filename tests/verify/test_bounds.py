@@ -206,8 +206,7 @@ class _TellsNoParts(_Target):
     ("name", "stage"), [("torch-ddp", 0), ("torch-zero-redundancy", 1), ("torch-fsdp2", 1)]
 )
 def test_systems_of_torch(bounded, name, stage):
-    world, system = replace(UNKNOWN, order="tree"), SystemSpec(stage=stage)
-    result = bounded(find_target(name), model=FP32, world=world, system=system)
+    result = bounded(find_target(name), model=FP32, system=SystemSpec(stage=stage))
     assert result.verdict == "pass", result
     assert result.owed["bound"] > 800
 
@@ -304,8 +303,31 @@ class TestAWrongSystemFails:
 
         monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
         result = bounded()
-        assert checks_of(result) == ["invariant.replicas"]
-        assert (result.findings[0].phase, result.findings[0].rank) == ("norm", 3)
+        assert set(checks_of(result)) == {"invariant.replicas", "equality.norm"}
+        assert {(finding.phase, finding.rank) for finding in result.findings} == {("norm", 3)}
+
+    def test_a_norm_that_an_order_may_give_but_not_of_these_gradients(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def otherwise(self):
+            result = right(self)
+            return replace(result, norm=torch.nextafter(result.norm, torch.tensor(0.0)))
+
+        monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
+        result = bounded()
+        assert checks_of(result) == ["equality.norm"]
+        assert "from that of the gradients that ranks show" in result.findings[0].message
+        assert result.findings[0].ulp == 1
+
+    def test_zeros_that_nobody_has(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def otherwise(self):
+            result = right(self)
+            return replace(result, zeros=result.zeros + 1)
+
+        monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
+        assert checks_of(bounded()) == ["equality.zeros"]
 
     def test_a_norm_that_no_order_gives(self, bounded, monkeypatch):
         right = DistributedOptimizer.step

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.division import Division
-from zero_sim.reference.gradient import clip_by_norm_
+from zero_sim.reference.gradient import Measure, clip_by_norm_, measure
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import OptimizerSpec
 
@@ -53,7 +53,7 @@ class Follower:
 
     def step(
         self, grad: Tensor, *, update: Update, norm: Tensor | None, divided: bool = False
-    ) -> None:
+    ) -> Measure:
         """Take one step in place.
 
         Args:
@@ -61,14 +61,19 @@ class Follower:
             update: What the step does.
             norm: 0D fp32, the norm of the whole gradient; None where nothing is clipped by it.
             divided: Whether that sum is divided already, where the division comes after it.
+
+        Returns:
+            What the gradient looks like, unscaled and divided, before it is clipped.
         """
         wide = grad.to(torch.float32, copy=True)
         if update.scale is not None:
             wide.div_(update.scale)
         if not divided:
             update.division.after_(wide)
+        measured = measure(wide)
         if self._spec.clip_value is not None:
             wide.clamp_(-self._spec.clip_value, self._spec.clip_value)
         if self._spec.clip_norm is not None and norm is not None:
             clip_by_norm_(wide, norm=norm, norm_max=self._spec.clip_norm)
         self._stepper.step({self._name: wide}, factor=update.lr_factor)
+        return measured

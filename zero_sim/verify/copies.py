@@ -133,8 +133,3 @@ def _finding(what: What, *, step: int, rank: int, other: int, param: str, start:
         rank=rank,
     )
     return replace(at, param=param, offset_in_param=start) if param else at
-
-
-def merged_copies(parts: Sequence[Sequence[Copy]]) -> tuple[Copy, ...]:
-    """What several judges told, each once."""
-    return tuple(dict.fromkeys(copy for part in parts for copy in part))

@@ -31,11 +31,10 @@ from zero_sim.targets import Numerics, OwnedPart, Place, StepResult
 from zero_sim.targets.adapt import PARTS
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.compare import same_bits
-from zero_sim.verify.copies import Copy
 from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.memory import bytes_held, check_memory
-from zero_sim.verify.owed import Row, Width, count_rows
+from zero_sim.verify.owed import Row, count_rows
 from zero_sim.verify.positions import sum_spans
 from zero_sim.verify.records import Finding, Strip
 from zero_sim.verify.seen import Seen
@@ -86,12 +85,6 @@ class Judge:
         """What the engine could tell and does not, so that nothing is known of it."""
         self.uncertified_step: int | None = None
         """First step whose norm may round either way, so that nothing after clipping is owed."""
-        self.unfollowed = ""
-        """Why the run could not be followed from that step on, where the order is not known."""
-        self.width = Width()
-        """How wide the bounds were, where the order of addition is not known."""
-        self.copies: list[Copy] = []
-        """What this rank holds, where others that hold the same are judged elsewhere."""
         self.owed: Counter[Row] = Counter()
         """Elements of the reduced gradients of all steps, by why they are owed."""
         self.windows: list[StepWindow] = []
@@ -146,9 +139,6 @@ class Judge:
             uncertified_step=self.uncertified_step,
             unobserved=frozenset(self.unobserved),
             owed=self.owed,
-            width=self.width,
-            unfollowed=self.unfollowed,
-            copies=tuple(self.copies),
             bad_step=self._bad_step,
             findings=tuple(
                 found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])

@@ -9,8 +9,8 @@ Step by step, each of these is checked, and together they leave the sums no othe
    it is owed bit for bit.
 3. Ranks that hold the same sum hold the same bits of it: one rank finishes it and copies travel.
 4. Master and optimizer state follow bit for bit from the gradient that the system showed.
-5. The norm lies within what the bounds of the gradients leave it, and is one number on all ranks.
-   What is clipped by it is clipped by the norm that the system showed.
+5. The norm lies within what the bounds of the gradients leave it, is one number on all ranks, and
+   is that of the gradients that they show. What is clipped by it is clipped by what ranks say.
 6. A working param is its master, cast, on the rank that owns it; and the same on all ranks. It is
    these that the next step is replayed from.
 """
@@ -34,6 +34,9 @@ from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.judge import Judge
 from zero_sim.verify.owed import Width
 from zero_sim.verify.records import Finding
+from zero_sim.verify.seen import Seen, with_shown
+from zero_sim.verify.shown import Shown
+from zero_sim.verify.tally import Tally, Told
 from zero_sim.workloads import Workload
 
 
@@ -68,6 +71,11 @@ class BoundJudge(Judge):
         """By part of a param: after how many steps, and its master and state."""
         self._norms: dict[int, Tensor | None] = {}
         """By rank: the norm that it said last."""
+        self._width = Width()
+        self._unfollowed = ""
+        self._copies: list[Copy] = []
+        self._tallies: list[Tally] = []
+        self._sayings: list[Told] = []
         system = scenario.system
         self._replica_count = scenario.world.size if system.stage == 0 else system.redundancy
 
@@ -87,6 +95,18 @@ class BoundJudge(Judge):
         self._norms[rank] = result.norm
         super().observe(rank, step, losses, result, engine)
 
+    def seen(self) -> Seen:
+        """All there is to say of this run; what ranks showed is compared where all of them did."""
+        shown = Shown(
+            copies=tuple(self._copies), tallies=tuple(self._tallies), told=tuple(self._sayings)
+        )
+        seen = replace(super().seen(), width=self._width, unfollowed=self._unfollowed, shown=shown)
+        return with_shown(seen) if self._sees_all else seen
+
+    @property
+    def _sees_all(self) -> bool:
+        return len(self._observed) == self.scenario.world.size
+
     def step_unseen(self) -> None:
         """Do nothing: of a step of which nothing is shown here, nothing can be said."""
 
@@ -101,11 +121,11 @@ class BoundJudge(Judge):
     def _take(self, taken: ReferenceStep) -> None:
         assert isinstance(taken, BoundedStep)
         super()._take(taken)
-        self.unfollowed = self._why_not_followed(taken)
-        if self.unfollowed:
+        self._unfollowed = self._why_not_followed(taken)
+        if self._unfollowed:
             self.uncertified_step = taken.step
         elif taken.norm.isfinite():
-            self.width += _width_of(taken)
+            self._width += _width_of(taken)
 
     def _why_not_followed(self, taken: BoundedStep) -> str:
         """Why what comes of a step cannot be judged; empty where it can."""
@@ -149,6 +169,15 @@ class BoundJudge(Judge):
         if zeros is not None and not expected.zeros_min <= zeros <= expected.zeros:
             ends = expected.zeros_min, expected.zeros
             yield findings.said_outside("zeros", step, rank, ends=ends, got=zeros)
+        self._sayings.append(
+            Told(
+                step=step,
+                rank=self.world_ranks[rank],
+                norm=None if norm is None else norm.item(),
+                zeros=zeros,
+                terms=sum(expected.grads[name].numel() for name in expected.active),
+            )
+        )
 
     def _compare_part(
         self, rank: int, step: int, part: OwnedPart, expected: ReferenceStep
@@ -185,11 +214,21 @@ class BoundJudge(Judge):
         steps, follower = self._followers[key]
         if steps <= expected.step:
             if place.param in expected.active and not expected.skipped:
-                follower.step(
+                measured = follower.step(
                     part.grad,
                     update=expected.update,
                     norm=self._norms[rank],
                     divided=self._tells_divided(expected),
+                )
+                self._tallies.append(
+                    Tally(
+                        step=expected.step,
+                        param=place.param,
+                        start=place.start,
+                        squares=measured.squares,
+                        terms=measured.terms,
+                        zeros=measured.zeros,
+                    )
                 )
             self._followers[key] = expected.step + 1, follower
         return follower
@@ -227,8 +266,8 @@ class BoundJudge(Judge):
     ) -> Iterator[Finding]:
         """Compare what a rank holds with what others do, those that are judged elsewhere later."""
         yield from self._ledger.compare(what, held, step=step, rank=rank, param=param, start=start)
-        if len(self._observed) < self.scenario.world.size:
-            self.copies.append(
+        if not self._sees_all:
+            self._copies.append(
                 Copy(
                     step=step,
                     what=what,

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from zero_sim.verify.copies import Copy, compare_copies, merged_copies
 from zero_sim.verify.findings import sort_and_merge
 from zero_sim.verify.owed import Row, Width
 from zero_sim.verify.records import Finding
+from zero_sim.verify.shown import Shown
 
 PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
 """The phases of a step, in the order in which an error travels through them."""
@@ -47,8 +47,8 @@ class Seen:
     """How much the bounds allow of those that stand under one."""
     unfollowed: str = ""
     """Why the run could not be followed from some step on, where the order is not known."""
-    copies: tuple[Copy, ...] = ()
-    """What the rank holds that others, judged elsewhere, hold too."""
+    shown: Shown = field(default_factory=Shown)
+    """What ranks showed of such a run, to be compared when all of it is there."""
     bad_step: int | None
     """First step at which anything is wrong."""
     findings: tuple[Finding, ...]
@@ -66,7 +66,7 @@ class Seen:
             "unobserved": sorted(self.unobserved),
             "owed": dict(self.owed),
             "width": self.width.as_dict(),
-            "copies": [dataclasses.asdict(copy) for copy in self.copies],
+            "shown": self.shown.as_dict(),
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
@@ -79,7 +79,7 @@ class Seen:
             unobserved=frozenset(told["unobserved"]),
             owed=cast(Counter[Row], Counter(told["owed"])),
             width=Width(**told["width"]),
-            copies=tuple(Copy(**copy) for copy in told["copies"]),
+            shown=Shown.from_dict(told["shown"]),
             findings=tuple(finding_from(each) for each in told["findings"]),
         )
 
@@ -113,22 +113,31 @@ def merge_seen(parts: Sequence[Seen]) -> Seen:
     Args:
         parts: Of the same group and segment; at least one.
     """
-    copies = merged_copies([part.copies for part in parts])
-    differing = list(compare_copies(copies))
-    steps = [part.bad_step for part in parts] + [finding.step for finding in differing]
-    bad = min((step for step in steps if step is not None), default=None)
+    bad = min((part.bad_step for part in parts if part.bad_step is not None), default=None)
     # What no single rank is to blame for, every judge has found.
-    found = dict.fromkeys(
-        finding for found in (*(part.findings for part in parts), differing) for finding in found
-    )
-    return replace(
+    found = dict.fromkeys(finding for part in parts for finding in part.findings)
+    merged = replace(
         # Of one that got furthest, since a rank that failed has seen less of the data.
         max(parts, key=lambda part: part.owed.total()),
         has_started=all(part.has_started for part in parts),
         compared_elems=sum(part.compared_elems for part in parts),
         unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),
         unfollowed=next((part.unfollowed for part in parts if part.unfollowed), ""),
-        copies=copies,
+        shown=Shown.together([part.shown for part in parts]),
+        bad_step=bad,
+        findings=tuple(found),
+    )
+    return with_shown(merged)
+
+
+def with_shown(seen: Seen) -> Seen:
+    """Return what was seen with what the ranks showed compared; of the first bad step alone."""
+    compared = tuple(seen.shown.check())
+    steps = [seen.bad_step, *(finding.step for finding in compared)]
+    bad = min((step for step in steps if step is not None), default=None)
+    found = (*seen.findings, *compared)
+    return replace(
+        seen,
         bad_step=bad,
         findings=tuple(finding for finding in found if finding.step in (None, bad)),
     )

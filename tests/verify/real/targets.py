@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -65,6 +66,14 @@ class _Stale(_Engine):
         return result
 
 
+class _Misnames(_Engine):
+    """Every rank says a norm one number below that of the gradients."""
+
+    def step(self, *, lr_factor):
+        result = super().step(lr_factor=lr_factor)
+        return replace(result, norm=torch.nextafter(result.norm, torch.tensor(0.0)))
+
+
 class _Raises(_Engine):
     def go_wrong(self):
         raise ValueError("rank 1 has had enough")
@@ -120,5 +129,5 @@ def _bits(tensor):
 
 
 flips, raises, dies = _Target(_Flips), _Target(_Raises), _Target(_Dies)
-stale = _Target(_Stale)
+stale, misnames = _Target(_Stale), _Target(_Misnames)
 hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)

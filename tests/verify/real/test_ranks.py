@@ -156,6 +156,11 @@ class TestABackendThatAddsOtherwiseThanItsModel:
         assert (finding.check, finding.step, finding.rank) == ("invariant.replicas", 1, 1)
         assert finding.message == "the working param is not what rank 0 holds"
 
+    def test_a_norm_of_other_gradients_is_found_though_no_rank_has_them_all(self, drifted):
+        result = drifted("misnames")
+        assert [finding.check for finding in result.findings] == ["equality.norm"]
+        assert "from that of the gradients that ranks show" in result.findings[0].message
+
     @pytest.mark.parametrize("stage", [0, 1])
     def test_clipping_and_overlap(self, drifted, stage):
         result = drifted(
