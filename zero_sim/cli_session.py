@@ -217,7 +217,8 @@ class Session:
         from zero_sim.bundle import write_bundle
 
         try:
-            return write_bundle(case.scenario, result, folder=self.bundles).name
+            scenario = self._in_world_asked(case.scenario)
+            return write_bundle(scenario, result, folder=self.bundles).name
         except OSError as error:
             # A full disk must not cost the other cases their verdict.
             click.echo(f"No bundle of {case.id} in {self.bundles}: {error.strerror}.", err=True)
@@ -247,10 +248,11 @@ class Session:
 
     def _as_asked(self, scenario: Scenario) -> Scenario:
         """A scenario with what the command line puts in the place of what it says."""
-        if self.world:
-            world = dataclasses.replace(scenario.world, **self.world)
-            scenario = dataclasses.replace(scenario, world=world)
-        return _with_stall_limit(scenario, self.stall_seconds)
+        return _with_stall_limit(self._in_world_asked(scenario), self.stall_seconds)
+
+    def _in_world_asked(self, scenario: Scenario) -> Scenario:
+        world = dataclasses.replace(scenario.world, **self.world)
+        return dataclasses.replace(scenario, world=world)
 
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
         from zero_sim.verify.records import CaseResult, Finding
