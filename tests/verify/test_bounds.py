@@ -20,6 +20,7 @@ from zero_sim.scenario.spec import (
     OrderName,
     RunSpec,
     SystemSpec,
+    TopologySpec,
     WorldSpec,
 )
 from zero_sim.sim import order_backends
@@ -133,6 +134,16 @@ def test_a_planted_overflow_is_skipped_and_followed(bounded):
         run=RunSpec(steps=3),
     )
     assert result.verdict == "pass", result.findings
+
+
+def test_an_overflow_that_nobody_skips_comes_from_the_data(bounded):
+    result = bounded(data=DataSpec(nan=NanSpec(step=1, rank=2)), run=RunSpec(steps=3))
+    assert result.verdict == "fail"
+    assert (result.findings[0].check, result.findings[0].step) == ("input.nonfinite", 1)
+
+
+def test_context_parallel_ranks_hold_the_same_params(bounded):
+    assert bounded(topology=TopologySpec(cp=2, order="dp-cp-tp-pp")).verdict == "pass"
 
 
 class TestWhatAReaderIsTold:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -89,9 +88,11 @@ def bound_sum(terms: Sequence[Tensor]) -> Interval:
     """
     dtype, count = terms[0].dtype, len(terms)
     limits = torch.finfo(dtype)
-    wide = [term.to(torch.float64) for term in terms]
-    total = functools.reduce(operator.add, wide)
-    magnitudes = functools.reduce(operator.add, [term.abs() for term in wide])
+    total = terms[0].to(torch.float64, copy=True)
+    magnitudes = total.abs()
+    for term in terms[1:]:
+        total += term
+        magnitudes += term.abs()
     reach = reach_of(count, dtype=dtype)
     slack = (4 * count + 16) * _ROUNDING
     lost = (count - 1) * (1 + reach) * limits.tiny * limits.eps

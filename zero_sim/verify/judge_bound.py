@@ -282,9 +282,7 @@ class BoundJudge(Judge):
 def _width_of(taken: BoundedStep) -> Width:
     """How much the bounds of a step allow."""
     bounds = [(b, b.low != b.high) for b in taken.bounds.values()]
-    low, high = taken.norm_min.item(), taken.norm.item()
     return Width(
         reach=max((bound.reach for bound, loose in bounds if bool(loose.any())), default=0.0),
         signless=sum(int((loose & ~bound.signed).sum()) for bound, loose in bounds),
-        norm=(high - low) / high if high else 0.0,
     )

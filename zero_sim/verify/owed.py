@@ -31,20 +31,14 @@ class Width:
     """How far an order can end from the exact sum, as a part of the sum of magnitudes."""
     signless: int = 0
     """Elements under a bound that holds zero, so that not even their sign is owed."""
-    norm: float = 0.0
-    """Largest distance of the two ends of a norm, as a part of the upper one."""
 
     def __add__(self, other: Width) -> Width:
         """Both together."""
-        return Width(
-            reach=max(self.reach, other.reach),
-            signless=self.signless + other.signless,
-            norm=max(self.norm, other.norm),
-        )
+        return Width(reach=max(self.reach, other.reach), signless=self.signless + other.signless)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        return {"reach": self.reach, "signless": self.signless, "norm": self.norm}
+        return {"reach": self.reach, "signless": self.signless}
 
 
 def count_rows(
@@ -79,6 +73,5 @@ def width_in_words(counts: Counter[Row], width: Width) -> str:
     share = 1 - width.signless / counts["bound"]
     return (
         f"bounds: a sum may end within {width.reach:.2g} x the sum of its terms' magnitudes of the "
-        f"exact one; {share:.1%} of the elements under a bound owe at least their sign; the norm "
-        f"may lie {width.norm:.2g} x itself below its upper bound"
+        f"exact one; {share:.1%} of the elements under a bound owe at least their sign"
     )

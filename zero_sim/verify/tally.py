@@ -7,10 +7,11 @@ own, judges tell what their parts add to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from zero_sim.reference.gradient import root_of_squares
 from zero_sim.verify import findings
@@ -56,19 +57,37 @@ def check_measures(tallies: Iterable[Tally], told: Iterable[Told]) -> Iterator[F
     parts: dict[int, dict[tuple[str, int], Tally]] = {}
     for tally in tallies:
         parts.setdefault(tally.step, {})[tally.param, tally.start] = tally
+    wholes = {step: _whole(seen.values()) for step, seen in parts.items()}
     for said in told:
-        seen = parts.get(said.step, {}).values()
-        terms = sum(tally.terms for tally in seen)
-        if terms != said.terms:
+        whole = wholes.get(said.step)
+        if whole is None or whole.terms != said.terms:
             continue
-        # Certified, the sum has this root however the parts are added.
-        norm, certified = root_of_squares(sum(tally.squares for tally in seen), terms=terms)
-        if said.norm is not None and certified:
+        if said.norm is not None and whole.norm is not None:
             got = torch.tensor(said.norm, dtype=torch.float32)
-            if not same_bits(norm, got):
+            if not same_bits(whole.norm, got):
                 at = findings.norm(said.step, said.rank)
                 at = replace(at, message=f"{at.message} from that of the gradients that ranks show")
-                yield findings.differing(at, norm, got)
-        zeros = sum(tally.zeros for tally in seen)
-        if said.zeros is not None and said.zeros != zeros:
+                yield findings.differing(at, whole.norm, got)
+        if said.zeros is not None and said.zeros != whole.zeros:
+            zeros = whole.zeros
             yield findings.said("zeros", said.step, said.rank, expected=zeros, got=said.zeros)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Whole:
+    """What all parts that were seen come to."""
+
+    norm: Tensor | None  # 0D, fp32
+    """None where its rounding depends on the order in which squares are added."""
+    zeros: int
+    terms: int
+
+
+def _whole(parts: Collection[Tally]) -> _Whole:
+    terms = sum(tally.terms for tally in parts)
+    norm, certified = root_of_squares(sum(tally.squares for tally in parts), terms=terms)
+    return _Whole(
+        norm=norm if certified else None,
+        zeros=sum(tally.zeros for tally in parts),
+        terms=terms,
+    )
