@@ -30,7 +30,7 @@ from zero_sim.cli_parts import (
 )
 from zero_sim.cli_session import EXIT_INTERRUPTED, Judge, Session, coloured, of_target, progress
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
-from zero_sim.options import check_options, chosen_options, known_order
+from zero_sim.options import check_options, chosen_options, chosen_world
 
 if TYPE_CHECKING:
     pass
@@ -74,7 +74,8 @@ def main() -> None:
 @click.option(
     "--order",
     metavar="NAME",
-    help="Order in which reductions add, whatever the scenarios say.",
+    help="Order in which reductions add, whatever the scenarios say; any: one that the judge is "
+    "not told, so that sums are judged by proven bounds.",
 )
 @click.option(
     "--native",
@@ -149,7 +150,7 @@ def run(
         target=target,
         trace=trace,
         stall_seconds=stall_seconds,
-        order=known_order(order),
+        world=chosen_world(order, backend=backend),
         options=chosen_options(backend=backend, order=order, native=native, device=device),
         verbose=verbose,
     )
@@ -160,7 +161,7 @@ def run(
     if backend == "sim":
         keep_logs = trace is not None
         status = session.run(
-            cases,
+            session.select(cases, lambda scenario: ""),
             lambda: open_judge(backend=backend, keep_logs=keep_logs, device=device, target=target),
         )
     else:

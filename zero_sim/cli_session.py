@@ -11,11 +11,11 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -25,7 +25,7 @@ from zero_sim.options import left_out_lines
 
 if TYPE_CHECKING:
     from zero_sim.scenario.discover import Case
-    from zero_sim.scenario.spec import OrderName, Scenario
+    from zero_sim.scenario.spec import Scenario
     from zero_sim.verify.records import CaseResult
 
 EXIT_INTERRUPTED = 130
@@ -54,8 +54,8 @@ class Session:
     """In place of what the scenarios say; None for theirs."""
     target: str | None = None
     """In place of what the scenarios say; None for theirs."""
-    order: OrderName | None = None
-    """Likewise."""
+    world: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `world` in place of what the scenarios say."""
     options: Sequence[str] = ()
     """Other options that the same verdict needs."""
     verbose: bool = False
@@ -74,7 +74,8 @@ class Session:
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
         """The cases that a backend can judge; counts the others."""
-        reasons = [why_left_out(self._as_asked(case.scenario)) for case in cases]
+        asked = [self._as_asked(case.scenario) for case in cases]
+        reasons = [self._why_order_needed(each) or why_left_out(each) for each in asked]
         self.passed_over.update(reason for reason in reasons if reason)
         return [case for case, reason in zip(cases, reasons, strict=True) if not reason]
 
@@ -219,7 +220,8 @@ class Session:
         from zero_sim.bundle import write_bundle
 
         try:
-            return write_bundle(case.scenario, result, folder=self.bundles).name
+            scenario = self._in_world_asked(case.scenario)
+            return write_bundle(scenario, result, folder=self.bundles).name
         except OSError as error:
             # A full disk must not cost the other cases their verdict.
             click.echo(f"No bundle of {case.id} in {self.bundles}: {error.strerror}.", err=True)
@@ -239,12 +241,21 @@ class Session:
             click.echo(f"No trace of {case.id}: {error}", err=True)
             self.statuses.append(error.exit_status)
 
+    def _why_order_needed(self, scenario: Scenario) -> str:
+        from zero_sim.scenario.conditions import why_order_matters
+
+        why = why_order_matters(scenario)
+        return (
+            f"its order must be known: it has {why}" if why and "order_known" in self.world else ""
+        )
+
     def _as_asked(self, scenario: Scenario) -> Scenario:
         """A scenario with what the command line puts in the place of what it says."""
-        if self.order is not None:
-            world = dataclasses.replace(scenario.world, order=self.order)
-            scenario = dataclasses.replace(scenario, world=world)
-        return _with_stall_limit(scenario, self.stall_seconds)
+        return _with_stall_limit(self._in_world_asked(scenario), self.stall_seconds)
+
+    def _in_world_asked(self, scenario: Scenario) -> Scenario:
+        world = dataclasses.replace(scenario.world, **self.world)
+        return dataclasses.replace(scenario, world=world)
 
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
         from zero_sim.verify.records import CaseResult, Finding

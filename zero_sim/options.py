@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast, get_args
+from typing import Any, get_args
 
 from zero_sim.errors import UsageError
 
-if TYPE_CHECKING:
-    from zero_sim.scenario.spec import OrderName
+ANY_ORDER = "any"
+"""Instead of an order's name: one that the judge is not told."""
+_OWN_ORDERS = {"sim": "random-tree", "gloo": "gloo", "nccl": "nccl-ring"}
+"""The order that each backend then adds in, or is said to."""
 
 
-def known_order(order: str | None) -> OrderName | None:
-    """The order of that name, if one is asked for.
+def chosen_world(order: str | None, *, backend: str) -> Mapping[str, Any]:
+    """The fields of `world` that `--order` puts in the place of what scenarios say.
+
+    Args:
+        order: The name of an order, or `any`; None where it was not given.
+        backend: What carries the collectives.
 
     Raises:
-        UsageError: There is none; lists those there are.
+        UsageError: There is no such order; lists those there are.
     """
     from zero_sim.scenario.spec import OrderName
 
     known = get_args(OrderName)
-    if order is not None and order not in known:
-        raise UsageError(f"expected --order to be one of {', '.join(known)}; got {order!r}.")
-    return cast("OrderName | None", order)
+    if order is None:
+        return {}
+    if order == ANY_ORDER:
+        return {"order": _OWN_ORDERS[backend], "order_known": False}
+    if order not in known:
+        names = ", ".join((*known, ANY_ORDER))
+        raise UsageError(f"expected --order to be one of {names}; got {order!r}.")
+    return {"order": order}
 
 
 def chosen_options(*, backend: str, order: str | None, native: bool, device: str) -> list[str]:

@@ -189,3 +189,21 @@ def test_features_that_do_not_go_together(path, parts):
     problems = check_scenario(dataclasses.replace(MLP, **parts))
     assert path in [problem.path for problem in problems]
     assert all(problem.suggestion for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"reload": ReloadSpec(step=1)},
+        {"model": ModelSpec(name="moe")},
+        {"model": ModelSpec(name="fp8", dtype="bf16")},
+        {"topology": TopologySpec(tp=2)},
+    ],
+    ids=["reload", "experts", "fp8", "tp"],
+)
+def test_some_cases_need_a_known_order_of_addition(changed):
+    unknown = dataclasses.replace(MLP, world=WorldSpec(size=4, order_known=False))
+    assert paths_of(unknown) == []
+    assert paths_of(dataclasses.replace(unknown, **changed)) == ["world.order_known"]
+    known = dataclasses.replace(unknown, world=WorldSpec(size=4))
+    assert paths_of(dataclasses.replace(known, **changed)) == []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
+from zero_sim.reference.bounded import BoundedReference, BoundedStep
+from zero_sim.reference.bounding import Interval
+from zero_sim.reference.following import Follower
 from zero_sim.reference.oracle import Orders, Reference, ReferenceStep, step_together
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_of
 from zero_sim.reference.quantization import encode
@@ -12,6 +15,10 @@ __all__ = [
     "POSITION_FREE",
     "AddOrder",
     "Addresses",
+    "BoundedReference",
+    "BoundedStep",
+    "Follower",
+    "Interval",
     "MemoryPlace",
     "NonFinite",
     "Orders",

@@ -89,6 +89,20 @@ def root_of_squares(squares: float, *, terms: int) -> tuple[Tensor, bool]:
     return norms[0], low == high or not math.isfinite(squares)
 
 
+def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tuple[Tensor, Tensor]:
+    """Return between which 0-D fp32 norms that of a gradient must lie.
+
+    Args:
+        squares_min: Least sum of squares, added in fp64 in any order.
+        squares_max: Largest one.
+        terms: How many squares are added.
+    """
+    margin = 2 * (terms + _SLACK_ROUNDINGS) * _ROUNDING
+    ends = [squares_min * (1 - margin), squares_max * (1 + margin)]
+    low, high = torch.tensor(ends, dtype=torch.float64).sqrt_().to(torch.float32).unbind()
+    return low, high
+
+
 def clip_by_norm_(flat: Tensor, *, norm: Tensor, norm_max: float) -> None:
     """Multiply a gradient in place by min(1, norm_max / (norm + 1e-6)), all in fp32.
 

@@ -52,7 +52,8 @@ _EXPLANATIONS = (
     Explanation(
         check="equality.grad",
         meaning="The gradient of each owned element, as summed over ranks and micro-batches, is "
-        "the reference's sum in the named order.",
+        "the reference's sum in the named order; where no order is known, it lies within the "
+        "bound that is proven from all ranks' gradients.",
         why="Everything after it, norm, moments and params, is made of it; optimizers such as Adam "
         "hide a wrong factor from the params completely.",
         causes=(
@@ -212,6 +213,20 @@ _EXPLANATIONS = (
         seen_in=("Megatron-LM#6336: only the first part of a split param was refreshed",),
     ),
     Explanation(
+        check="invariant.replicas",
+        meaning="Ranks that hold the same reduced gradient, norm or working param hold the same "
+        "bits of it; asked where the order of addition is not known, and no reference can say "
+        "which bits these are.",
+        why="In every algorithm one rank finishes a sum and copies of it travel. Ranks that go on "
+        "from different numbers train different models, and drift apart without an error.",
+        causes=(
+            "a gather that was left out, ran over the wrong group, or was not waited for",
+            "a param that one rank alone wrote to after the gather",
+            "copies of a sum that each rank adds up by itself, in its own order",
+            "a norm that one rank took over another group",
+        ),
+    ),
+    Explanation(
         check="invariant.volume",
         meaning="In every step, each rank calls exactly the collectives that its stage needs: "
         "their kinds, groups and elements follow from the sizes of the params in closed form.",
@@ -366,7 +381,9 @@ _EXPLANATIONS = (
         meaning="The backend adds in the order, and with the accumulator, of the model that the "
         "case names; measured from its outputs before the first case relies on it.",
         why="Where it does not, the bits of an ordinary gradient are not known, and a difference "
-        "would be no bug of the system under test.",
+        "would be no bug of the system under test. A case is then judged by proven bounds, with a "
+        "note; this finding is for one that cannot be: with a reload, experts, fp8 params, tp "
+        "or pp.",
         causes=(
             "another version of the library, or a setting that changes its algorithm",
             "a topology in which the ring runs through the ranks in another order",
@@ -408,6 +425,28 @@ _EXPLANATIONS = (
         meaning="Enough of the gradient is nonzero.",
         why="Equal zeros prove nothing.",
         causes=("saturated activations", "params that the loss does not reach"),
+    ),
+    Explanation(
+        check="guard.wide-bounds",
+        meaning="Where the order of addition is not known, enough elements of the gradient have a "
+        "bound that does not hold zero.",
+        why="A bound that holds zero is kept by a system that sums nothing: to lie within it "
+        "proves nothing.",
+        causes=(
+            "many ranks that add in bf16: the bound grows with each addition",
+            "contributions that cancel, as with the same data of opposite sign",
+        ),
+    ),
+    Explanation(
+        check="guard.not-followed",
+        meaning="Where the order of addition is not known, each step can be followed: from the "
+        "gradient that the system shows to its masters, and on from its params.",
+        why="What comes after a step that cannot be followed is not owed, so that agreement up to "
+        "there is all that is known.",
+        causes=(
+            "a target that does not tell its parts, or tells gradients after a division",
+            "gradients so large that some order of addition overflows",
+        ),
     ),
     Explanation(
         check="guard.nothing-stepped",

@@ -16,6 +16,7 @@ from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
 _BF16_UNITS = 2**8
+_UNBOUNDED = ("moe", "fp8")
 _BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 
 
@@ -289,6 +290,26 @@ CONDITIONS = (
         suggestion="Try 1, and run.steps of at least 2.",
     ),
 )
+
+
+def why_order_matters(scenario: Scenario) -> str:
+    """What a case has that can be judged only where the order of addition is known; or empty."""
+    if scenario.reload is not None:
+        return "a reload"
+    if scenario.model.name in _UNBOUNDED:
+        return "experts or fp8 params"
+    return "tensor- or pipeline-parallel ranks" if _parts(scenario) > 1 else ""
+
+
+def check_order_known(scenario: Scenario) -> Iterator[Problem]:
+    """Check that a case can be judged by bounds, where it is to be."""
+    why = why_order_matters(scenario)
+    if why and not scenario.world.order_known:
+        yield Problem(
+            path="world.order_known",
+            message=f"expected a known order of addition in a case with {why}, got false.",
+            suggestion="Leave it out.",
+        )
 
 
 def check_freeze(scenario: Scenario) -> Iterator[Problem]:

@@ -12,7 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from zero_sim.errors import Problem, ScenarioError
-from zero_sim.scenario.conditions import CONDITIONS, check_freeze, check_groups
+from zero_sim.scenario.conditions import (
+    CONDITIONS,
+    check_freeze,
+    check_groups,
+    check_order_known,
+)
 from zero_sim.scenario.expectations import check_faults, check_finding
 from zero_sim.scenario.fields import describe_value
 from zero_sim.scenario.spec import Scenario
@@ -260,6 +265,10 @@ RULES = (
     Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
     Rule(reads=("model.freeze",), check=check_freeze),
     Rule(reads=("optimizer.groups", "optimizer.name"), check=check_groups),
+    Rule(
+        reads=("world.order_known", "reload", "model.name", "topology.tp", "topology.pp"),
+        check=check_order_known,
+    ),
     Rule(reads=("faults", "world.size"), check=check_faults),
     Rule(reads=("model.name", "expect.accuracy_min"), check=_accuracy),
     Rule(reads=("expect.finding",), check=check_finding),

@@ -152,6 +152,9 @@ class WorldSpec:
     """In which order, and how precisely, a reduction adds the ranks' contributions: by rank; by
     rank, 16-bit data in fp32; neighbours first; round a ring; as gloo, NCCL's ring or NCCL's
     symmetric-memory kernels do; or in binary trees drawn from the seed."""
+    order_known: bool = True
+    """Whether the judge is told that order. Where not, a sum has to lie within the bound that is
+    proven from the ranks' gradients, and all that follows from it is owed bit for bit."""
     schedule: Literal["round-robin", "random", "pct"] = "round-robin"
     """Which runnable rank gets the baton next."""
     timing: Literal["eager", "lazy", "hostile"] = "eager"

@@ -86,7 +86,9 @@ class Capabilities:
         yield from _one_of("model.dtype", scenario.model.dtype, self.dtypes)
         yield from _one_of("system.stage", scenario.system.stage, self.stages)
         yield from _one_of("optimizer.name", scenario.optimizer.name, self.optimizers)
-        yield from _one_of("world.order", scenario.world.order, self.orders)
+        # An order that the judge is not told needs no places to model it.
+        if scenario.world.order_known:
+            yield from _one_of("world.order", scenario.world.order, self.orders)
         if self.world_size_max is not None and scenario.world.size // parts > self.world_size_max:
             yield Problem(
                 path="world.size",

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, Self, get_args
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.launch import Teams
 from zero_sim.launch import torchrun as launched
+from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.spec import Scenario
 from zero_sim.verify.ranks import judge_rank, payload_of, probe_order, processes_of
 from zero_sim.verify.records import CaseResult, Finding
@@ -38,7 +39,7 @@ class Setup:
     backend: RealBackend
     native: bool = False
     """Whether the backend adds in its own order even where a case names another: then only what no
-    order changes is owed."""
+    order changes is owed, or what bounds say."""
     ranks_max: int = WORKERS_MAX
     """Most ranks of a case."""
 
@@ -53,7 +54,8 @@ class Setup:
             return "faults are planned, which only the simulated world has"
         if processes_of(scenario) > self.ranks_max:
             return f"more than {self.ranks_max} ranks"
-        if self.native and not self.is_own(scenario) and scenario.model.name not in EXACT_MODELS:
+        is_owed = scenario.model.name in EXACT_MODELS or not scenario.world.order_known
+        if self.native and not self.is_own(scenario) and not is_owed:
             return f"the bits depend on an order that is not {self.backend}'s own"
         return ""
 
@@ -78,6 +80,8 @@ class Setup:
     def note(self, scenario: Scenario) -> str:
         """Who added, and in which order."""
         order = scenario.world.order
+        if self.order_of(scenario) is None and not scenario.world.order_known:
+            return f"{self.backend} added in its own order, of which the judge was told nothing"
         if self.is_own(scenario):
             return f"{self.backend} added in its own order, modelled as {order}"
         if self.native:
@@ -115,8 +119,13 @@ class _Probe:
             measure: Measures so many ranks, beside the model of that name.
         """
         size, order = scenario.world.size, scenario.world.order
-        # Two ranks have one order only.
-        if size < 3 or not self.setup.is_own(scenario) or scenario.model.name in EXACT_MODELS:
+        # Two ranks have one order only, and bounds hold in every order.
+        if (
+            size < 3
+            or not scenario.world.order_known
+            or not self.setup.is_own(scenario)
+            or scenario.model.name in EXACT_MODELS
+        ):
             return ""
         if self.drift is None:
             # How NCCL arranges its ring depends on how many take part; gloo does not.
@@ -125,13 +134,39 @@ class _Probe:
         return self.drift
 
 
-def _drifted(scenario: Scenario, setup: Setup, drift: str) -> CaseResult:
+def _judge_after(
+    drift: str, scenario: Scenario, setup: Setup, *, judge: Callable[[Scenario], CaseResult]
+) -> CaseResult:
+    """Judge a case after the probe: by bounds where the backend drifted from its model.
+
+    Args:
+        drift: What was measured; empty where the backend adds as modelled.
+        scenario: The case.
+        setup: What carries its collectives.
+        judge: Runs the case that it is given and judges it.
+    """
+    if not drift:
+        return judge(scenario)
+    why = why_order_matters(scenario)
+    if why:
+        return _drifted(scenario, setup, drift, why=why)
+    world = replace(scenario.world, order_known=False)
+    result = judge(replace(scenario, world=world))
+    note = (
+        f"backend.order-drift: {setup.backend} does not add as the model {scenario.world.order!r} "
+        f"says, so sums were judged by their proven bounds; {'; '.join(drift.splitlines())}"
+    )
+    return replace(result, notes=(*result.notes, note))
+
+
+def _drifted(scenario: Scenario, setup: Setup, drift: str, *, why: str) -> CaseResult:
     """The result of a case that relies on a model which the backend does not follow."""
     finding = Finding(
         check="backend.order-drift",
         message=f"{setup.backend} does not add as the model {scenario.world.order!r} says, so the "
-        "bits of this case are not known; the system under test was not judged. Try --native with "
-        "an exact model, or another world.order, which is folded",
+        f"bits of this case are not known, and with {why} it cannot be judged by bounds either; "
+        "the system under test was not judged. Try --native with an exact model, or another "
+        "world.order, which is folded",
         detail=drift,
     )
     return CaseResult(
@@ -187,29 +222,26 @@ class TeamJudge:
         self.setup.check(scenario)
         started = time.perf_counter()
         drift = self._order_probe.check(scenario, self._probe)
-        if drift:
-            result = _drifted(scenario, self.setup, drift)
-        else:
-            with _folder_for(scenario) as folder:
-                result = self._run(scenario, folder=folder)
+        result = _judge_after(drift, scenario, self.setup, judge=self._run)
         return replace(result, seconds=time.perf_counter() - started)
 
-    def _run(self, scenario: Scenario, *, folder: str) -> CaseResult:
+    def _run(self, scenario: Scenario) -> CaseResult:
         processes = processes_of(scenario)
-        payload = payload_of(
-            scenario,
-            folder=folder,
-            processes=processes,
-            order=self.setup.order_of(scenario),
-            target=self._target,
-        )
         stall_seconds = scenario.run.stall_seconds
-        endings = self._teams.run(
-            f"{judge_rank.__module__}:{judge_rank.__name__}",
-            payload,
-            size=processes,
-            timeout_seconds=stall_seconds,
-        )
+        with _folder_for(scenario) as folder:
+            payload = payload_of(
+                scenario,
+                folder=folder,
+                processes=processes,
+                order=self.setup.order_of(scenario),
+                target=self._target,
+            )
+            endings = self._teams.run(
+                f"{judge_rank.__module__}:{judge_rank.__name__}",
+                payload,
+                size=processes,
+                timeout_seconds=stall_seconds,
+            )
         return merge_endings(
             scenario, endings, notes=[self.setup.note(scenario)], stall_seconds=stall_seconds
         )
@@ -281,7 +313,7 @@ class LaunchedJudge:
         self.setup.check(scenario)
         self._scenario, self._started = scenario, time.perf_counter()
         drift = self._order_probe.check(scenario, self._probe)
-        result = _drifted(scenario, self.setup, drift) if drift else self._run(scenario)
+        result = _judge_after(drift, scenario, self.setup, judge=self._run)
         return replace(result, seconds=time.perf_counter() - self._started)
 
     def _run(self, scenario: Scenario) -> CaseResult:

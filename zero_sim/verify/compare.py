@@ -62,11 +62,12 @@ def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
         ulp=_ulp(a, b),
         differ_count=differ_count,
         compared_count=unequal.numel(),
-        spans=_spans(unequal),
+        spans=spans_of(unequal),
     )
 
 
-def _spans(unequal: Tensor) -> tuple[tuple[int, int], ...]:
+def spans_of(unequal: Tensor) -> tuple[tuple[int, int], ...]:
+    """Half-open spans of the elements of a 1-D mask that are set, the first `SPANS_MAX` of them."""
     edges = torch.zeros(unequal.numel() + 2, dtype=torch.int8)
     edges[1:-1] = unequal
     bounds = (edges[1:] != edges[:-1]).nonzero().reshape(-1)[: 2 * SPANS_MAX].tolist()

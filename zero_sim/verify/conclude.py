@@ -10,7 +10,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
 from zero_sim.verify import guards
 from zero_sim.verify.expected import settle
-from zero_sim.verify.owed import Row, in_words
+from zero_sim.verify.owed import Row, Width, in_words, width_in_words
 from zero_sim.verify.records import CaseResult, Finding, Strip
 from zero_sim.verify.seen import Seen
 from zero_sim.workloads import EXACT_MODELS
@@ -66,8 +66,10 @@ def conclude(scenario: Scenario, account: Account) -> CaseResult:
     )
     owed = sum((seen.owed for seen in account.seen), start=Counter[Row]())
     notes = [*reached, *_notes(account, agreed=not found), *account.notes]
-    if scenario.model.name in EXACT_MODELS:
+    if scenario.model.name in EXACT_MODELS or not scenario.world.order_known:
         notes.append(in_words(owed))
+    width = sum((seen.width for seen in account.seen), start=Width())
+    notes.extend(filter(None, [width_in_words(owed, width)]))
     return CaseResult(
         id=scenario.name,
         verdict=verdict,

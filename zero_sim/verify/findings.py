@@ -9,9 +9,9 @@ from math import isinf
 import torch
 from torch import Tensor
 
-from zero_sim.reference import NonFinite
+from zero_sim.reference import Interval, NonFinite
 from zero_sim.targets import Place
-from zero_sim.verify.compare import find_difference
+from zero_sim.verify.compare import find_difference, spans_of
 from zero_sim.verify.records import Evidence, Finding
 
 EVIDENCE_ELEMS_MAX = 1024
@@ -89,6 +89,21 @@ def said(name: str, step: int, rank: int, *, expected: object, got: object) -> F
     )
 
 
+def said_outside(
+    name: str, step: int, rank: int, *, ends: tuple[float, float], got: float
+) -> Finding:
+    """Something that the engine says of the step does not lie where it must."""
+    low, high = ends
+    return Finding(
+        check=f"equality.{name}",
+        step=step,
+        phase="norm",
+        rank=rank,
+        message=f"the step's {name}: expected {low!r} to {high!r}, whatever the order of addition, "
+        f"got {got!r}",
+    )
+
+
 _OWNED = {
     "equality.grad": ("reduce", "the reduced gradient differs"),
     "equality.master": ("optimizer", "the fp32 master differs"),
@@ -143,6 +158,37 @@ def differing(at: Finding, expected: Tensor, got: Tensor) -> Finding:
         compared_count=difference.compared_count,
         differ_spans=_moved(difference.spans, by=at.offset_in_param or 0),
         evidence=_evidence(first, expected, got),
+    )
+
+
+def outside(at: Finding, interval: Interval, inside: Tensor, got: Tensor) -> Finding:
+    """Fill in the first element that no order of addition gives.
+
+    Args:
+        at: The finding, of the part's first element.
+        interval: 1D: what is owed of the part.
+        inside: 1D, bool: which elements lie within it.
+        got: 1D.
+    """
+    stray = ~inside
+    first = int(stray.nonzero()[0])
+    low, high = float(interval.low[first]), float(interval.high[first])
+    is_one = low == high
+    middle = ((interval.low + interval.high) / 2).to(got.dtype)
+    return replace(
+        at,
+        message=f"{at.message} from what "
+        + ("every order of addition gives" if is_one else "any order of addition can give"),
+        offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
+        flat_offset=None if at.flat_offset is None else at.flat_offset + first,
+        expected=_hex(low) if is_one else f"[{_hex(low)}, {_hex(high)}]",
+        got=_hex(got[first].item()),
+        expected_value=repr(low) if is_one else f"{low!r} to {high!r}",
+        got_value=repr(got[first].item()),
+        differ_count=int(stray.sum()),
+        compared_count=stray.numel(),
+        differ_spans=_moved(spans_of(stray), by=at.offset_in_param or 0),
+        evidence=_evidence(first, middle, got),
     )
 
 

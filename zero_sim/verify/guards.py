@@ -28,7 +28,15 @@ def check_meaning(scenario: Scenario, judges: Sequence[Seen]) -> Iterator[Findin
                 'data.ranks = "same" if that is the point',
             )
     least = min(judges, key=lambda judge: judge.nonzero_fraction_max)
-    if least.nonzero_fraction_max < scenario.expect.nonzero_min:
+    is_low = least.nonzero_fraction_max < scenario.expect.nonzero_min
+    if is_low and not scenario.world.order_known:
+        yield Finding(
+            check="guard.wide-bounds",
+            message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements owe "
+            f"anything but zero in any step{_where(least, judges)}, expected at least "
+            f"{scenario.expect.nonzero_min:.0%}: what lies within bounds that wide proves nothing",
+        )
+    elif is_low:
         yield Finding(
             check="guard.zero-gradients",
             message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements were "
@@ -52,7 +60,11 @@ def check_meaning(scenario: Scenario, judges: Sequence[Seen]) -> Iterator[Findin
             "micro-batches, or a division after the sum, keep it within its budget",
         )
     for judge in judges:
-        if judge.uncertified_step is not None:
+        if judge.unfollowed:
+            yield Finding(
+                check="guard.not-followed", step=judge.uncertified_step, message=judge.unfollowed
+            )
+        elif judge.uncertified_step is not None:
             yield Finding(
                 check="guard.norm-not-certified",
                 step=judge.uncertified_step,

@@ -359,6 +359,7 @@ class Judge:
                 taken,
                 rank_count=self.scenario.world.size,
                 replica_count=self.scenario.system.redundancy,
+                order_known=self.scenario.world.order_known,
             )
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
@@ -371,9 +372,7 @@ class Judge:
     def _compare_result(
         self, rank: int, step: int, result: StepResult, expected: ReferenceStep
     ) -> Iterator[Finding]:
-        norm = result.norm if expected.norm_certified else None
-        if norm is not None and self._differs(expected.norm, norm):
-            yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        yield from self._compare_measured(rank, step, result, expected)
         told = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
         self.unobserved.update(name for name, got in told.items() if got is None)
         spec = self.scenario.optimizer
@@ -381,15 +380,21 @@ class Judge:
             yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
         if result.loss_scale is None and spec.loss_scale is not None:
             yield findings.said("loss_scale", step, rank, expected=expected.loss_scale, got=None)
-        said = (
-            ("zeros", result.zeros),
-            ("skipped", result.skipped),
-            ("loss_scale", result.loss_scale),
-        )
+        said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
         for name, got in said:
             wanted = getattr(expected, name)
             if got is not None and got != wanted:
                 yield findings.said(name, step, rank, expected=wanted, got=got)
+
+    def _compare_measured(
+        self, rank: int, step: int, result: StepResult, expected: ReferenceStep
+    ) -> Iterator[Finding]:
+        """Compare what was measured of the whole gradient."""
+        norm = result.norm if expected.norm_certified else None
+        if norm is not None and self._differs(expected.norm, norm):
+            yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        if result.zeros is not None and result.zeros != expected.zeros:
+            yield findings.said("zeros", step, rank, expected=expected.zeros, got=result.zeros)
 
     def _compare(
         self,
@@ -466,15 +471,21 @@ class Judge:
             if self._differs(cast, working):
                 at = findings.owned("invariant.cast", "", step, rank, place)
                 yield findings.differing(at, cast, working)
+        yield from self._compare_whole_params(rank, step, params, expected)
+        yield from invariants.check_param_padding(engine, step=step, rank=rank)
+
+    def _compare_whole_params(
+        self, rank: int, step: int, params: Mapping[str, Tensor], expected: ReferenceStep
+    ) -> Iterator[Finding]:
+        """Compare the working params that a rank holds, those that others own included."""
         for name, value in expected.params.items():
-            if name not in held:
+            if name not in self._reference.held[rank]:
                 continue
             if name not in params:
                 at = findings.param(step, rank, name)
                 yield replace(at, message="the system does not have this param")
             elif self._differs(value, params[name]):
                 yield findings.differing(findings.param(step, rank, name), value, params[name])
-        yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_memory(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
         owed = bytes_held(
@@ -499,19 +510,29 @@ class Judge:
         place = part.place
         name, start, stop = place.param, place.start, place.stop
         whole = stop - start == expected.masters[name].numel()
-        want = expected.state[name]
 
         def cut(tensor: Tensor) -> Tensor:
             flat = tensor.reshape(-1)
             return flat if whole else flat[start:stop]
 
-        compared = [
-            ("equality.grad", "", cut(self._told(expected, name)), part.grad),
-            ("equality.master", "", cut(expected.masters[name]), part.master),
+        grad = cut(self._told(expected, name))
+        if self._differs(grad, part.grad):
+            at = findings.owned("equality.grad", "", step, rank, place)
+            yield findings.differing(at, grad, part.grad)
+        want = expected.state[name]
+        state = {key: cut(value) if value.dim() else value for key, value in want.items()}
+        yield from self._compare_update(rank, step, part, cut(expected.masters[name]), state)
+
+    def _compare_update(
+        self, rank: int, step: int, part: OwnedPart, master: Tensor, want: Mapping[str, Tensor]
+    ) -> Iterator[Finding]:
+        """Compare what the optimizer made of a part, with a master and state cut to it."""
+        place = part.place
+        compared = [("equality.master", "", master, part.master)]
+        compared += [
+            ("equality.state", key, want[key], part.state[key])
+            for key in sorted(want.keys() & part.state.keys())
         ]
-        for key in sorted(want.keys() & part.state.keys()):
-            value = cut(want[key]) if want[key].dim() else want[key]
-            compared.append(("equality.state", key, value, part.state[key]))
         for check, key, value, got in compared:
             if self._differs(value, got):
                 yield findings.differing(findings.owned(check, key, step, rank, place), value, got)

@@ -30,6 +30,7 @@ from zero_sim.verify.cells import cells_of
 from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import JudgeFailed, ours
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.judge_bound import build_judge, build_reference
 from zero_sim.verify.probe import Kind, by_calling, by_model, compare, observe
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.reports import Failure, Report
@@ -242,12 +243,12 @@ def _take_seats(
         workload = on_device(build_workload(cell.scenario), device)
         reference = trial.references.get(index)
         if reference is None:
-            reference = trial.references[index] = Reference(
+            reference = trial.references[index] = build_reference(
                 replayed, workload=workload, uncounted=cell.uncounted
             )
         else:
             reference.continue_as(replayed, workload=workload, weights_only=segment.weights_only)
-        judge = Judge(
+        judge = build_judge(
             replayed,
             reference=reference,
             numerics=numerics,

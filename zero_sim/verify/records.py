@@ -171,7 +171,7 @@ class CaseResult:
     """Elements compared bit for bit, over all steps, ranks and kinds of state."""
     owed: Mapping[str, int] = field(default_factory=dict)
     """Elements of reduced gradients, over all steps, by why their bits are owed: `order-free`,
-    `one-sum` or `modelled-order`; see `zero_sim.verify.owed`."""
+    `one-sum`, `modelled-order` or `bound`; see `zero_sim.verify.owed`."""
     collectives: int = 0
     """Collectives that the world recorded."""
     log_digest: str = ""

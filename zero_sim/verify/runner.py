@@ -33,6 +33,7 @@ from zero_sim.verify.cells import Cell, cells_of, check_crossing
 from zero_sim.verify.conclude import Account, conclude
 from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.judge_bound import build_judge, build_reference
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
 from zero_sim.verify.volume import check_volume
@@ -212,12 +213,12 @@ def _take_seat(
     workload = on_device(build_workload(cell.scenario), trial.device)
     reference = trial.references.get(index)
     if reference is None:
-        reference = trial.references[index] = Reference(
+        reference = trial.references[index] = build_reference(
             replayed, workload=workload, uncounted=cell.uncounted
         )
     else:
         reference.continue_as(replayed, workload=workload, weights_only=segment.weights_only)
-    judge = Judge(
+    judge = build_judge(
         replayed,
         reference=reference,
         numerics=numerics,

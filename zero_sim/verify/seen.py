@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from zero_sim.verify.findings import sort_and_merge
-from zero_sim.verify.owed import Row
+from zero_sim.verify.owed import Row, Width
 from zero_sim.verify.records import Finding
+from zero_sim.verify.shown import Shown
 
 PHASES = ("forward", "reduce", "norm", "optimizer", "write-back", "gather")
 """The phases of a step, in the order in which an error travels through them."""
@@ -42,6 +43,12 @@ class Seen:
     """What the engine could tell and does not."""
     owed: Counter[Row]
     """Elements of the reduced gradients of all steps, by why they are owed."""
+    width: Width = field(default_factory=Width)
+    """How much the bounds allow of those that stand under one."""
+    unfollowed: str = ""
+    """Why the run could not be followed from some step on, where the order is not known."""
+    shown: Shown = field(default_factory=Shown)
+    """What ranks showed of such a run, to be compared when all of it is there."""
     bad_step: int | None
     """First step at which anything is wrong."""
     findings: tuple[Finding, ...]
@@ -58,6 +65,8 @@ class Seen:
             "world_ranks": list(self.world_ranks),
             "unobserved": sorted(self.unobserved),
             "owed": dict(self.owed),
+            "width": self.width.as_dict(),
+            "shown": self.shown.as_dict(),
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
@@ -69,6 +78,8 @@ class Seen:
             world_ranks=tuple(told["world_ranks"]),
             unobserved=frozenset(told["unobserved"]),
             owed=cast(Counter[Row], Counter(told["owed"])),
+            width=Width(**told["width"]),
+            shown=Shown.from_dict(told["shown"]),
             findings=tuple(finding_from(each) for each in told["findings"]),
         )
 
@@ -81,6 +92,7 @@ _PLAIN = (
     "same_data",
     "has_stepped",
     "uncertified_step",
+    "unfollowed",
     "bad_step",
 )
 
@@ -104,12 +116,28 @@ def merge_seen(parts: Sequence[Seen]) -> Seen:
     bad = min((part.bad_step for part in parts if part.bad_step is not None), default=None)
     # What no single rank is to blame for, every judge has found.
     found = dict.fromkeys(finding for part in parts for finding in part.findings)
-    return replace(
+    merged = replace(
         # Of one that got furthest, since a rank that failed has seen less of the data.
         max(parts, key=lambda part: part.owed.total()),
         has_started=all(part.has_started for part in parts),
         compared_elems=sum(part.compared_elems for part in parts),
         unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),
+        unfollowed=next((part.unfollowed for part in parts if part.unfollowed), ""),
+        shown=Shown.together([part.shown for part in parts]),
+        bad_step=bad,
+        findings=tuple(found),
+    )
+    return with_shown(merged)
+
+
+def with_shown(seen: Seen) -> Seen:
+    """Return what was seen with what the ranks showed compared; of the first bad step alone."""
+    compared = tuple(seen.shown.check())
+    steps = [seen.bad_step, *(finding.step for finding in compared)]
+    bad = min((step for step in steps if step is not None), default=None)
+    found = (*seen.findings, *compared)
+    return replace(
+        seen,
         bad_step=bad,
         findings=tuple(finding for finding in found if finding.step in (None, bad)),
     )

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,6 +46,32 @@ class _Flips(_Engine):
     def go_wrong(self):
         with torch.no_grad():
             next(iter(self.parts())).master[0] += 1
+
+
+class _Stale(_Engine):
+    """Rank 1 keeps its params of before one step, but for those that it owns."""
+
+    def step(self, *, lr_factor):
+        before = {name: param.detach().clone() for name, param in self.params().items()}
+        result = super().step(lr_factor=lr_factor)
+        if self.rank == 1 and self.steps == 2:
+            self.settle()
+            own = {name: param.detach().clone() for name, param in self.params().items()}
+            for name, param in self.params().items():
+                param.detach().copy_(before[name])
+            for part in self.parts():
+                name, start, stop = part.place.param, part.place.start, part.place.stop
+                kept = own[name].reshape(-1)[start:stop]
+                self.params()[name].detach().view(-1)[start:stop].copy_(kept)
+        return result
+
+
+class _Misnames(_Engine):
+    """Every rank says a norm one number below that of the gradients."""
+
+    def step(self, *, lr_factor):
+        result = super().step(lr_factor=lr_factor)
+        return replace(result, norm=torch.nextafter(result.norm, torch.tensor(0.0)))
 
 
 class _Raises(_Engine):
@@ -102,4 +129,5 @@ def _bits(tensor):
 
 
 flips, raises, dies = _Target(_Flips), _Target(_Raises), _Target(_Dies)
+stale, misnames = _Target(_Stale), _Target(_Misnames)
 hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)

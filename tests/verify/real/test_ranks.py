@@ -118,17 +118,70 @@ def test_a_case_may_take_longer_than_a_rank_may_be_silent(on_gloo):
     assert result.seconds > 0.75
 
 
-def test_a_backend_that_adds_otherwise_than_its_model_is_no_wrong_optimizer(
-    on_gloo, judge_on_gloo, monkeypatch
-):
+@pytest.fixture
+def drifted(on_gloo, judge_on_gloo, monkeypatch):
+    """Run a small case on gloo, which is said to add in another order than it does."""
     fresh = backends._Probe(setup=judge_on_gloo.setup)
     monkeypatch.setattr(judge_on_gloo, "_order_probe", fresh)
     monkeypatch.setitem(backends.OWN_ORDERS, "gloo", "tree")
-    result = on_gloo(world=WorldSpec(size=4, order="tree"))
-    assert result.verdict == "error"
-    (finding,) = result.findings
-    assert finding.check == "backend.order-drift"
-    assert "drift: expected ((0+1)+(2+3)) as in tree" in finding.detail
+
+    def run(target="", **parts):
+        return on_gloo(target, **{"world": WorldSpec(size=4, order="tree"), **parts})
+
+    return run
+
+
+class TestABackendThatAddsOtherwiseThanItsModel:
+    def test_is_judged_by_bounds(self, drifted):
+        result = drifted(model=ModelSpec(name="mlp", dtype="fp32"))
+        assert (result.verdict, result.findings) == ("pass", ())
+        assert result.owed.keys() == {"bound", "order-free"}
+        (note,) = (note for note in result.notes if note.startswith("backend.order-drift: "))
+        assert "drift: expected ((0+1)+(2+3)) as in tree" in note
+
+    def test_would_be_no_wrong_optimizer_under_the_model(self, drifted, monkeypatch):
+        monkeypatch.setattr(backends._Probe, "check", lambda *args: "")
+        assert drifted(model=ModelSpec(name="mlp", dtype="fp32")).verdict == "fail"
+
+    def test_a_wrong_update_is_found(self, drifted):
+        result = drifted("flips")
+        assert result.verdict == "fail"
+        assert result.findings[0].check == "equality.master"
+        assert (result.findings[0].step, result.findings[0].rank) == (1, 1)
+
+    def test_stale_params_of_one_rank_are_found_though_it_judges_itself(self, drifted):
+        result = drifted("stale", optimizer=OptimizerSpec(lr=0.1))
+        assert result.verdict == "fail"
+        finding = result.findings[0]
+        assert (finding.check, finding.step, finding.rank) == ("invariant.replicas", 1, 1)
+        assert finding.message == "the working param is not what rank 0 holds"
+
+    def test_a_norm_of_other_gradients_is_found_though_no_rank_has_them_all(self, drifted):
+        result = drifted("misnames")
+        assert [finding.check for finding in result.findings] == ["equality.norm"]
+        assert "from that of the gradients that ranks show" in result.findings[0].message
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_clipping_and_overlap(self, drifted, stage):
+        result = drifted(
+            system=SystemSpec(stage=stage, bucket_elems=50),
+            optimizer=OptimizerSpec(clip_norm=0.01),
+        )
+        assert result.verdict == "pass", result.findings
+
+    def test_is_named_where_bounds_are_no_help(self, drifted):
+        result = drifted(model=ModelSpec(name="fp8", dtype="bf16"))
+        assert result.verdict == "error"
+        (finding,) = result.findings
+        assert finding.check == "backend.order-drift"
+        assert "with experts or fp8 params" in finding.message
+        assert "drift: expected ((0+1)+(2+3)) as in tree" in finding.detail
+
+
+def test_an_order_that_nobody_is_told(on_gloo):
+    result = on_gloo(world=WorldSpec(size=4, order="gloo", order_known=False))
+    assert result.verdict == "pass"
+    assert "gloo added in its own order, of which the judge was told nothing" in result.notes
 
 
 @pytest.mark.parametrize("model", ["lattice", "bit-hash", "ternary"])

@@ -1,0 +1,21 @@
+"""Without a word of how sums are added, no right system is called wrong."""
+
+from dataclasses import replace
+
+from hypothesis import given, note, settings
+
+from zero_sim.fuzz.strategies import scenarios
+from zero_sim.scenario.conditions import why_order_matters
+from zero_sim.verify import run_case
+
+JUDGED_BY_BOUNDS = scenarios(reload=False).filter(lambda case: not why_order_matters(case))
+
+
+@given(scenario=JUDGED_BY_BOUNDS)
+@settings(max_examples=200)
+def test_a_right_system_keeps_its_bounds(pool, scenario):
+    world = replace(scenario.world, order="random-tree", order_known=False)
+    result = run_case(replace(scenario, world=world), pool=pool)
+    note(str(result))
+    assert result.verdict in ("pass", "inconclusive")
+    assert result.compared_elems > 0

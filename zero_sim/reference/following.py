@@ -1,0 +1,79 @@
+"""The update of a part of a param from a gradient that somebody else reduced.
+
+Where the order of addition is not known, neither are the bits of a sum; but all that the optimizer
+does with them is. It is done element by element, so that a part can be stepped by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_sim.reference.division import Division
+from zero_sim.reference.gradient import Measure, clip_by_norm_, measure
+from zero_sim.reference.stepping import Stepper
+from zero_sim.scenario.spec import OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What one step does to every gradient."""
+
+    division: Division
+    scale: float | None
+    """What losses were multiplied by."""
+    lr_factor: float
+
+
+class Follower:
+    """A part of a param and its optimizer state, moved by the gradients that it is told.
+
+    Args:
+        spec: Optimizer, clipping and their settings.
+        name: Name of the param, which decides its group.
+        master: 1D; initial values, copied.
+    """
+
+    def __init__(self, spec: OptimizerSpec, *, name: str, master: Tensor) -> None:
+        self._spec, self._name = spec, name
+        self._stepper = Stepper(spec, params={name: master})
+
+    @property
+    def master(self) -> Tensor:  # 1D fp32
+        """The master; live."""
+        return self._stepper.masters[self._name]
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """The optimizer's state by torch's key; live, and empty before the first step."""
+        return self._stepper.state()[self._name]
+
+    def step(
+        self, grad: Tensor, *, update: Update, norm: Tensor | None, divided: bool = False
+    ) -> Measure:
+        """Take one step in place.
+
+        Args:
+            grad: 1D, gradient dtype: the sum over ranks, not unscaled; not changed.
+            update: What the step does.
+            norm: 0D fp32, the norm of the whole gradient; None where nothing is clipped by it.
+            divided: Whether that sum is divided already, where the division comes after it.
+
+        Returns:
+            What the gradient looks like, unscaled and divided, before it is clipped.
+        """
+        wide = grad.to(torch.float32, copy=True)
+        if update.scale is not None:
+            wide.div_(update.scale)
+        if not divided:
+            update.division.after_(wide)
+        measured = measure(wide)
+        if self._spec.clip_value is not None:
+            wide.clamp_(-self._spec.clip_value, self._spec.clip_value)
+        if self._spec.clip_norm is not None and norm is not None:
+            clip_by_norm_(wide, norm=norm, norm_max=self._spec.clip_norm)
+        self._stepper.step({self._name: wide}, factor=update.lr_factor)
+        return measured
