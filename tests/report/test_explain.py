@@ -41,12 +41,13 @@ def strings(node):
 
 def said_of_a_step():
     """Checks whose ids are made from the names of what an engine says."""
-    for node in ast.walk(ast.parse((PACKAGE / "verify" / "judge.py").read_text())):
-        match node:
-            case ast.Call(func=ast.Attribute(attr="said"), args=[ast.Constant(value=name), *_]):
-                yield name
-            case ast.Assign(targets=[ast.Name(id="said")], value=ast.Tuple(elts=pairs)):
-                yield from (pair.elts[0].value for pair in pairs)
+    for module in ("judge", "owing_bits"):
+        for node in ast.walk(ast.parse((PACKAGE / "verify" / f"{module}.py").read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(attr="said"), args=[ast.Constant(value=name), *_]):
+                    yield name
+                case ast.Assign(targets=[ast.Name(id="said")], value=ast.Tuple(elts=pairs)):
+                    yield from (pair.elts[0].value for pair in pairs)
 
 
 def given():

@@ -26,7 +26,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.sim import order_backends
 from zero_sim.targets import find_target
 from zero_sim.targets.own import ZeroSimEngine
-from zero_sim.verify import judge_bound
+from zero_sim.verify import owing
 from zero_sim.zero import buffer as buffer_module
 from zero_sim.zero.optimizer import DistributedOptimizer
 
@@ -367,5 +367,5 @@ def test_an_order_that_the_judge_believes_in_would_have_failed(judged, monkeypat
 
 
 def test_where_the_order_is_known_nothing_changes(judged, monkeypatch):
-    monkeypatch.setattr(judge_bound, "BoundJudge", None)
+    monkeypatch.setattr(owing, "OwesBounds", None)
     assert judged().verdict == "pass"

@@ -11,6 +11,7 @@ from zero_sim.scenario.spec import OptimizerSpec, ReloadSpec, RunSpec
 from zero_sim.targets.own import ZeroSimEngine, ZeroSimTarget
 from zero_sim.verify import invariants, runner
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.owing_bits import OwesBits
 
 
 def raising(error):
@@ -36,7 +37,7 @@ class TestFailures:
         assert_ours(judged(), "KeyError: 'lost'")
 
     def test_a_broken_judge_is_an_error(self, judged, monkeypatch):
-        monkeypatch.setattr(Judge, "_compare_part", raising(RuntimeError("confused")))
+        monkeypatch.setattr(OwesBits, "compare_part", raising(RuntimeError("confused")))
         assert_ours(judged(), "RuntimeError: confused")
 
     @pytest.mark.parametrize("name", ["hear", "before_backward", "observe", "observe_params"])

@@ -6,9 +6,10 @@ from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.following import Follower
-from zero_sim.reference.oracle import Orders, Reference, ReferenceStep, step_together
+from zero_sim.reference.oracle import Reference, ReferenceStep, step_together
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_of
 from zero_sim.reference.quantization import encode
+from zero_sim.reference.ranks import Orders
 from zero_sim.reference.replay import NonFinite
 
 __all__ = [

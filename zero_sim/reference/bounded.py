@@ -20,92 +20,139 @@ from zero_sim.reference.bounding import Interval, bound_sum, divide_ends, known_
 from zero_sim.reference.division import Division
 from zero_sim.reference.following import Follower, Update
 from zero_sim.reference.gradient import root_of_bounds
-from zero_sim.reference.oracle import Reference, ReferenceStep
-from zero_sim.reference.replay import RankReplay, isolated
+from zero_sim.reference.placement import Addresses
+from zero_sim.reference.ranks import Contributions, Ranks
+from zero_sim.reference.replay import NonFinite, isolated
+from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import lr_factor
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads import Workload
 
 Overflow = Literal["never", "certain", "possible"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BoundedStep(ReferenceStep):
-    """What one step must be, as far as no order of addition decides it.
+class BoundedStep:
+    """What one step must be, as far as no order of addition decides it."""
 
-    Of what a `ReferenceStep` has, `grads` are one possible sum, `params` are those that the step
-    began with, and there are no `masters` and no `state`; `norm` and `zeros` are the largest
-    possible ones.
-    """
-
+    step: int
+    """Optimizer step, from 0."""
+    losses: Mapping[tuple[int, int], Tensor]  # each 0D
+    """As in `ReferenceStep`."""
+    grads: Mapping[str, Tensor]  # each ND, grad dtype
+    """One possible sum over ranks, by param, before the division that `post` asks for and still
+    scaled; zeros for a param that is frozen in this step."""
     bounds: Mapping[str, Interval]
     """By param, of `grads`."""
-    norm_min: Tensor  # 0D, fp32
-    zeros_min: int
+    order_free: Mapping[str, Tensor]  # each ND, bool
+    """By param: which elements of `grads` come out the same in every order of addition."""
+    divisor: int
+    """What `grads` are yet to be divided by: 1 but for `post`."""
     active: frozenset[str]
     """Names of the params that are trained in this step."""
+    params: Mapping[str, Tensor]  # each ND, working dtype
+    """The working params that the step began with; live."""
+    norm_min: Tensor  # 0D, fp32
+    norm: Tensor  # 0D, fp32
+    """The largest norm that the whole master gradient can have, before clipping."""
+    zeros_min: int
+    zeros: int
+    """The most elements of the master gradient that can be zero, before clipping."""
     overflow: Overflow
     """Whether a reduced gradient is infinite or NaN: in every order, in none, or in some."""
+    skipped: bool
+    """Whether nothing is updated, because no order gives finite gradients."""
+    loss_scale: float | None
+    """What losses were multiplied by in this step; None without loss scaling."""
+    nonzero_fraction: float
+    """Share of the elements of `grads` that are zero in no order; 0 where there are none."""
+    data_digests: Mapping[int, bytes]
+    """By rank: hash of the bytes of its batches."""
+    nonfinite: NonFinite | None
+    """First NaN or infinity among the local gradients; None if there is none."""
     update: Update
 
 
-class BoundedReference(Reference):
+class BoundedReference:
     """Runs a scenario step by step beside a system whose order of addition it is not told.
 
-    To be used by `replay_step`, then `adopt`, in turns; `step` is for where the order is known.
+    To be used by `replay_step`, then `adopt`, in turns.
+
+    Args:
+        scenario: The case, without experts, params in fp8 or a reload.
+        workload: Its workload. Forward must not change the module: one module plays all ranks.
+
+    Raises:
+        ModelError: The module has no param to train, or not one that is to be frozen.
     """
+
+    def __init__(self, scenario: Scenario, *, workload: Workload) -> None:
+        self._scenario = scenario
+        self._ranks = Ranks(scenario, workload=workload)
+        self._starts = {
+            name: weight.to(torch.float32, copy=True)
+            for name, weight in self._ranks.weights().items()
+        }
+        self._elems = sum(start.numel() for start in self._starts.values())
+        spec = scenario.optimizer.loss_scale
+        self._loss_scale = None if spec is None else LossScale(spec)
+        self._next_step = 0
+
+    @property
+    def held(self) -> Sequence[frozenset[str]]:
+        """For every rank, the names of the params that it holds."""
+        return self._ranks.held
+
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Lay every param in memory as each rank has it; to be called before the first step.
+
+        Args:
+            addresses: For every rank, the address of each param; see [Note: addresses].
+        """
+        self._ranks.place(addresses)
+        self.adopt(self._starts)
 
     def replay_step(self) -> BoundedStep:
         """Replay all ranks from the current params and bound what they reduce to."""
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        active = self._freeze(step)
+        add = partial(add_replicas, replica_count=scenario.system.redundancy, order="linear")
         with isolated():
-            replays = [
-                self._replay(step=step, rank=rank, scale=scale)
-                for rank in range(scenario.world.size)
-            ]
-            division = self._division(replays)
-            add = partial(add_replicas, replica_count=scenario.system.redundancy, order="linear")
-            grads = self._reduce(replays, active=active, division=division, orders={}, add=add)
-            bounds = self._bound(replays, division=division, grads=grads)
-            overflow = _overflow([bounds[name] for name in active])
+            local = self._ranks.replay(step, scale=scale)
+            grads = local.reduce(add, orders={})
+            bounds = self._bound(local, grads=grads)
+            overflow = _overflow([bounds[name] for name in local.active])
             nonfinite = None
             if overflow != "never":
-                nonfinite = self._find_nonfinite(step, scale=scale)
-        norms, zeros = self._measure_bounds(bounds, active=active, division=division, scale=scale)
+                nonfinite = self._ranks.find_nonfinite(step, scale=scale)
+        norms, zeros = _measure_bounds(
+            bounds, active=local.active, division=local.division, scale=scale
+        )
         if self._loss_scale is not None:
             self._loss_scale.update(finite=overflow != "certain")
         self._next_step += 1
         factor = lr_factor(scenario.optimizer, step=step)
-        signed = sum(int(bounds[name].signed.sum()) for name in active)
+        signed = sum(int(bounds[name].signed.sum()) for name in local.active)
         return BoundedStep(
             step=step,
-            losses={
-                (rank, micro): loss
-                for rank, replay in enumerate(replays)
-                for micro, loss in enumerate(replay.losses)
-            },
+            losses=local.losses,
             grads=grads,
-            divisor=division.count if division.how == "post" else 1,
-            masters={},
-            params={name: param.detach() for name, param in self._replayers[0].params.items()},
-            scales={},
-            state={},
+            bounds=bounds,
             order_free={name: bound.certified for name, bound in bounds.items()},
+            divisor=local.divisor,
+            active=frozenset(local.active),
+            params=self._ranks.params(),
+            norm_min=norms[0],
             norm=norms[1],
-            norm_certified=True,
+            zeros_min=zeros[0],
             zeros=zeros[1],
+            overflow=overflow,
             skipped=self._loss_scale is not None and overflow == "certain",
             loss_scale=scale,
-            lr_factor=factor,
             nonzero_fraction=signed / max(1, self._elems),
-            data_digests={rank: replay.data_digest for rank, replay in enumerate(replays)},
+            data_digests=local.data_digests,
             nonfinite=nonfinite,
-            bounds=bounds,
-            norm_min=norms[0],
-            zeros_min=zeros[0],
-            active=frozenset(active),
-            overflow=overflow,
-            update=Update(division=division, scale=scale, lr_factor=factor),
+            update=Update(division=local.division, scale=scale, lr_factor=factor),
         )
 
     def adopt(self, params: Mapping[str, Tensor]) -> None:
@@ -114,10 +161,7 @@ class BoundedReference(Reference):
         Args:
             params: By name, of the shapes and dtypes that the reference has.
         """
-        with torch.no_grad():
-            for replayer in self._replayers:
-                for name, param in replayer.params.items():
-                    param.copy_(params[name])
+        self._ranks.write(params, scales={})
 
     def follow(self, name: str, *, start: int, stop: int) -> Follower:
         """Return a follower of a part of a param, at the initial values.
@@ -127,58 +171,52 @@ class BoundedReference(Reference):
             start: First of its flattened elements.
             stop: One past the last one.
         """
-        master = self._stepper.masters[name].reshape(-1)[start:stop]
+        master = self._starts[name].reshape(-1)[start:stop]
         return Follower(self._scenario.optimizer, name=name, master=master)
 
-    def _bound(
-        self,
-        replays: Sequence[RankReplay],
-        *,
-        division: Division,
-        grads: Mapping[str, Tensor],
-    ) -> dict[str, Interval]:
+    def _bound(self, local: Contributions, *, grads: Mapping[str, Tensor]) -> dict[str, Interval]:
         """Bound every param's sum over ranks and rounds, both of which only add."""
-        system, size = self._scenario.system, self._scenario.world.size
+        division, system, size = local.division, self._scenario.system, self._scenario.world.size
         # Two numbers are added in one way only; and rounds, one after the other.
         one_order = max(size // system.redundancy, system.redundancy) <= 2
         bounds: dict[str, Interval] = {}
         for name, total in grads.items():
             terms = [
                 division.before(grads[name]) if division.is_before else grads[name]
-                for replay in replays
+                for replay in local.replays
                 for grads in replay.rounds
                 if name in grads
             ]
             bounds[name] = known_sum(total, terms) if one_order else bound_sum(terms)
         return bounds
 
-    def _measure_bounds(
-        self,
-        bounds: Mapping[str, Interval],
-        *,
-        active: Sequence[str],
-        division: Division,
-        scale: float | None,
-    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """Return the least and the largest norm, and number of zeros, of the master gradient."""
-        divisors = [] if scale is None else [scale]
-        if division.how == "post":
-            divisors.append(division.count)
-        squares_min = squares_max = 0.0
-        terms = zeros_min = zeros_max = 0
-        for name in active:
-            bound = bounds[name]
-            low, high = divide_ends(bound.low, bound.high, divisors=divisors)
-            largest = torch.maximum(low.abs(), high.abs())
-            has_zero = (low <= 0) & (high >= 0)
-            least = torch.minimum(low.abs(), high.abs()).masked_fill_(has_zero, 0)
-            squares_min += float(least.square().sum())
-            squares_max += float(largest.square().sum())
-            zeros_min += int((largest == 0).sum())
-            zeros_max += int(has_zero.sum())
-            terms += low.numel()
-        norms = root_of_bounds(squares_min, squares_max, terms=terms)
-        return norms, (zeros_min, zeros_max)
+
+def _measure_bounds(
+    bounds: Mapping[str, Interval],
+    *,
+    active: Sequence[str],
+    division: Division,
+    scale: float | None,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """Return the least and the largest norm, and number of zeros, of the master gradient."""
+    divisors = [] if scale is None else [scale]
+    if division.how == "post":
+        divisors.append(division.count)
+    squares_min = squares_max = 0.0
+    terms = zeros_min = zeros_max = 0
+    for name in active:
+        bound = bounds[name]
+        low, high = divide_ends(bound.low, bound.high, divisors=divisors)
+        largest = torch.maximum(low.abs(), high.abs())
+        has_zero = (low <= 0) & (high >= 0)
+        least = torch.minimum(low.abs(), high.abs()).masked_fill_(has_zero, 0)
+        squares_min += float(least.square().sum())
+        squares_max += float(largest.square().sum())
+        zeros_min += int((largest == 0).sum())
+        zeros_max += int(has_zero.sum())
+        terms += low.numel()
+    norms = root_of_bounds(squares_min, squares_max, terms=terms)
+    return norms, (zeros_min, zeros_max)
 
 
 def _overflow(bounds: Sequence[Interval]) -> Overflow:

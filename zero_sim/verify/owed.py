@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zero_sim.reference import ReferenceStep
+from zero_sim.reference import BoundedStep, ReferenceStep
 
 Row = Literal["order-free", "one-sum", "modelled-order", "bound"]
 
@@ -42,7 +42,11 @@ class Width:
 
 
 def count_rows(
-    step: ReferenceStep, *, rank_count: int, replica_count: int, order_known: bool = True
+    step: ReferenceStep | BoundedStep,
+    *,
+    rank_count: int,
+    replica_count: int,
+    order_known: bool = True,
 ) -> Counter[Row]:
     """How many elements of a step's reduced gradient stand under which row.
 

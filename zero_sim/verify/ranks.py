@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.launch import RankGone, RealRank
-from zero_sim.reference import Reference
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target, find_target, numerics_of
@@ -30,7 +29,7 @@ from zero_sim.verify.cells import cells_of
 from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import JudgeFailed, ours
 from zero_sim.verify.judge import Judge
-from zero_sim.verify.judge_bound import build_judge, build_reference
+from zero_sim.verify.owing import AnyReference, take_reference
 from zero_sim.verify.probe import Kind, by_calling, by_model, compare, observe
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.reports import Failure, Report
@@ -81,7 +80,7 @@ class _Trial:
     """A case while it runs, as one rank sees it."""
 
     judges: list[Judge] = field(default_factory=list)
-    references: dict[int, Reference] = field(default_factory=dict)
+    references: dict[int, AnyReference] = field(default_factory=dict)
     """By number of the cell."""
     outcome: Outcome = field(default_factory=Outcome)
     raised_at: float | None = None
@@ -241,14 +240,14 @@ def _take_seats(
     for index, cell in enumerate(cells_of(segment.scenario)):
         replayed = numerics.replayed(cell.scenario)
         workload = on_device(build_workload(cell.scenario), device)
-        reference = trial.references.get(index)
-        if reference is None:
-            reference = trial.references[index] = build_reference(
-                replayed, workload=workload, uncounted=cell.uncounted
-            )
-        else:
-            reference.continue_as(replayed, workload=workload, weights_only=segment.weights_only)
-        judge = build_judge(
+        reference = trial.references[index] = take_reference(
+            replayed,
+            before=trial.references.get(index),
+            workload=workload,
+            uncounted=cell.uncounted,
+            weights_only=segment.weights_only,
+        )
+        judge = Judge(
             replayed,
             reference=reference,
             numerics=numerics,

@@ -13,7 +13,6 @@ import torch
 
 from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError
 from zero_sim.launch import WorldPool
-from zero_sim.reference import Reference
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import (
     ContractViolation,
@@ -33,7 +32,7 @@ from zero_sim.verify.cells import Cell, cells_of, check_crossing
 from zero_sim.verify.conclude import Account, conclude
 from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
-from zero_sim.verify.judge_bound import build_judge, build_reference
+from zero_sim.verify.owing import AnyReference, take_reference
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
 from zero_sim.verify.volume import check_volume
@@ -106,7 +105,7 @@ class _Trial:
     """A case while it runs: what was seen so far."""
 
     judges: list[Judge] = field(default_factory=list)
-    references: dict[int, Reference] = field(default_factory=dict)
+    references: dict[int, AnyReference] = field(default_factory=dict)
     """By number of the cell; they live on when a checkpoint moves the case to another world."""
     outcome: Outcome = field(default_factory=Outcome)
     failures: list[Finding] = field(default_factory=list)
@@ -211,14 +210,14 @@ def _take_seat(
     # What the target computes, in the reference's words; the target itself gets the case as it is.
     replayed = numerics.replayed(cell.scenario)
     workload = on_device(build_workload(cell.scenario), trial.device)
-    reference = trial.references.get(index)
-    if reference is None:
-        reference = trial.references[index] = build_reference(
-            replayed, workload=workload, uncounted=cell.uncounted
-        )
-    else:
-        reference.continue_as(replayed, workload=workload, weights_only=segment.weights_only)
-    judge = build_judge(
+    reference = trial.references[index] = take_reference(
+        replayed,
+        before=trial.references.get(index),
+        workload=workload,
+        uncounted=cell.uncounted,
+        weights_only=segment.weights_only,
+    )
+    judge = Judge(
         replayed,
         reference=reference,
         numerics=numerics,

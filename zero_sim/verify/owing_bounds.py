@@ -1,4 +1,4 @@
-"""The judge where the order of addition is not known: sums within bounds, all else bit for bit.
+"""What is owed where the order of addition is not known: bounds of sums, the bits of all else.
 
 [Note: what is owed where the order is not known]
 Step by step, each of these is checked, and together they leave the sums no other freedom:
@@ -19,54 +19,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_sim.reference import BoundedReference, BoundedStep, Follower, Reference, ReferenceStep
-from zero_sim.scenario.spec import Scenario
+from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.targets import OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 from zero_sim.verify import findings
 from zero_sim.verify.copies import Copy, Ledger, What, digest_of
+from zero_sim.verify.group import Group
 from zero_sim.verify.harness import AskedEngine
-from zero_sim.verify.judge import Judge
 from zero_sim.verify.owed import Width
 from zero_sim.verify.records import Finding
 from zero_sim.verify.seen import Seen, with_shown
 from zero_sim.verify.shown import Shown
 from zero_sim.verify.tally import Tally, Told
-from zero_sim.workloads import Workload
 
 
-def build_reference(
-    scenario: Scenario, *, workload: Workload, uncounted: Sequence[str] = ()
-) -> Reference:
-    """Build the reference that fits what is known of the order; arguments are `Reference`'s."""
-    kind = Reference if scenario.world.order_known else BoundedReference
-    return kind(scenario, workload=workload, uncounted=uncounted)
+class OwesBounds:
+    """Holds a group to what every order of addition gives.
 
+    See [Note: what is owed where the order is not known].
 
-def build_judge(scenario: Scenario, *, reference: Reference, **options: Any) -> Judge:
-    """Build the judge that fits what is known of the order; arguments are `Judge`'s."""
-    if scenario.world.order_known:
-        return Judge(scenario, reference=reference, **options)
-    assert isinstance(reference, BoundedReference)
-    return BoundJudge(scenario, reference=reference, **options)
-
-
-class BoundJudge(Judge):
-    """Judges one run of which nobody knows how sums are added.
-
-    See [Note: what is owed where the order is not known]. Arguments are `Judge`'s; such a judge
-    shares a norm with no other.
+    Args:
+        group: The group.
+        reference: Its oracle, at the step before the first one.
     """
 
-    def __init__(self, scenario: Scenario, *, reference: BoundedReference, **options: Any) -> None:
-        super().__init__(scenario, reference=reference, **options)
-        self._bounded = reference
-        self._ledger = Ledger(self.world_ranks)
+    steps_unseen = False
+
+    def __init__(self, group: Group, *, reference: BoundedReference) -> None:
+        self._group = group
+        self._comparer = group.comparer
+        self._reference = reference
+        self.steps: dict[int, BoundedStep] = {}
+        self.uncertified_step: int | None = None
+        self._last_step: int | None = None
+        self._ledger = Ledger(group.world_ranks)
         self._followers: dict[tuple[str, int, int], tuple[int, Follower]] = {}
         """By part of a param: after how many steps, and its master and state."""
         self._norms: dict[int, Tensor | None] = {}
@@ -76,60 +66,78 @@ class BoundJudge(Judge):
         self._copies: list[Copy] = []
         self._tallies: list[Tally] = []
         self._sayings: list[Told] = []
-        system = scenario.system
-        self._replica_count = scenario.world.size if system.stage == 0 else system.redundancy
+        world, system = group.scenario.world, group.scenario.system
+        self._replica_count = world.size if system.stage == 0 else system.redundancy
 
-    def observe(
-        self,
-        rank: int,
-        step: int,
-        losses: Sequence[Tensor],
-        result: StepResult,
-        engine: AskedEngine,
-    ) -> None:
-        """Judge all of a rank's state after a step; nothing once the run cannot be followed."""
-        if self.uncertified_step is not None and step > self.uncertified_step:
-            self._skipped.setdefault(step, bool(result.skipped))
-            self._close_window(rank, step)
-            return
-        self._norms[rank] = result.norm
-        super().observe(rank, step, losses, result, engine)
+    def follows(self, step: int) -> bool:
+        """Whether there was nothing before a step that could not be followed.
 
-    def seen(self) -> Seen:
-        """All there is to say of this run; what ranks showed is compared where all of them did."""
-        shown = Shown(
-            copies=tuple(self._copies), tallies=tuple(self._tallies), told=tuple(self._sayings)
-        )
-        seen = replace(super().seen(), width=self._width, unfollowed=self._unfollowed, shown=shown)
-        return with_shown(seen) if self._sees_all else seen
+        Args:
+            step: The step.
+        """
+        return self.uncertified_step is None or step <= self.uncertified_step
 
-    @property
-    def _sees_all(self) -> bool:
-        return len(self._observed) == self.scenario.world.size
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Tell where each rank's working params lie, before the first step.
 
-    def step_unseen(self) -> None:
-        """Do nothing: of a step of which nothing is shown here, nothing can be said."""
+        Args:
+            addresses: By rank.
+        """
+        self._reference.place(addresses)
 
-    def _advance(self) -> None:
-        """Take the params that were shown after the last step and replay the next one."""
-        done = max(self._skipped, default=None)
-        if done is not None:
-            self._bounded.adopt(self._ledger.params_of(done))
-            self._ledger.forget(before=min(done, *self._observed.values()))
-        self._take(self._bounded.replay_step())
+    def advance(self, panel: Sequence[OwesBounds]) -> Sequence[BoundedStep]:
+        """Replay the next step from the params that were shown after the last one.
 
-    def _take(self, taken: ReferenceStep) -> None:
-        assert isinstance(taken, BoundedStep)
-        super()._take(taken)
+        Args:
+            panel: This group; there are no others where the order is not known.
+        """
+        return [each._step() for each in panel]
+
+    def _step(self) -> BoundedStep:
+        if self._last_step is not None:
+            self._reference.adopt(self._ledger.params_of(self._last_step))
+        taken = self._reference.replay_step()
+        self._last_step = taken.step
+        self.steps[taken.step] = taken
         self._unfollowed = self._why_not_followed(taken)
         if self._unfollowed:
             self.uncertified_step = taken.step
         elif taken.norm.isfinite():
             self._width += _width_of(taken)
+        return taken
+
+    def forget(self, step: int) -> None:
+        """Forget a step that every rank was shown with, but for the params to go on from.
+
+        Args:
+            step: It.
+        """
+        self.steps.pop(step, None)
+        self._ledger.forget(before=step)
+
+    def scales(self, step: int) -> Mapping[str, Tensor]:
+        """None: params in fp8 are judged only where the order is known.
+
+        Args:
+            step: The step.
+        """
+        return {}
+
+    def add_to(self, seen: Seen) -> Seen:
+        """Return what was seen with what ranks showed, compared where all of them did.
+
+        Args:
+            seen: It.
+        """
+        shown = Shown(
+            copies=tuple(self._copies), tallies=tuple(self._tallies), told=tuple(self._sayings)
+        )
+        seen = replace(seen, width=self._width, unfollowed=self._unfollowed, shown=shown)
+        return with_shown(seen) if self._group.sees_all else seen
 
     def _why_not_followed(self, taken: BoundedStep) -> str:
         """Why what comes of a step cannot be judged; empty where it can."""
-        if PARTS in self.unobserved:
+        if PARTS in self._group.unobserved:
             return (
                 "the order of addition is not known, so that an update can only be followed from "
                 f"the gradient that was reduced, and the target does not tell its {PARTS}"
@@ -150,17 +158,23 @@ class BoundJudge(Judge):
 
     def _tells_divided(self, taken: BoundedStep) -> bool:
         """Whether the gradients that are told are divided already, by more than 1."""
-        return taken.divisor != 1 and self._numerics.grads_told != "before-division"
+        return taken.divisor != 1 and self._group.tells_divided
 
-    def _compare_measured(
-        self, rank: int, step: int, result: StepResult, expected: ReferenceStep
-    ) -> Iterator[Finding]:
-        assert isinstance(expected, BoundedStep)
+    def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare norm and zeros with what the bounds leave them.
+
+        Args:
+            result: What the engine said of the step.
+            rank: The rank.
+            step: The step.
+        """
+        expected = self.steps[step]
+        self._norms[rank] = result.norm
         if expected.overflow != "never":
             return
         norm, zeros = result.norm, result.zeros
         if norm is not None:
-            self.compared_elems += 1
+            self._comparer.elems += 1
             low, high = expected.norm_min, expected.norm
             if norm.dtype != high.dtype or not bool(low <= norm <= high):
                 ends = low.item(), high.item()
@@ -172,22 +186,26 @@ class BoundJudge(Judge):
         self._sayings.append(
             Told(
                 step=step,
-                rank=self.world_ranks[rank],
+                rank=self._group.world_ranks[rank],
                 norm=None if norm is None else norm.item(),
                 zeros=zeros,
                 terms=sum(expected.grads[name].numel() for name in expected.active),
             )
         )
 
-    def _compare_part(
-        self, rank: int, step: int, part: OwnedPart, expected: ReferenceStep
-    ) -> Iterator[Finding]:
-        assert isinstance(expected, BoundedStep)
-        place = part.place
+    def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare a part's gradient with its bounds, and what follows from it bit for bit.
+
+        Args:
+            part: It.
+            rank: The rank that owns it.
+            step: The step.
+        """
+        expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         at = findings.owned("equality.grad", "", step, rank, place)
         wanted = expected.grads[name].reshape(-1)[start:stop]
-        self.compared_elems += wanted.numel()
+        self._comparer.elems += wanted.numel()
         if part.grad.dtype != wanted.dtype or part.grad.numel() != wanted.numel():
             yield findings.differing(at, wanted, part.grad)
             return
@@ -202,15 +220,17 @@ class BoundJudge(Judge):
                 "grad", part.grad, step=step, rank=rank, param=name, start=start
             )
         follower = self._follow(rank, part, expected)
-        yield from self._compare_update(rank, step, part, follower.master, follower.state)
+        yield from self._group.compare_update(
+            part, rank=rank, step=step, master=follower.master, state=follower.state
+        )
 
     def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:
         """Return a part's follower, after the step; the first rank to be seen takes it."""
         place = part.place
         key = place.param, place.start, place.stop
         if key not in self._followers:
-            follower = self._bounded.follow(place.param, start=place.start, stop=place.stop)
-            self._followers[key] = self.first_step, follower
+            follower = self._reference.follow(place.param, start=place.start, stop=place.stop)
+            self._followers[key] = self._group.first_step, follower
         steps, follower = self._followers[key]
         if steps <= expected.step:
             if place.param in expected.active and not expected.skipped:
@@ -233,22 +253,33 @@ class BoundJudge(Judge):
             self._followers[key] = expected.step + 1, follower
         return follower
 
-    def _compare_told_gradients(
-        self, rank: int, step: int, engine: AskedEngine, expected: ReferenceStep
-    ) -> Iterator[Finding]:
-        """Compare nothing: what tells no parts is not followed."""
+    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare nothing: what tells no parts is not followed.
+
+        Args:
+            engine: The rank's engine.
+            rank: The rank.
+            step: The step.
+        """
         yield from ()
 
-    def _compare_whole_params(
-        self, rank: int, step: int, params: Mapping[str, Tensor], expected: ReferenceStep
+    def compare_params(
+        self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        for name, like in expected.params.items():
+        """Compare the working params of ranks with each other.
+
+        Args:
+            params: By name.
+            rank: The rank.
+            step: The step.
+        """
+        for name, like in self.steps[step].params.items():
             got = params.get(name)
             at = findings.param(step, rank, name)
             if got is None:
                 yield replace(at, message="the system does not have this param")
                 continue
-            self.compared_elems += like.numel()
+            self._comparer.elems += like.numel()
             if got.dtype != like.dtype or got.numel() != like.numel():
                 yield findings.differing(at, like, got)
             else:
@@ -266,14 +297,14 @@ class BoundJudge(Judge):
     ) -> Iterator[Finding]:
         """Compare what a rank holds with what others do, those that are judged elsewhere later."""
         yield from self._ledger.compare(what, held, step=step, rank=rank, param=param, start=start)
-        if not self._sees_all:
+        if not self._group.sees_all:
             self._copies.append(
                 Copy(
                     step=step,
                     what=what,
                     param=param,
                     start=start,
-                    rank=self.world_ranks[rank],
+                    rank=self._group.world_ranks[rank],
                     digest=digest_of(held),
                 )
             )

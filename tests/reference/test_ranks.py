@@ -1,0 +1,71 @@
+"""The ranks that both references replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_sim.errors import ModelError
+from zero_sim.reference.placement import MemoryPlace
+from zero_sim.reference.ranks import Ranks
+from zero_sim.reference.replay import isolated
+from zero_sim.scenario.spec import FreezeSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.workloads import build_workload
+
+
+def case(**changed):
+    model = ModelSpec(name="mlp", hidden=3, **changed.pop("model", {}))
+    changed.setdefault("world", WorldSpec(size=3))
+    return Scenario(schema=1, model=model, **changed)
+
+
+def ranks_of(scenario):
+    return Ranks(scenario, workload=build_workload(scenario))
+
+
+def contributions(ranks, step=0):
+    with isolated():
+        return ranks.replay(step, scale=None)
+
+
+def add(terms, *, spans):
+    return torch.stack(terms).sum(0)
+
+
+def test_every_rank_has_a_loss_a_micro_batch():
+    local = contributions(ranks_of(case(run=RunSpec(micro_batches=2))))
+    assert local.losses.keys() == {(rank, micro) for rank in range(3) for micro in range(2)}
+
+
+def test_a_sum_is_over_all_ranks():
+    local = contributions(ranks_of(case(system=SystemSpec(divide="none"))))
+    grads = local.reduce(add, orders={})
+    for name, grad in grads.items():
+        assert torch.equal(grad, add([each.rounds[0][name] for each in local.replays], spans=None))
+
+
+def test_what_is_frozen_sums_to_zeros():
+    name = next(iter(ranks_of(case()).params()))
+    spans = (FreezeSpec(param=name, start=0, stop=1),)
+    local = contributions(ranks_of(case(model={"freeze": spans})))
+    assert name not in local.active
+    assert not local.reduce(add, orders={})[name].any()
+
+
+def test_to_freeze_what_is_not_there_is_refused():
+    spans = (FreezeSpec(param="nobody", start=0, stop=1),)
+    with pytest.raises(ModelError, match="'nobody'"):
+        ranks_of(case(model={"freeze": spans}))
+
+
+def test_values_are_cast_into_the_params_of_all_ranks():
+    ranks = ranks_of(case(model={"dtype": "bf16"}))
+    like = ranks.params()
+    places = [
+        {name: MemoryPlace(64 * (rank + 1), param.stride()) for name, param in like.items()}
+        for rank in range(3)
+    ]
+    ranks.place(places)
+    ranks.write({name: torch.full(param.shape, 1 / 3) for name, param in like.items()}, scales={})
+    third = torch.tensor(1 / 3).to(torch.bfloat16)
+    assert all(bool((param == third).all()) for param in ranks.params().values())

@@ -1,0 +1,264 @@
+"""All ranks of a scenario, replayed on one device, and what they bring to the sums of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_sim.errors import ModelError, UsageError
+from zero_sim.reference.adding import SumSpan
+from zero_sim.reference.division import Division, count_contributions
+from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
+from zero_sim.reference.quantization import decode, encode, find_scales
+from zero_sim.reference.replay import NonFinite, RankReplay, Replayer
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads import Workload, build_module
+
+Orders = Mapping[str, Sequence[SumSpan]]
+"""By param: spans that tile its flattened elements, each with its place in the calls that add."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contributions:
+    """What all ranks bring to one step, before anything is added."""
+
+    names: Sequence[str]
+    """Of all params that are trained in some step, in the order in which sums are told."""
+    active: Sequence[str]
+    """Of those that are trained in this one."""
+    replays: Sequence[RankReplay]
+    """By rank."""
+    division: Division
+
+    @property
+    def losses(self) -> dict[tuple[int, int], Tensor]:
+        """Loss by (rank, micro-batch), not scaled."""
+        return {
+            (rank, micro): loss
+            for rank, replay in enumerate(self.replays)
+            for micro, loss in enumerate(replay.losses)
+        }
+
+    @property
+    def data_digests(self) -> dict[int, bytes]:
+        """By rank: hash of the bytes of its batches."""
+        return {rank: replay.data_digest for rank, replay in enumerate(self.replays)}
+
+    @property
+    def divisor(self) -> int:
+        """What sums are yet to be divided by: 1 but for `post`."""
+        return self.division.count if self.division.how == "post" else 1
+
+    def reduce(self, add: Callable[..., Tensor], *, orders: Orders) -> dict[str, Tensor]:
+        """Add the ranks' gradients round by round, divided first where the scenario says so.
+
+        Args:
+            add: Adds the gradients of all ranks, of one param in one round.
+            orders: By param, where it stands in the calls that add it, as far as that matters.
+
+        Returns:
+            The sums of all params; zeros of those that are frozen.
+        """
+        reduced: dict[str, Tensor] = {}
+        for rounds in zip(*(replay.rounds for replay in self.replays), strict=True):
+            for name in self.active:
+                local = [grads[name] for grads in rounds if name in grads]
+                if self.division.is_before:
+                    local = [self.division.before(grad) for grad in local]
+                try:
+                    total = add(local, spans=orders.get(name))
+                except UsageError as error:
+                    raise UsageError(f"param {name!r}: {error}") from error
+                reduced[name] = reduced[name] + total if name in reduced else total
+        zeros = {name: grad for replay in self.replays for name, grad in replay.rounds[0].items()}
+        return {
+            name: reduced[name] if name in reduced else zeros[name].clone() for name in self.names
+        }
+
+
+class Ranks:
+    """All ranks of a scenario, each replayed with the params that it holds.
+
+    Those that hold the same, laid out alike, are played by one module. With expert parallelism what
+    they hold differs: rank r has the experts of index `r % ep`.
+
+    Args:
+        scenario: The case.
+        workload: Its workload.
+
+    Raises:
+        ModelError: The module has no param to train, or not one that is to be frozen.
+    """
+
+    def __init__(self, scenario: Scenario, *, workload: Workload) -> None:
+        self._scenario = scenario
+        self._workload = workload
+        shares = self._build_shares()
+        if not shares[0].params:
+            raise ModelError(
+                "Expected a model with at least one param that requires a gradient, but got none "
+                f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
+            )
+        self._seat(shares)
+        self._names = list(self.params())
+        _check_freeze(scenario, names=self._names)
+
+    @property
+    def held(self) -> Sequence[frozenset[str]]:
+        """For every rank, the names of the params that it holds."""
+        return self._held
+
+    def params(self) -> dict[str, Tensor]:
+        """The working params of all ranks, as they are; live."""
+        return {
+            name: param.detach()
+            for replayer in self._replayers
+            for name, param in replayer.params.items()
+        }
+
+    def scales(self) -> dict[str, Tensor]:
+        """The scales of params in fp8, copied."""
+        return {name: s.clone() for each in self._replayers for name, s in each.scales.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the working params stand for: themselves, fp8 by its scales."""
+        params = self.params()
+        scales = self.scales().items()
+        return {**params, **{name: decode(params[name], scale=scale) for name, scale in scales}}
+
+    def move(self, scenario: Scenario, *, workload: Workload) -> None:
+        """Go on in another world of the same model, with its ranks; params are yet to be written.
+
+        Args:
+            scenario: What holds from now on.
+            workload: Its workload.
+        """
+        self._scenario, self._workload = scenario, workload
+        self._seat(self._build_shares())
+
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Lay every param in memory as each rank has it; params are yet to be written.
+
+        Args:
+            addresses: For every rank, the address of each param; see [Note: addresses].
+        """
+        placed: dict[tuple[int, frozenset[tuple[str, MemoryPlace]]], Replayer] = {}
+        unused = dict(enumerate(self._replayers))
+        for rank, wanted in enumerate(addresses):
+            share = rank % self._scenario.topology.ep
+            key = share, frozenset(wanted.items())
+            if key not in placed:
+                placed[key] = unused.pop(share, None) or self._build_replayer(share)
+                place_params(placed[key].params, wanted)
+            self._replayer_of_rank[rank] = placed[key]
+        self._replayers = list(placed.values())
+
+    def write(self, values: Mapping[str, Tensor], *, scales: Mapping[str, Tensor]) -> None:
+        """Cast values into the working params of all ranks.
+
+        Args:
+            values: By param.
+            scales: Of those in fp8.
+        """
+        with torch.no_grad():
+            for replayer in self._replayers:
+                for name, param in replayer.params.items():
+                    value = values[name]
+                    if name in scales:
+                        value = encode(value, scale=scales[name], dtype=param.dtype)
+                    param.copy_(value)
+                for name, scale in replayer.scales.items():
+                    scale.copy_(scales[name])
+
+    def replay(self, step: int, *, scale: float | None, keep_micro: bool = False) -> Contributions:
+        """Replay all ranks from the current params; to be called while `isolated`.
+
+        Args:
+            step: Optimizer step, from 0.
+            scale: What losses are multiplied by; None for nothing.
+            keep_micro: Whether to keep the gradients of each micro-batch, too.
+        """
+        active = self._freeze(step)
+        in_fp32 = self._scenario.system.grad_dtype == "fp32"
+        replays = [
+            replayer.replay_rank(
+                step=step,
+                rank=rank,
+                grad_dtype=torch.float32 if in_fp32 else None,
+                scale=scale,
+                keep_micro=keep_micro,
+            )
+            for rank, replayer in enumerate(self._replayer_of_rank)
+        ]
+        return Contributions(
+            names=self._names, active=active, replays=replays, division=self._division(replays)
+        )
+
+    def find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
+        """Name the first rank's gradient that is not finite, by replaying a step once more.
+
+        Args:
+            step: The step that was replayed last.
+            scale: As for `replay`.
+        """
+        for rank, replayer in enumerate(self._replayer_of_rank):
+            found = replayer.find_nonfinite(step=step, rank=rank, scale=scale)
+            if found is not None:
+                return found
+        return None
+
+    def _seat(self, shares: Sequence[Replayer]) -> None:
+        """Give every rank the replayer of its share of the experts."""
+        ranks = range(self._scenario.world.size)
+        names = [frozenset(share.params) for share in shares]
+        self._held = [names[rank % len(shares)] for rank in ranks]
+        self._replayers = list(shares)
+        self._replayer_of_rank = [shares[rank % len(shares)] for rank in ranks]
+
+    def _build_shares(self) -> list[Replayer]:
+        """Build one replayer an expert-parallel index."""
+        return [self._build_replayer(share) for share in range(self._scenario.topology.ep)]
+
+    def _build_replayer(self, share: int) -> Replayer:
+        module = build_module(self._workload, expert_index=share)
+        params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        return Replayer(
+            scenario=self._scenario,
+            workload=self._workload,
+            module=module,
+            params=params,
+            scales={name: s for name, s in find_scales(module).items() if name in params},
+        )
+
+    def _freeze(self, step: int) -> list[str]:
+        """Freeze what is frozen at a step; return the names of all other params, in order."""
+        spans = self._scenario.model.freeze
+        if not spans:
+            return self._names
+        frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
+        for replayer in self._replayers:
+            replayer.freeze(frozen)
+        return [name for name in self._names if name not in frozen]
+
+    def _division(self, replays: Sequence[RankReplay]) -> Division:
+        system = self._scenario.system
+        count = count_contributions(
+            system.divide_by,
+            rank_count=len(replays),
+            micro_batches=self._scenario.run.micro_batches,
+            rows=sum(replay.rows for replay in replays),
+        )
+        return Division(how=system.divide, count=count)
+
+
+def _check_freeze(scenario: Scenario, *, names: Collection[str]) -> None:
+    for freeze in scenario.model.freeze:
+        if freeze.param not in names:
+            raise ModelError(
+                f"Expected model.freeze to name a trained param of model "
+                f"{scenario.model.name!r}, but got {freeze.param!r}. "
+                f"Try one of {', '.join(names)}."
+            )

@@ -1,0 +1,217 @@
+"""What is owed where the order of addition is known: every bit, as the reference computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from zero_sim.reference import (
+    POSITION_FREE,
+    Addresses,
+    Orders,
+    Reference,
+    ReferenceStep,
+    step_together,
+)
+from zero_sim.targets import OwnedPart, StepResult
+from zero_sim.targets.adapt import PARTS
+from zero_sim.verify import findings
+from zero_sim.verify.group import Group
+from zero_sim.verify.harness import AskedEngine
+from zero_sim.verify.records import Finding
+from zero_sim.verify.seen import Seen
+
+
+class OwesBits:
+    """Holds a group to the bits that its reference computes.
+
+    Args:
+        group: The group.
+        reference: Its oracle, at the step before the first one.
+        order_seed: Seed of the world, from which orders are drawn.
+    """
+
+    steps_unseen = True
+
+    def __init__(self, group: Group, *, reference: Reference, order_seed: int) -> None:
+        self._group = group
+        self._comparer = group.comparer
+        self._reference = reference
+        self._order_seed = order_seed
+        self.steps: dict[int, ReferenceStep] = {}
+        self.uncertified_step: int | None = None
+
+    def follows(self, step: int) -> bool:
+        """Always: it needs nothing to be shown."""
+        return True
+
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Tell where each rank's working params lie, before the first step.
+
+        Args:
+            addresses: By rank.
+        """
+        self._reference.place(addresses)
+
+    def advance(self, panel: Sequence[OwesBits]) -> Sequence[ReferenceStep]:
+        """Take the next step of all references that share a norm.
+
+        Args:
+            panel: All groups that share it, this one among them.
+        """
+        orders = [each._prepare() for each in panel]
+        taken = step_together(
+            [each._reference for each in panel], orders, order_seed=self._order_seed
+        )
+        for each, own in zip(panel, taken, strict=True):
+            each._take(own)
+        return taken
+
+    def _prepare(self) -> Orders | None:
+        """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        for earlier, kept in self.steps.items():
+            self.steps[earlier] = _frozen(kept)
+        if self._group.scenario.world.order in POSITION_FREE:
+            return None
+        return self._group.holders.orders()
+
+    def _take(self, taken: ReferenceStep) -> None:
+        self.steps[taken.step] = taken
+        if not taken.norm_certified and self._group.scenario.optimizer.clip_norm is not None:
+            self.uncertified_step = taken.step
+
+    def forget(self, step: int) -> None:
+        """Forget a step that every rank was shown with.
+
+        Args:
+            step: It.
+        """
+        self.steps.pop(step, None)
+
+    def scales(self, step: int) -> Mapping[str, Tensor]:
+        """The scales of params in fp8 after a step.
+
+        Args:
+            step: It.
+        """
+        return self.steps[step].scales
+
+    def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare norm and zeros; the norm only where every order of adding gives it.
+
+        Args:
+            result: What the engine said of the step.
+            rank: The rank.
+            step: The step.
+        """
+        expected = self.steps[step]
+        norm = result.norm if expected.norm_certified else None
+        if norm is not None and self._comparer.differs(expected.norm, norm):
+            yield findings.differing(findings.norm(step, rank), expected.norm, norm)
+        if result.zeros is not None and result.zeros != expected.zeros:
+            yield findings.said("zeros", step, rank, expected=expected.zeros, got=result.zeros)
+
+    def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare a part's gradient, master and optimizer state.
+
+        Args:
+            part: It.
+            rank: The rank that owns it.
+            step: The step.
+        """
+        expected, place = self.steps[step], part.place
+        name, start, stop = place.param, place.start, place.stop
+        whole = stop - start == expected.masters[name].numel()
+
+        def cut(tensor: Tensor) -> Tensor:
+            flat = tensor.reshape(-1)
+            return flat if whole else flat[start:stop]
+
+        grad = cut(self._told(expected, name))
+        if self._comparer.differs(grad, part.grad):
+            at = findings.owned("equality.grad", "", step, rank, place)
+            yield findings.differing(at, grad, part.grad)
+        want = expected.state[name]
+        yield from self._group.compare_update(
+            part,
+            rank=rank,
+            step=step,
+            master=cut(expected.masters[name]),
+            state={key: cut(value) if value.dim() else value for key, value in want.items()},
+        )
+
+    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare gradients of whole params, where the target declares that it shows them.
+
+        Args:
+            engine: The rank's engine.
+            rank: The rank.
+            step: The step.
+        """
+        group, spec = self._group, self._group.scenario.optimizer
+        changed = spec.clip_norm or spec.clip_value or spec.loss_scale
+        if not group.numerics.grads_in_params or changed:
+            if PARTS in group.unobserved:
+                group.unobserved.add("reduced gradients")
+            return
+        told = engine.gradients()
+        for name in group.holders.held[rank]:
+            wanted, got = self._told(self.steps[step], name), told.get(name)
+            if got is None:
+                if wanted.any():
+                    at = findings.gradient(step, rank, name)
+                    yield replace(at, message="the system has no gradient of this param")
+            elif self._comparer.differs(wanted, got):
+                yield findings.differing(findings.gradient(step, rank, name), wanted, got)
+
+    def _told(self, expected: ReferenceStep, name: str) -> Tensor:
+        """A reduced gradient as the target is to tell it."""
+        grad = expected.grads[name]
+        if expected.divisor == 1 or not self._group.tells_divided:
+            return grad
+        return grad / expected.divisor
+
+    def compare_params(
+        self, params: Mapping[str, Tensor], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the working params that a rank holds, those that others own included.
+
+        Args:
+            params: By name.
+            rank: The rank.
+            step: The step.
+        """
+        for name, value in self.steps[step].params.items():
+            if name not in self._group.holders.held[rank]:
+                continue
+            if name not in params:
+                at = findings.param(step, rank, name)
+                yield replace(at, message="the system does not have this param")
+            elif self._comparer.differs(value, params[name]):
+                yield findings.differing(findings.param(step, rank, name), value, params[name])
+
+    def add_to(self, seen: Seen) -> Seen:
+        """Return what was seen as it is.
+
+        Args:
+            seen: It.
+        """
+        return seen
+
+
+def _frozen(step: ReferenceStep) -> ReferenceStep:
+    """A copy that survives the reference's next step; needed only where one rank runs ahead."""
+
+    def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    return replace(
+        step,
+        grads=copied(step.grads),
+        masters=copied(step.masters),
+        params=copied(step.params),
+        scales=copied(step.scales),
+        state={name: copied(state) for name, state in step.state.items()},
+    )
