@@ -165,6 +165,7 @@ FEATURES = {
     "clip by value": lambda s: s.optimizer.clip_value,
     "overflow on one rank": lambda s: s.data.nan,
     "accumulation": lambda s: s.run.micro_batches > 1,
+    "unknown order": lambda s: not s.world.order_known,
     "timing": lambda s: s.world.timing != "eager",
     "races": lambda s: s.world.races,
     "schedule": lambda s: s.world.schedule != "round-robin",

@@ -103,7 +103,7 @@ def test_every_optimizer_that_is_declared_is_drawn():
     seen: set[OptimizerName] = set()
 
     @given(scenario=scenarios(find_target("torch-ddp")))
-    @settings(max_examples=500, database=None, derandomize=True, deadline=None)
+    @settings(max_examples=1200, database=None, derandomize=True, deadline=None)
     def check(scenario):
         seen.add(scenario.optimizer.name)
 

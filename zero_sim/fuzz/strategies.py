@@ -19,6 +19,7 @@ from zero_sim.fuzz.optimizers import optimizers
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
+from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.spec import (
     ExpectSpec,
     FaultSpec,
@@ -121,6 +122,10 @@ def _cases(
             )
         )
         scenario = _within_both(replace(scenario, reload=after))
+    # Few cases: a bound shows less than bits do.
+    may_hide = scenario.world.order != "linear" and not why_order_matters(scenario)
+    if swarm.on("unknown order", fits=may_hide):
+        scenario = replace(scenario, world=replace(scenario.world, order_known=False))
     for feature in sorted(swarm.chosen):
         event(feature)
     return replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))

@@ -79,7 +79,8 @@ class OwesBits:
 
     def _take(self, taken: ReferenceStep) -> None:
         self.steps[taken.step] = taken
-        if not taken.norm_certified and self._group.scenario.optimizer.clip_norm is not None:
+        is_clipped = self._group.scenario.optimizer.clip_norm is not None
+        if is_clipped and not taken.norm_certified and self.uncertified_step is None:
             self.uncertified_step = taken.step
 
     def forget(self, step: int) -> None:
