@@ -15,7 +15,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
@@ -31,9 +31,6 @@ from zero_sim.cli_parts import (
 from zero_sim.cli_session import EXIT_INTERRUPTED, Judge, Session, coloured, of_target, progress
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.options import check_options, chosen_options, chosen_world
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_REGRESSIONS = Path("scenarios", "regressions")
 

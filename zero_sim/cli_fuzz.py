@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.errors import EnvironmentProblem
+from zero_sim.cli_parts import packages_needed
 
 if TYPE_CHECKING:
     from zero_sim.fuzz.campaign import Plan, Tally
@@ -95,15 +95,9 @@ def fuzz(
     Exit status: 0 nothing found, 1 findings, 2 the usage is wrong, 3 a worker died, 4 this machine
     cannot run it, 130 interrupted; then everything so far is kept.
     """
-    try:
+    with packages_needed():
         from zero_sim.fuzz.campaign import Plan, run_campaign
         from zero_sim.fuzz.crews import open_crew
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "zero_sim":
-            raise
-        raise EnvironmentProblem(
-            f"expected the package {error.name!r}, which is not installed. Try `zero-sim doctor`."
-        ) from None
     plan = Plan(
         target=target,
         seed=seed,
