@@ -13,7 +13,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
-from zero_sim.verify import runner
+from zero_sim.verify import seats
 from zero_sim.workloads import Batch
 
 CELLS = {"world": WorldSpec(size=4), "topology": TopologySpec(tp=2)}
@@ -26,7 +26,7 @@ def spoil(monkeypatch):
     """Change the batches of those cells, or of those steps, that a function picks."""
 
     def patch(picks, change):
-        real = runner.build_workload
+        real = seats.build_workload
 
         class Spoilt:
             def __init__(self, scenario):
@@ -40,7 +40,7 @@ def spoil(monkeypatch):
                     return change(self._inner, step=step, rank=rank, micro=micro)
                 return self._inner.batch(step=step, rank=rank, micro=micro)
 
-        monkeypatch.setattr(runner, "build_workload", Spoilt)
+        monkeypatch.setattr(seats, "build_workload", Spoilt)
 
     return patch
 

@@ -9,7 +9,7 @@ from zero_sim.errors import EnvironmentProblem
 from zero_sim.reference import Reference
 from zero_sim.scenario.spec import OptimizerSpec, ReloadSpec, RunSpec
 from zero_sim.targets.own import ZeroSimEngine, ZeroSimTarget
-from zero_sim.verify import invariants, runner
+from zero_sim.verify import invariants, seats
 from zero_sim.verify.judge import Judge
 from zero_sim.verify.owing_bits import OwesBits
 
@@ -53,7 +53,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("name", ["build", "batch"])
     def test_a_broken_workload_is_an_error(self, judged, monkeypatch, name):
-        real = runner.build_workload
+        real = seats.build_workload
 
         class Broken:
             def __init__(self, scenario):
@@ -71,7 +71,7 @@ class TestFailures:
             return getattr(self._inner, name)(*args, **named)
 
         setattr(Broken, name, fail)
-        monkeypatch.setattr(runner, "build_workload", Broken)
+        monkeypatch.setattr(seats, "build_workload", Broken)
         assert_ours(judged(), "no data")
 
     def test_after_a_reload_too(self, judged, monkeypatch):

@@ -24,16 +24,15 @@ from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.launch import RankGone, RealRank
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, find_target, numerics_of
-from zero_sim.verify.cells import cells_of
+from zero_sim.targets import Target, find_target
 from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import JudgeFailed, ours
 from zero_sim.verify.judge import Judge
-from zero_sim.verify.owing import AnyReference, take_reference
+from zero_sim.verify.owing import AnyReference
 from zero_sim.verify.probe import Kind, by_calling, by_model, compare, observe
-from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
+from zero_sim.verify.program import Outcome, Segment, build_program, segments_of
 from zero_sim.verify.reports import Failure, Report
-from zero_sim.workloads import build_workload, on_device
+from zero_sim.verify.seats import take_seats
 
 _PROBED: tuple[tuple[Kind, torch.dtype], ...] = (
     ("all_reduce", torch.bfloat16),
@@ -191,7 +190,14 @@ def _run_segment(
     """Run some consecutive steps, or follow them where this process has no part in them."""
     scenario = segment.scenario
     size, has_part = scenario.world.size, seat.rank < scenario.world.size
-    seats = _take_seats(segment, trial, rank=seat.rank, device=payload["device"], target=target)
+    seats = take_seats(
+        segment,
+        references=trial.references,
+        target=target,
+        device=payload["device"],
+        rank=seat.rank,
+    )
+    trial.judges.extend(each.judge for each in seats)
     about = f"facts {index}"
 
     def excused(excuse: bool) -> AbstractContextManager[None]:
@@ -230,38 +236,6 @@ def _run_segment(
     for _ in range(segment.start, segment.stop):
         with ours(excused):
             seats[0].judge.step_unseen()
-
-
-def _take_seats(
-    segment: Segment, trial: _Trial, *, rank: int, device: str, target: Target
-) -> Sequence[Seat]:
-    """Judges and oracles of all cells, which share a norm; shown is this rank alone."""
-    seats, numerics = [], numerics_of(target)
-    for index, cell in enumerate(cells_of(segment.scenario)):
-        replayed = numerics.replayed(cell.scenario)
-        workload = on_device(build_workload(cell.scenario), device)
-        reference = trial.references[index] = take_reference(
-            replayed,
-            before=trial.references.get(index),
-            workload=workload,
-            uncounted=cell.uncounted,
-            weights_only=segment.weights_only,
-        )
-        judge = Judge(
-            replayed,
-            reference=reference,
-            numerics=numerics,
-            first_step=segment.start,
-            stop_step=segment.stop,
-            world_ranks=cell.ranks,
-            order_seed=segment.scenario.run.seed,
-            observed=[place for place, each in enumerate(cell.ranks) if each == rank],
-        )
-        seats.append(Seat(cell=cell, workload=workload, judge=judge))
-    judges = [seat.judge for seat in seats]
-    Judge.seat_together(judges)
-    trial.judges.extend(judges)
-    return seats
 
 
 def _has_started(trial: _Trial) -> bool:

@@ -24,19 +24,18 @@ from zero_sim.sim import (
     RankFailed,
     RankStalled,
     Replay,
-    World,
     WorldFailure,
 )
-from zero_sim.targets import Target, find_target, numerics_of, refusals
-from zero_sim.verify.cells import Cell, cells_of, check_crossing
+from zero_sim.targets import Target, find_target, refusals
+from zero_sim.verify.cells import check_crossing
 from zero_sim.verify.conclude import Account, conclude
 from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
-from zero_sim.verify.owing import AnyReference, take_reference
+from zero_sim.verify.owing import AnyReference
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
+from zero_sim.verify.seats import take_seats
 from zero_sim.verify.volume import check_volume
-from zero_sim.workloads import build_workload, on_device
 
 
 def run_case(
@@ -163,13 +162,14 @@ def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _T
 def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: Target) -> None:
     """Run some consecutive steps in one world; what the ranks raise comes through."""
     world = worlds.world_for(segment.scenario)
-    seats = [
-        _take_seat(segment, trial, index=index, cell=cell, world=world, target=target)
-        for index, cell in enumerate(cells_of(segment.scenario))
-    ]
-    judges = [seat.judge for seat in seats]
-    Judge.seat_together(judges)
-    trial.judges.extend(judges)
+    seats = take_seats(
+        segment,
+        references=trial.references,
+        target=target,
+        device=trial.device,
+        calls_made=lambda: len(world.log.collectives),
+    )
+    trial.judges.extend(seat.judge for seat in seats)
     replay = None
     if len(trial.logs) < len(trial.turns):
         replay = Replay(trial.turns[len(trial.logs)], strict=False)
@@ -201,33 +201,6 @@ def _check_volume(seat: Seat, log: EventLog) -> Iterator[Finding]:
         yield from check_volume(
             log.collectives, judge.windows, sizes=judge.sizes, scenario=seat.cell.scenario
         )
-
-
-def _take_seat(
-    segment: Segment, trial: _Trial, *, index: int, cell: Cell, world: World, target: Target
-) -> Seat:
-    numerics = numerics_of(target)
-    # What the target computes, in the reference's words; the target itself gets the case as it is.
-    replayed = numerics.replayed(cell.scenario)
-    workload = on_device(build_workload(cell.scenario), trial.device)
-    reference = trial.references[index] = take_reference(
-        replayed,
-        before=trial.references.get(index),
-        workload=workload,
-        uncounted=cell.uncounted,
-        weights_only=segment.weights_only,
-    )
-    judge = Judge(
-        replayed,
-        reference=reference,
-        numerics=numerics,
-        first_step=segment.start,
-        stop_step=segment.stop,
-        world_ranks=cell.ranks,
-        order_seed=segment.scenario.run.seed,
-        calls_made=lambda: len(world.log.collectives),
-    )
-    return Seat(cell=cell, workload=workload, judge=judge)
 
 
 def _take_failure(failed: RankFailed, trial: _Trial, *, segment: Segment) -> None:
