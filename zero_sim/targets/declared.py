@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from zero_sim.errors import Problem
+from zero_sim.errors import Problem, ScenarioError
 from zero_sim.reference import POSITION_FREE
 from zero_sim.scenario.fields import show
+from zero_sim.scenario.reload import after_reload, placed_in_reload
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelName,
@@ -75,8 +76,8 @@ class Capabilities:
     follows: tuple[str, ...] = ()
     """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
     `topology`; and `run.micro_batches`, `model.freeze`, `reload`: in any form, and on in a world
-    and a layout that these capabilities allow. All others must be as by default, or as the numerics
-    say."""
+    and a layout that these capabilities allow, too. All others must be as by default, or as the
+    numerics say."""
 
     def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
         """What of a case is not supported, each with the path to it."""
@@ -168,7 +169,33 @@ def capabilities_of(target: Target) -> Capabilities:
 
 
 def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
-    """All that keeps a case from being run on a target; empty where nothing does."""
+    """All that keeps a case from being run on a target; empty where nothing does.
+
+    A case that goes on after a checkpoint is asked about twice: as it begins, and as the case by
+    itself that it then is.
+    """
+    found = _refusals_of_one(target, scenario)
+    if scenario.reload is None:
+        return found
+    after = replace(after_reload(scenario), reload=None)
+    later = (
+        placed_in_reload(problem, scenario.reload) for problem in _refusals_of_one(target, after)
+    )
+    return (*found, *(problem for problem in later if problem not in found))
+
+
+def check_asked(target: Target, scenario: Scenario) -> None:
+    """Check that a case can be run on a target.
+
+    Raises:
+        ScenarioError: It cannot; names all that keeps it from that.
+    """
+    problems = refusals(target, scenario)
+    if problems:
+        raise ScenarioError(f"{scenario.name}: target {target.name!r} cannot be asked", problems)
+
+
+def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     own = getattr(target, "refuses", None)
     found = () if own is None else tuple(own(scenario))
     declared = capabilities_of(target)
