@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from zero_sim.cli_parts import EXIT_NOTHING_SELECTED, echo_json, replay_command, reproduce_command
+from zero_sim.cli_parts import (
+    EXIT_NOTHING_SELECTED,
+    echo_json,
+    packages_needed,
+    replay_command,
+    reproduce_command,
+)
 from zero_sim.errors import ScenarioError, UsageError, ZeroSimError
 from zero_sim.options import left_out_lines
 
@@ -61,7 +67,7 @@ class Session:
     verbose: bool = False
     """Whether to show the notes of cases that passed, also where there are several."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """How many cases the backend cannot judge, by why."""
+    """How many cases cannot be judged in the way that was asked for, by why."""
     selected: Sequence[Case] = ()
     results: list[CaseResult] = field(default_factory=list)
     sources: list[dict[str, str | None]] = field(default_factory=list)
@@ -73,9 +79,18 @@ class Session:
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
-        """The cases that a backend can judge; counts the others."""
+        """The cases that can be judged as they are asked for; counts the others.
+
+        Raises:
+            UsageError: There is no such target.
+        """
         asked = [self._as_asked(case.scenario) for case in cases]
-        reasons = [self._why_order_needed(each) or why_left_out(each) for each in asked]
+        reasons = [
+            self._why_order_needed(each)
+            or why_left_out(each)
+            or self._why_order_refused(each, case.scenario)
+            for each, case in zip(asked, cases, strict=True)
+        ]
         self.passed_over.update(reason for reason in reasons if reason)
         return [case for case, reason in zip(cases, reasons, strict=True) if not reason]
 
@@ -85,7 +100,7 @@ class Session:
         """Judge the cases, if any, and tell all; the exit status."""
         self.report_problems()
         if not cases and not self.errors:
-            return self.finish_empty("no case that this backend can judge")
+            return self.finish_empty("no case that can be judged as asked")
         if cases:
             with judging() as judge:
                 self.run_all(cases, judge)
@@ -248,6 +263,26 @@ class Session:
         return (
             f"its order must be known: it has {why}" if why and "order_known" in self.world else ""
         )
+
+    def _why_order_refused(self, scenario: Scenario, as_written: Scenario) -> str:
+        """Why its target refuses a case for the order that was asked for.
+
+        What a target refuses of a case as it is written is a mistake in that case, and is told when
+        the case is judged.
+        """
+        if "order" not in self.world:
+            return ""
+        with packages_needed():
+            from zero_sim.targets import import_target, refusals
+        # The cases of a registered one name it; see `of_target`.
+        target = import_target(self._imported or scenario.system.target)
+        if not refusals(target, scenario) or refusals(target, as_written):
+            return ""
+        return f"target {target.name!r} does not support world.order = {scenario.world.order!r}"
+
+    @property
+    def _imported(self) -> str | None:
+        return self.target if self.target is not None and ":" in self.target else None
 
     def _as_asked(self, scenario: Scenario) -> Scenario:
         """A scenario with what the command line puts in the place of what it says."""
