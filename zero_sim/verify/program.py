@@ -23,6 +23,7 @@ from zero_sim.verify.cells import Cell
 from zero_sim.verify.facts import Facts, facts_of
 from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.positions import check_told
 from zero_sim.verify.volume import ParamSize, sizes_of
 from zero_sim.workloads import Batch, Workload, build_module, seed_of
 
@@ -126,6 +127,8 @@ def build_program(
         asked = AskedEngine(engine, excused=excused)
         with ours(excused):
             facts = facts_of(asked)
+        # What the user is to mend, and no failure of the judge that would hear of it.
+        check_told(facts, scenario=seat.cell.scenario, target_name=target.name)
         if tell is not None:
             tell(world_rank, facts)
         else:
