@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -84,7 +83,7 @@ class Session:
         Raises:
             UsageError: There is no such target.
         """
-        asked = [self._as_asked(case.scenario) for case in cases]
+        asked = self.as_asked(cases)
         reasons = [
             self._why_order_needed(each)
             or why_left_out(each)
@@ -284,6 +283,10 @@ class Session:
     def _imported(self) -> str | None:
         return self.target if self.target is not None and ":" in self.target else None
 
+    def as_asked(self, cases: Sequence[Case]) -> list[Scenario]:
+        """The scenarios of cases with what the command line puts in the place of what they say."""
+        return [self._as_asked(case.scenario) for case in cases]
+
     def _as_asked(self, scenario: Scenario) -> Scenario:
         """A scenario with what the command line puts in the place of what it says."""
         return _with_stall_limit(self._in_world_asked(scenario), self.stall_seconds)
@@ -293,7 +296,8 @@ class Session:
         return dataclasses.replace(scenario, world=world)
 
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
-        from zero_sim.verify.records import CaseResult, Finding
+        from zero_sim.jobs import unforeseen
+        from zero_sim.verify.records import CaseResult
 
         started = time.perf_counter()
         scenario = self._as_asked(case.scenario)
@@ -309,16 +313,7 @@ class Session:
         # One case's bug must not cost the others their verdict.
         except Exception as error:  # noqa: BLE001
             seconds = time.perf_counter() - started
-            finding = Finding(
-                check="internal.error",
-                message="zero_sim raised an error that it did not foresee; please report it",
-                detail=traceback.format_exc(),
-            )
-            what = f"{type(error).__name__}: {error}"
-            failed = CaseResult(
-                id=case.id, verdict="error", seconds=seconds, error=what, findings=(finding,)
-            )
-            return failed, _STATUS["error"]
+            return unforeseen(error, id=case.id, seconds=seconds), _STATUS["error"]
         # Without a finding, the judge refused a scenario that only it could see is not possible.
         refused = result.verdict == "error" and not result.findings
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]
