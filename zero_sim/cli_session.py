@@ -275,8 +275,12 @@ class Session:
             from zero_sim.targets import import_target, refusals
         # The cases of a registered one name it; see `of_target`.
         target = import_target(self._imported or scenario.system.target)
-        if not refusals(target, scenario) or refusals(target, as_written):
+        problems = refusals(target, scenario)
+        if not problems or refusals(target, as_written):
             return ""
+        if "order_known" in self.world:
+            paths = ", ".join(problem.path for problem in problems)
+            return f"target {target.name!r} must know its order: {paths}"
         return f"target {target.name!r} does not support world.order = {scenario.world.order!r}"
 
     @property

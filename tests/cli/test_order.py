@@ -81,3 +81,9 @@ class TestAnOrderThatATargetDoesNotSupport:
         Path("ddp.toml").write_text(self.PLAIN)
         result = invoke("run", "ddp.toml", "--order", "any")
         assert result.exit_code == 0, result.output
+
+    def test_leaves_out_what_only_a_known_order_decides(self, invoke):
+        Path("ddp.toml").write_text(self.PLAIN + "[optimizer]\nclip_norm = 0.1\n")
+        result = invoke("run", "ddp.toml", "--order", "any")
+        assert result.exit_code == 5
+        assert "target 'torch-ddp' must know its order: world.order_known" in result.output

@@ -133,3 +133,25 @@ def test_what_is_wrong_before_and_after_a_checkpoint_is_told_once():
     mine = Problem(path="data.rows", message="expected an even number, got 3.")
     able = Capabilities(follows=("reload",))
     assert paths(GROWS, capabilities=able, refuses=lambda scenario: [mine]) == ["data.rows"]
+
+
+BY_PARAMS = {
+    "numerics": Numerics(norm="of-params"),
+    "capabilities": Capabilities(follows=("optimizer.clip_norm", "topology.tp")),
+}
+CLIPPED = replace(PLAIN, optimizer=OptimizerSpec(clip_norm=1.0), world=WorldSpec(size=2))
+
+
+@pytest.mark.parametrize(
+    ("parts", "path"),
+    [
+        ({}, []),
+        ({"topology": TopologySpec(tp=2)}, ["optimizer.clip_norm"]),
+        ({"world": WorldSpec(size=2, order_known=False)}, ["world.order_known"]),
+    ],
+    ids=["one cell", "a norm over cells", "an unknown order"],
+)
+def test_a_norm_of_params_norms_is_refused_where_nothing_is_proven_of_it(parts, path):
+    assert paths(replace(CLIPPED, **parts), **BY_PARAMS) == path
+    unclipped = replace(CLIPPED, optimizer=PLAIN.optimizer, **parts)
+    assert paths(unclipped, **BY_PARAMS) == []

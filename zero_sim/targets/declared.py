@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zero_sim.errors import Problem, ScenarioError
-from zero_sim.reference import POSITION_FREE
+from zero_sim.reference import POSITION_FREE, Norm
 from zero_sim.scenario.fields import show
 from zero_sim.scenario.reload import after_reload, placed_in_reload
 from zero_sim.scenario.spec import (
@@ -106,6 +106,8 @@ class Capabilities:
                     f"got {show(shape)}.",
                 )
         yield from self._unfollowed(scenario, numerics)
+        if scenario.optimizer.clip_norm is not None and numerics.norm == "of-params":
+            yield from _not_by_params(scenario)
 
     def _unfollowed(self, scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:
         for path, value, default in _options(scenario):
@@ -137,6 +139,11 @@ class Numerics:
     grads_told: Literal["before-division", "after-division"] = "before-division"
     """Whether the reduced gradients that it tells are as the collective left them, or already
     divided where the division comes after the sum."""
+    norm: Norm = "of-elements"
+    """What a norm is rounded from. `of-elements`: the root of one fp64 sum over all ranks, rounded
+    to fp32 once, which clips by a division. `of-params`: the fp32 norm of the fp32 norms of whole
+    gradients, as `torch.nn.utils.clip_grad_norm_` computes it on every rank by itself; a target
+    that does so cannot be asked to clip by a norm over several cells, or in an unknown order."""
     grads_in_params: bool = False
     """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
     not clipped, not unscaled."""
@@ -200,6 +207,24 @@ def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     found = () if own is None else tuple(own(scenario))
     declared = capabilities_of(target)
     return (*declared.problems(scenario, numerics=numerics_of(target)), *found)
+
+
+def _not_by_params(scenario: Scenario) -> Iterator[Problem]:
+    """Where nothing is proven of a gradient that is clipped by the norm of its params' norms."""
+    if scenario.topology.tp * scenario.topology.pp > 1:
+        yield Problem(
+            path="optimizer.clip_norm",
+            message="this target takes the norm of the params that a rank has, which with tp or pp "
+            "are not all.",
+            suggestion="Leave it out, or tp and pp.",
+        )
+    if not scenario.world.order_known:
+        yield Problem(
+            path="world.order_known",
+            message="this target rounds the norm in fp32, for which no bound is proven, got "
+            f"clip_norm = {show(scenario.optimizer.clip_norm)} and an order that is not known.",
+            suggestion="Leave one of them out.",
+        )
 
 
 def _one_of(path: str, value: object, choices: tuple[object, ...]) -> Iterator[Problem]:

@@ -7,6 +7,11 @@ sharded params hold in `.grad` is divided already. A param is cut along its firs
 chunks of equally many rows, the last ones shorter or empty. Between micro-batches gradients
 accumulate locally, whole.
 
+[Note: clipping by norm]
+Of sharded gradients torch takes the norm of each rank's rows in fp32 and adds the squares of these over
+the ranks. Those bits depend on which rows a rank has, of which the reference knows nothing, and nothing
+is proven yet of how far off fp32 can be; so clipping by norm is not declared.
+
 [Note: params that some rank does not use]
 Each rank leaves the params that its own losses do not reach out of the reduce-scatter. Where ranks
 differ in that, they bring tensors of other params to one call: it fails where the sizes differ, and
