@@ -8,9 +8,9 @@ chunks of equally many rows, the last ones shorter or empty. Between micro-batch
 accumulate locally, whole.
 
 [Note: clipping by norm]
-Of sharded gradients torch takes the norm of each rank's rows in fp32 and adds the squares of these over
-the ranks. Those bits depend on which rows a rank has, of which the reference knows nothing, and nothing
-is proven yet of how far off fp32 can be; so clipping by norm is not declared.
+Of sharded gradients torch takes the norm of each rank's rows in fp32 and adds the squares of these
+over the ranks. Those bits depend on which rows a rank has, of which the reference knows nothing,
+and nothing is proven yet of how far off fp32 can be; so clipping by norm is not declared.
 
 [Note: params that some rank does not use]
 Each rank leaves the params that its own losses do not reach out of the reduce-scatter. Where ranks
