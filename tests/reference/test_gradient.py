@@ -14,6 +14,7 @@ from zero_sim.reference.gradient import (
     measure,
     measure_together,
     norm_of_params,
+    norm_of_rows,
     root_of_squares,
     unflatten,
 )
@@ -140,6 +141,20 @@ class TestOfParams:
     def test_the_norm_is_that_of_torch(self, grads):
         _, views, copies = grads
         assert torch.equal(norm_of_params(views.values()), torch.nn.utils.get_total_norm(copies))
+
+    @pytest.mark.parametrize("rank_count", [1, 2, 3, 8])
+    def test_of_rows_it_is_as_near_as_fp32_lets_it_be(self, grads, rank_count):
+        """Each of a handful of roundings is off by less than a unit in the last place."""
+        copies = [grad for grad in grads[2] if grad.dim()]
+        norm = norm_of_rows(copies, rank_count=rank_count, order="linear")
+        exact = torch.nn.utils.get_total_norm([copy.double() for copy in copies])
+        terms = sum(copy.numel() for copy in copies) + rank_count + len(copies)
+        assert abs(norm.double() - exact) <= terms * 2.0**-23 * exact
+
+    def test_of_one_ranks_rows_it_is_that_of_whole_params(self):
+        grads = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
+        assert norm_of_rows(grads, rank_count=1, order="linear").item() == 13.0
+        assert norm_of_rows(grads, rank_count=4, order="tree").item() == 13.0
 
     def test_without_gradients_it_is_zero(self):
         assert norm_of_params([]).item() == 0.0

@@ -18,7 +18,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.sim import World
 from zero_sim.targets import Numerics
 from zero_sim.targets.torch_ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
-from zero_sim.targets.torch_fsdp2 import FSDP2Engine
+from zero_sim.targets.torch_fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
 from zero_sim.verify import run_case
 
@@ -50,17 +50,48 @@ CLIPPED = Scenario(
 )
 
 
-def test_clipping_by_norm_rounds_as_the_reference_does():
-    result = run_case(CLIPPED, target=TorchDDP())
+TARGETS = {"whole": TorchDDP, "rows": TorchFSDP2}
+
+
+def clipped(target):
+    stage = target.capabilities.stages[0]
+    return run_case(replace(CLIPPED, system=SystemSpec(stage=stage)), target=target)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_clipping_by_norm_rounds_as_the_reference_does(kind):
+    result = clipped(TARGETS[kind]())
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_another_rule_of_the_norm_shows():
-    target = TorchDDP()
-    target.numerics = replace(target.numerics, norm="of-elements")
-    result = run_case(CLIPPED, target=target)
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("whole", "of-elements"),
+        ("whole", "of-rows"),
+        ("rows", "of-elements"),
+        ("rows", "of-params"),
+    ],
+)
+def test_another_rule_of_the_norm_shows(kind, rule):
+    target = TARGETS[kind]()
+    target.numerics = replace(target.numerics, norm=rule)
+    result = clipped(target)
     assert result.verdict == "fail"
     assert result.findings[0].check in ("equality.norm", "equality.master")
+
+
+def test_a_norm_of_one_ranks_own_rows_shows(monkeypatch):
+    monkeypatch.setattr(FSDP2Engine, "_clip", clip_own_rows)
+    assert clipped(TorchFSDP2()).verdict == "fail"
+
+
+def clip_own_rows(self):
+    self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
+    grads = list(self._gradients().values())
+    norm = nn.utils.get_total_norm(grads)
+    for grad in grads:
+        grad.mul_(torch.clamp(self._spec.clip_norm / (norm + 1e-6), max=1.0))
 
 
 def test_a_norm_of_one_ranks_own_gradients_shows(monkeypatch):

@@ -25,6 +25,7 @@ from zero_sim.reference.gradient import (
     measure,
     measure_together,
     norm_of_params,
+    norm_of_rows,
     unflatten,
 )
 from zero_sim.reference.placement import Addresses
@@ -283,14 +284,21 @@ class Reference:
     def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
         """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
         whole = measure(flat)
-        if self._norm == "of-params":
-            grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
-            return replace(whole, norm=norm_of_params(grads.values()), norm_certified=True)
+        if self._norm != "of-elements":
+            norm = self._norm_as_torch(flat, active=active)
+            return replace(whole, norm=norm, norm_certified=True)
         if not any(name.endswith(self._uncounted) for name in active):
             return whole
         pieces = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
         counted = [name for name in active if not name.endswith(self._uncounted)]
         return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
+
+    def _norm_as_torch(self, flat: Tensor, *, active: Sequence[str]) -> Tensor:
+        grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
+        if self._norm == "of-params":
+            return norm_of_params(grads.values())
+        world = self._scenario.world
+        return norm_of_rows(list(grads.values()), rank_count=world.size, order=world.order)
 
     def _update(self, flat: Tensor, *, norm: Tensor, active: Sequence[str], factor: float) -> None:
         """Clip the master gradient, step the masters and cast them into the working params.
@@ -301,7 +309,7 @@ class Reference:
         if spec.clip_value is not None:
             flat.clamp_(-spec.clip_value, spec.clip_value)
         if spec.clip_norm is not None:
-            clip = clip_by_norm_of_params_ if self._norm == "of-params" else clip_by_norm_
+            clip = clip_by_norm_ if self._norm == "of-elements" else clip_by_norm_of_params_
             clip(flat, norm=norm, norm_max=spec.clip_norm)
         like = {name: masters[name] for name in active}
         self._stepper.step(unflatten(flat, like=like), factor=factor)

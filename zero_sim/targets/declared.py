@@ -106,8 +106,8 @@ class Capabilities:
                     f"got {show(shape)}.",
                 )
         yield from self._unfollowed(scenario, numerics)
-        if scenario.optimizer.clip_norm is not None and numerics.norm == "of-params":
-            yield from _not_by_params(scenario)
+        if scenario.optimizer.clip_norm is not None and numerics.norm != "of-elements":
+            yield from _not_by_norms(scenario)
 
     def _unfollowed(self, scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:
         for path, value, default in _options(scenario):
@@ -142,8 +142,10 @@ class Numerics:
     norm: Norm = "of-elements"
     """What a norm is rounded from. `of-elements`: the root of one fp64 sum over all ranks, rounded
     to fp32 once, which clips by a division. `of-params`: the fp32 norm of the fp32 norms of whole
-    gradients, as `torch.nn.utils.clip_grad_norm_` computes it on every rank by itself; a target
-    that does so cannot be asked to clip by a norm over several cells, or in an unknown order."""
+    gradients, as `torch.nn.utils.clip_grad_norm_` computes it on every rank by itself. `of-rows`:
+    the same where each rank has rows of them, and one call adds the squares of their norms. A
+    target with a norm of norms cannot be asked to clip by it over several cells, or in an unknown
+    order."""
     grads_in_params: bool = False
     """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
     not clipped, not unscaled."""
@@ -209,8 +211,8 @@ def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     return (*declared.problems(scenario, numerics=numerics_of(target)), *found)
 
 
-def _not_by_params(scenario: Scenario) -> Iterator[Problem]:
-    """Where nothing is proven of a gradient that is clipped by the norm of its params' norms."""
+def _not_by_norms(scenario: Scenario) -> Iterator[Problem]:
+    """Where nothing is known of a gradient that is clipped by a norm of norms."""
     if scenario.topology.tp * scenario.topology.pp > 1:
         yield Problem(
             path="optimizer.clip_norm",
