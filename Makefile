@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 run: $(VENV)/.installed
-	$(BIN)/zero-sim run $(SCENARIOS)
+	$(BIN)/zero-sim run $(SCENARIOS) --jobs $$(getconf _NPROCESSORS_ONLN)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --numprocesses auto --quiet

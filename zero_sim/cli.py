@@ -10,12 +10,12 @@ torch is imported inside commands only, so that `--help` answers at once.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -31,6 +31,9 @@ from zero_sim.cli_parts import (
 from zero_sim.cli_session import EXIT_INTERRUPTED, Judge, Session, coloured, of_target, progress
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.options import check_options, chosen_options, chosen_world
+
+if TYPE_CHECKING:
+    from zero_sim.scenario.spec import Scenario
 
 DEFAULT_REGRESSIONS = Path("scenarios", "regressions")
 
@@ -107,6 +110,14 @@ def main() -> None:
     metavar="SECONDS",
     help="Longest time without a call of torch.distributed, whatever the scenarios say.",
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="J",
+    help="Cases at a time, each on a process of its own; told in the same order.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show the notes of cases that pass, too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
@@ -123,6 +134,7 @@ def run(
     no_bundles: bool,
     trace: Path | None,
     stall_seconds: float | None,
+    jobs: int,
     verbose: bool,
     as_json: bool,
 ) -> None:
@@ -152,15 +164,22 @@ def run(
         verbose=verbose,
     )
     check_options(
-        backend=backend, native=native, device=device, traced=trace is not None, imported=imported
+        backend=backend,
+        native=native,
+        device=device,
+        traced=trace is not None,
+        imported=imported,
+        jobs=jobs,
     )
     cases = [of_target(case, target) for case in found.cases]
     if backend == "sim":
-        keep_logs = trace is not None
-        status = session.run(
-            session.select(cases, lambda scenario: ""),
-            lambda: open_judge(backend=backend, keep_logs=keep_logs, device=device, target=target),
-        )
+        chosen = session.select(cases, lambda scenario: "")
+        how: dict[str, Any] = {"keep_logs": trace is not None, "device": device, "target": target}
+        if jobs > 1 and len(chosen) > 1:
+            asked = session.as_asked(chosen)
+            status = session.run(chosen, lambda: open_jobs(asked, jobs=jobs, **how))
+        else:
+            status = session.run(chosen, lambda: open_judge(backend=backend, **how))
     else:
         with packages_needed():
             from zero_sim.processes import run_on_processes
@@ -331,21 +350,37 @@ def open_judge(
         UsageError: There is no such target.
     """
     with packages_needed():
-        from zero_sim.launch import WorldPool
-        from zero_sim.targets import import_target
+        from zero_sim.jobs import Chosen, open_worlds
         from zero_sim.verify.backends import Setup, TeamJudge
-        from zero_sim.verify.runner import run_case
-        from zero_sim.workloads import check_device
-    check_device(device)
     if backend != "sim":
         with TeamJudge(Setup(backend=backend)) as judge:
             yield judge
         return
-    chosen = None if target is None else import_target(target)
-    # What is loaded now stays: the collector need not walk through torch again and again.
-    gc.collect()
-    gc.freeze()
-    with WorldPool() as pool:
-        yield lambda scenario: run_case(
-            scenario, pool=pool, keep_logs=keep_logs, target=chosen, device=device
-        )
+    with open_worlds(Chosen(keep_logs=keep_logs, device=device, target=target)) as judge:
+        yield judge
+
+
+def open_jobs(
+    scenarios: Sequence[Scenario],
+    *,
+    jobs: int,
+    keep_logs: bool = False,
+    device: str = "cpu",
+    target: str | None = None,
+) -> AbstractContextManager[Judge]:
+    """What judges cases several at a time, and tells of them one after another.
+
+    Args:
+        scenarios: The cases, in the order in which they will be asked for.
+        jobs: Number of processes.
+        keep_logs: As for `open_judge`, like all that follows.
+        device: As there.
+        target: As there.
+
+    Raises:
+        UsageError: There is no such target.
+    """
+    with packages_needed():
+        from zero_sim.jobs import Chosen, JobsJudge
+    chosen = Chosen(keep_logs=keep_logs, device=device, target=target)
+    return JobsJudge(scenarios, jobs=jobs, chosen=chosen)

@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from zero_sim.cli_parts import EXIT_NOTHING_SELECTED, echo_json, replay_command, reproduce_command
+from zero_sim.cli_parts import (
+    EXIT_NOTHING_SELECTED,
+    echo_json,
+    packages_needed,
+    replay_command,
+    reproduce_command,
+)
 from zero_sim.errors import ScenarioError, UsageError, ZeroSimError
 from zero_sim.options import left_out_lines
 
@@ -61,7 +66,7 @@ class Session:
     verbose: bool = False
     """Whether to show the notes of cases that passed, also where there are several."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """How many cases the backend cannot judge, by why."""
+    """How many cases cannot be judged in the way that was asked for, by why."""
     selected: Sequence[Case] = ()
     results: list[CaseResult] = field(default_factory=list)
     sources: list[dict[str, str | None]] = field(default_factory=list)
@@ -73,9 +78,18 @@ class Session:
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
-        """The cases that a backend can judge; counts the others."""
-        asked = [self._as_asked(case.scenario) for case in cases]
-        reasons = [self._why_order_needed(each) or why_left_out(each) for each in asked]
+        """The cases that can be judged as they are asked for; counts the others.
+
+        Raises:
+            UsageError: There is no such target.
+        """
+        asked = self.as_asked(cases)
+        reasons = [
+            self._why_order_needed(each)
+            or why_left_out(each)
+            or self._why_order_refused(each, case.scenario)
+            for each, case in zip(asked, cases, strict=True)
+        ]
         self.passed_over.update(reason for reason in reasons if reason)
         return [case for case, reason in zip(cases, reasons, strict=True) if not reason]
 
@@ -85,7 +99,7 @@ class Session:
         """Judge the cases, if any, and tell all; the exit status."""
         self.report_problems()
         if not cases and not self.errors:
-            return self.finish_empty("no case that this backend can judge")
+            return self.finish_empty("no case that can be judged as asked")
         if cases:
             with judging() as judge:
                 self.run_all(cases, judge)
@@ -249,6 +263,34 @@ class Session:
             f"its order must be known: it has {why}" if why and "order_known" in self.world else ""
         )
 
+    def _why_order_refused(self, scenario: Scenario, as_written: Scenario) -> str:
+        """Why its target refuses a case for the order that was asked for.
+
+        What a target refuses of a case as it is written is a mistake in that case, and is told when
+        the case is judged.
+        """
+        if "order" not in self.world:
+            return ""
+        with packages_needed():
+            from zero_sim.targets import import_target, refusals
+        # The cases of a registered one name it; see `of_target`.
+        target = import_target(self._imported or scenario.system.target)
+        problems = refusals(target, scenario)
+        if not problems or refusals(target, as_written):
+            return ""
+        if "order_known" in self.world:
+            paths = ", ".join(problem.path for problem in problems)
+            return f"target {target.name!r} must know its order: {paths}"
+        return f"target {target.name!r} does not support world.order = {scenario.world.order!r}"
+
+    @property
+    def _imported(self) -> str | None:
+        return self.target if self.target is not None and ":" in self.target else None
+
+    def as_asked(self, cases: Sequence[Case]) -> list[Scenario]:
+        """The scenarios of cases with what the command line puts in the place of what they say."""
+        return [self._as_asked(case.scenario) for case in cases]
+
     def _as_asked(self, scenario: Scenario) -> Scenario:
         """A scenario with what the command line puts in the place of what it says."""
         return _with_stall_limit(self._in_world_asked(scenario), self.stall_seconds)
@@ -258,7 +300,8 @@ class Session:
         return dataclasses.replace(scenario, world=world)
 
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
-        from zero_sim.verify.records import CaseResult, Finding
+        from zero_sim.jobs import unforeseen
+        from zero_sim.verify.records import CaseResult
 
         started = time.perf_counter()
         scenario = self._as_asked(case.scenario)
@@ -274,16 +317,7 @@ class Session:
         # One case's bug must not cost the others their verdict.
         except Exception as error:  # noqa: BLE001
             seconds = time.perf_counter() - started
-            finding = Finding(
-                check="internal.error",
-                message="zero_sim raised an error that it did not foresee; please report it",
-                detail=traceback.format_exc(),
-            )
-            what = f"{type(error).__name__}: {error}"
-            failed = CaseResult(
-                id=case.id, verdict="error", seconds=seconds, error=what, findings=(finding,)
-            )
-            return failed, _STATUS["error"]
+            return unforeseen(error, id=case.id, seconds=seconds), _STATUS["error"]
         # Without a finding, the judge refused a scenario that only it could see is not possible.
         refused = result.verdict == "error" and not result.findings
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]

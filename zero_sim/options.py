@@ -46,7 +46,9 @@ def chosen_options(*, backend: str, order: str | None, native: bool, device: str
     return [*options, "--native"] if native else options
 
 
-def check_options(*, backend: str, native: bool, device: str, traced: bool, imported: bool) -> None:
+def check_options(
+    *, backend: str, native: bool, device: str, traced: bool, imported: bool, jobs: int = 1
+) -> None:
     """Check that options go together.
 
     Raises:
@@ -68,6 +70,11 @@ def check_options(*, backend: str, native: bool, device: str, traced: bool, impo
         raise UsageError(
             f"expected --trace with --backend sim, got --backend {backend}: only the simulated "
             "world records events."
+        )
+    if backend != "sim" and jobs > 1:
+        raise UsageError(
+            f"expected --jobs with --backend sim, got --backend {backend}: there each rank is a "
+            "process already."
         )
 
 

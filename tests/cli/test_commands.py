@@ -26,7 +26,7 @@ def invoke(*arguments: str) -> Result:
     ("arguments", "said"),
     [
         (["runn"], "Did you mean 'run'?"),
-        (["run", "--jsn", "x"], "Did you mean '--json'?"),
+        (["run", "--verbos", "x"], "Did you mean '--verbose'?"),
         (["run"], "Missing argument"),
         (["run", "--backend", "mpi", "x"], "'mpi' is not one of 'sim', 'gloo', 'nccl'"),
         (["run", "--backend", "nccl", CASE], "to be started by torchrun"),

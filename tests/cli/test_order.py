@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from zero_sim.bundle import read_bundle
 
 FOUR = 'schema = 1\n[model]\nname = "mlp"\ndtype = "bf16"\n[world]\nsize = 4\n'
@@ -34,3 +36,54 @@ def test_a_bundle_is_of_the_case_that_ran(invoke, broken):
     assert invoke("replay", path.name).exit_code == 1
     broken(False)
     assert invoke("replay", path.name).output.startswith("FIXED")
+
+
+class TestAnOrderThatATargetDoesNotSupport:
+    """Its sums depend on places, which torch's own systems do not tell."""
+
+    TARGET = (
+        'schema = 1\n[model]\nname = "mlp"\n[world]\nsize = 2\n[system]\ntarget = "torch-ddp"\n'
+    )
+    PLAIN = TARGET + "stage = 0\n"
+    WRITTEN = PLAIN.replace("size = 2", 'size = 2\norder = "ring"')
+    REASON = "1 case left out: target 'torch-ddp' does not support world.order = 'gloo'"
+
+    def test_leaves_its_cases_out(self, invoke):
+        Path("four.toml").write_text(FOUR)
+        Path("ddp.toml").write_text(self.PLAIN)
+        result = invoke("run", "four.toml", "ddp.toml", "--order", "gloo")
+        assert result.exit_code == 0, result.output
+        assert result.output.splitlines()[-1] == self.REASON
+
+    def test_is_no_pass_for_a_case_by_itself(self, invoke):
+        Path("ddp.toml").write_text(self.PLAIN)
+        result = invoke("run", "ddp.toml", "--order", "gloo")
+        assert result.exit_code == 5
+        assert "Nothing selected: no case that can be judged as asked" in result.output
+        assert self.REASON in result.output
+
+    def test_is_asked_of_an_imported_target_too(self, invoke, monkeypatch):
+        monkeypatch.syspath_prepend(str(Path.cwd()))
+        Path("a_plain_target.py").write_text("class Mine:\n    name = 'mine'\n    build = None\n")
+        Path("four.toml").write_text(self.PLAIN.replace("torch-ddp", "zero_sim"))
+        result = invoke("run", "four.toml", "--order", "ring", "--target", "a_plain_target:Mine")
+        assert result.exit_code == 5
+        assert "target 'mine' does not support world.order = 'ring'" in result.output
+
+    @pytest.mark.parametrize("options", [(), ("--order", "gloo")], ids=["as written", "asked"])
+    def test_is_a_mistake_where_the_file_says_it(self, invoke, options):
+        Path("ddp.toml").write_text(self.WRITTEN)
+        result = invoke("run", "ddp.toml", *options)
+        assert result.exit_code == 2
+        assert "world.order: this target supports" in result.output
+
+    def test_leaves_out_nothing_where_no_order_is_told(self, invoke):
+        Path("ddp.toml").write_text(self.PLAIN)
+        result = invoke("run", "ddp.toml", "--order", "any")
+        assert result.exit_code == 0, result.output
+
+    def test_leaves_out_what_only_a_known_order_decides(self, invoke):
+        Path("ddp.toml").write_text(self.PLAIN + "[optimizer]\nclip_norm = 0.1\n")
+        result = invoke("run", "ddp.toml", "--order", "any")
+        assert result.exit_code == 5
+        assert "target 'torch-ddp' must know its order: world.order_known" in result.output

@@ -27,10 +27,10 @@ QUIET = settings(
 )
 
 
-def drawn(strategy, count):
+def drawn(strategy, count, *, series=0):
     cases = []
 
-    @seed(0)
+    @seed(series)
     @settings(QUIET, max_examples=count, phases=(Phase.generate,))
     @given(strategy)
     def take(case):
@@ -119,6 +119,7 @@ FOLLOWED = {
     "topology.cp": lambda s: s.topology.cp > 1,
     "topology.pp": lambda s: s.topology.pp > 1,
     "topology.order": lambda s: s.topology.order != "tp-cp-dp-pp",
+    "optimizer.clip_norm": lambda s: s.optimizer.clip_norm,
     "optimizer.clip_value": lambda s: s.optimizer.clip_value,
     "optimizer.groups": lambda s: s.optimizer.groups,
     "optimizer.warmup_steps": lambda s: s.optimizer.warmup_steps,
@@ -129,8 +130,15 @@ FOLLOWED = {
 
 
 def test_all_that_ddp_follows_comes_up():
-    aimed = drawn(scenarios(find_target("torch-ddp")), 1200)
-    assert [path for path, has in FOLLOWED.items() if not any(map(has, aimed))] == []
+    missing = FOLLOWED
+    # Of one series every sixth has no case with nesterov, and Hypothesis draws another one whenever
+    # a constant in the code changes.
+    for series in range(6):
+        aimed = drawn(scenarios(find_target("torch-ddp")), 1200, series=series)
+        missing = {path: has for path, has in missing.items() if not any(map(has, aimed))}
+        if not missing:
+            break
+    assert list(missing) == []
 
 
 def test_no_more_ranks_in_a_group_than_a_target_takes():

@@ -9,8 +9,12 @@ import torch
 
 from zero_sim.reference.gradient import (
     clip_by_norm_,
+    clip_by_norm_of_params_,
     flatten_wide,
     measure,
+    measure_together,
+    norm_of_params,
+    norm_of_rows,
     root_of_squares,
     unflatten,
 )
@@ -118,3 +122,56 @@ class TestFlat:
     def test_no_names(self):
         """Everything may be frozen."""
         assert flatten_wide({}, names=[]).shape == (0,)
+
+
+SHAPES = {"w": (7, 9), "b": (9,), "scalar": (), "empty": (0, 3), "large": (61, 53)}
+
+
+class TestOfParams:
+    """Norm and clipping as torch has them for whole gradients, wherever in memory they lie."""
+
+    @pytest.fixture
+    def grads(self):
+        """Views of one tensor, and copies of them that are tensors of their own."""
+        generator = torch.Generator().manual_seed(3)
+        flat = torch.randn(sum(math.prod(shape) for shape in SHAPES.values()), generator=generator)
+        views = unflatten(flat, like={name: torch.empty(shape) for name, shape in SHAPES.items()})
+        return flat, views, [view.clone() for view in views.values()]
+
+    def test_the_norm_is_that_of_torch(self, grads):
+        _, views, copies = grads
+        assert torch.equal(norm_of_params(views.values()), torch.nn.utils.get_total_norm(copies))
+
+    @pytest.mark.parametrize("rank_count", [1, 2, 3, 8])
+    def test_of_rows_it_is_as_near_as_fp32_lets_it_be(self, grads, rank_count):
+        """Each of a handful of roundings is off by less than a unit in the last place."""
+        copies = [grad for grad in grads[2] if grad.dim()]
+        norm = norm_of_rows(copies, rank_count=rank_count, order="linear")
+        exact = torch.nn.utils.get_total_norm([copy.double() for copy in copies])
+        terms = sum(copy.numel() for copy in copies) + rank_count + len(copies)
+        assert abs(norm.double() - exact) <= terms * 2.0**-23 * exact
+
+    def test_of_one_ranks_rows_it_is_that_of_whole_params(self):
+        grads = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
+        assert norm_of_rows(grads, rank_count=1, order="linear").item() == 13.0
+        assert norm_of_rows(grads, rank_count=4, order="tree").item() == 13.0
+
+    def test_without_gradients_it_is_zero(self):
+        assert norm_of_params([]).item() == 0.0
+
+    @pytest.mark.parametrize("norm_max", [1e-3, 0.3, 1e6])
+    def test_clipping_is_that_of_torch(self, grads, norm_max):
+        flat, views, copies = grads
+        params = [torch.nn.Parameter(torch.empty_like(copy)) for copy in copies]
+        for param, copy in zip(params, copies, strict=True):
+            param.grad = copy
+        norm = torch.nn.utils.clip_grad_norm_(params, norm_max)
+        clip_by_norm_of_params_(flat, norm=norm, norm_max=norm_max)
+        for view, param in zip(views.values(), params, strict=True):
+            assert torch.equal(view, param.grad)
+
+
+def test_one_part_is_measured_as_it_is():
+    """Its norm may be another one than the root of the sum of its squares."""
+    measured = measure(torch.tensor([3.0, 4.0]))
+    assert measure_together([measured]) is measured

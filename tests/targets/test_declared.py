@@ -103,3 +103,55 @@ def test_the_reference_replays_what_the_numerics_say():
     numerics = Numerics(divide="premul", grad_dtype="fp32")
     system = numerics.replayed(replace(PLAIN, system=SystemSpec(sync="every"))).system
     assert (system.divide, system.grad_dtype, system.sync) == ("premul", "fp32", "every")
+
+
+RELOADING = Capabilities(follows=("reload",), world_size_max=3)
+GROWS = replace(PLAIN, reload=ReloadSpec(step=1, world_size=4))
+
+
+def test_the_world_after_a_checkpoint_must_be_within_the_capabilities_too():
+    assert paths(GROWS, capabilities=RELOADING) == ["reload.world_size"]
+    smaller = replace(PLAIN, reload=ReloadSpec(step=1, world_size=3))
+    assert paths(smaller, capabilities=RELOADING) == []
+
+
+def test_a_layout_after_a_checkpoint_that_is_not_followed_is_refused():
+    scenario = replace(PLAIN, reload=ReloadSpec(step=1, bucket_elems=4))
+    assert paths(scenario, capabilities=RELOADING) == ["reload.bucket_elems"]
+
+
+def test_a_targets_own_refusal_is_asked_about_the_world_after_a_checkpoint():
+    def refuses(scenario):
+        if scenario.world.size > 3:
+            yield Problem(path="world.size", message="expected at most 3.")
+
+    able = Capabilities(follows=("reload",))
+    assert paths(GROWS, capabilities=able, refuses=refuses) == ["reload.world_size"]
+
+
+def test_what_is_wrong_before_and_after_a_checkpoint_is_told_once():
+    mine = Problem(path="data.rows", message="expected an even number, got 3.")
+    able = Capabilities(follows=("reload",))
+    assert paths(GROWS, capabilities=able, refuses=lambda scenario: [mine]) == ["data.rows"]
+
+
+BY_PARAMS = {
+    "numerics": Numerics(norm="of-params"),
+    "capabilities": Capabilities(follows=("optimizer.clip_norm", "topology.tp")),
+}
+CLIPPED = replace(PLAIN, optimizer=OptimizerSpec(clip_norm=1.0), world=WorldSpec(size=2))
+
+
+@pytest.mark.parametrize(
+    ("parts", "path"),
+    [
+        ({}, []),
+        ({"topology": TopologySpec(tp=2)}, ["optimizer.clip_norm"]),
+        ({"world": WorldSpec(size=2, order_known=False)}, ["world.order_known"]),
+    ],
+    ids=["one cell", "a norm over cells", "an unknown order"],
+)
+def test_a_norm_of_params_norms_is_refused_where_nothing_is_proven_of_it(parts, path):
+    assert paths(replace(CLIPPED, **parts), **BY_PARAMS) == path
+    unclipped = replace(CLIPPED, optimizer=PLAIN.optimizer, **parts)
+    assert paths(unclipped, **BY_PARAMS) == []

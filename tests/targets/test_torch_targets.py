@@ -1,15 +1,26 @@
 """torch's own optimizers equal the reference bit for bit, and break where they are broken."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
 from zero_sim.sim import World
 from zero_sim.targets import Numerics
 from zero_sim.targets.torch_ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
-from zero_sim.targets.torch_fsdp2 import FSDP2Engine
+from zero_sim.targets.torch_fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
+from zero_sim.verify import run_case
 
 NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp2"]
 
@@ -27,6 +38,69 @@ def test_another_rule_of_division_shows():
         conformance(target, cases=60)()
     # Of powers of two, the reciprocal is exact.
     assert failed.value.scenario.world.size in (3, 5, 6, 7)
+
+
+CLIPPED = Scenario(
+    schema=1,
+    model=ModelSpec(name="mlp", hidden=5),
+    world=WorldSpec(size=3),
+    system=SystemSpec(stage=0),
+    optimizer=OptimizerSpec(clip_norm=1e-3),
+    run=RunSpec(steps=5),
+)
+
+
+TARGETS = {"whole": TorchDDP, "rows": TorchFSDP2}
+
+
+def clipped(target):
+    stage = target.capabilities.stages[0]
+    return run_case(replace(CLIPPED, system=SystemSpec(stage=stage)), target=target)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_clipping_by_norm_rounds_as_the_reference_does(kind):
+    result = clipped(TARGETS[kind]())
+    assert (result.verdict, result.findings, result.error) == ("pass", (), "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("whole", "of-elements"),
+        ("whole", "of-rows"),
+        ("rows", "of-elements"),
+        ("rows", "of-params"),
+    ],
+)
+def test_another_rule_of_the_norm_shows(kind, rule):
+    target = TARGETS[kind]()
+    target.numerics = replace(target.numerics, norm=rule)
+    result = clipped(target)
+    assert result.verdict == "fail"
+    assert result.findings[0].check in ("equality.norm", "equality.master")
+
+
+def test_a_norm_of_one_ranks_own_rows_shows(monkeypatch):
+    monkeypatch.setattr(FSDP2Engine, "_clip", clip_own_rows)
+    assert clipped(TorchFSDP2()).verdict == "fail"
+
+
+def clip_own_rows(self):
+    self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
+    grads = list(self._gradients().values())
+    norm = nn.utils.get_total_norm(grads)
+    for grad in grads:
+        grad.mul_(torch.clamp(self._spec.clip_norm / (norm + 1e-6), max=1.0))
+
+
+def test_a_norm_of_one_ranks_own_gradients_shows(monkeypatch):
+    def clip_before_the_sum(self, loss, *, last_micro, rows):
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._params.values(), self._spec.clip_norm)
+
+    monkeypatch.setattr(DDPEngine, "backward", clip_before_the_sum)
+    assert run_case(CLIPPED, target=TorchDDP()).findings[0].check == "equality.grad"
 
 
 @pytest.mark.parametrize(

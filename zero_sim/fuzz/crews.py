@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Protocol
 
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.records import BatchReport, Job
-from zero_sim.launch.lifeline import end_with_parent
+from zero_sim.launch.hands import Hand
 
 CONNECT_SECONDS = 30
 
@@ -61,13 +58,12 @@ class ProcessCrew:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        # A pool breaks as a whole if a process of it dies, so each has one.
-        self._hands = [_Hand() for _ in range(slots)]
+        self._hands = [Hand[BatchReport]() for _ in range(slots)]
 
     def submit(self, job: Job) -> Future[BatchReport]:
         """Begin a batch on a process that is free."""
         hand = next(hand for hand in self._hands if hand.is_free)
-        return hand.submit(job)
+        return hand.submit(run_batch, job)
 
     def interrupt(self) -> None:
         """Send every process at work an interrupt."""
@@ -78,55 +74,6 @@ class ProcessCrew:
         """End the processes, which are idle now or to be given up."""
         for hand in self._hands:
             hand.close()
-
-
-class _Hand:
-    """A process, and a new one in its place if it dies."""
-
-    def __init__(self) -> None:
-        self._running: Future[BatchReport] | None = None
-        self._executor, self._pid = _start()
-
-    @property
-    def is_free(self) -> bool:
-        return self._running is None or self._running.done()
-
-    def submit(self, job: Job) -> Future[BatchReport]:
-        if self._running is not None and self._running.exception() is not None:
-            self.close()
-            self._executor, self._pid = _start()
-        self._running = self._executor.submit(run_batch, job)
-        return self._running
-
-    def interrupt(self) -> None:
-        if not self.is_free:
-            self._signal(signal.SIGINT)
-
-    def close(self) -> None:
-        is_free = self.is_free
-        self._executor.shutdown(wait=is_free, cancel_futures=True)
-        if not is_free:
-            self._signal(signal.SIGTERM)
-        self._running = None
-
-    def _signal(self, number: int) -> None:
-        if self._pid.done() and self._pid.exception() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid.result(), number)
-
-
-def _start() -> tuple[Executor, Future[int]]:
-    """A process that a Ctrl-C on the terminal does not reach between batches, and its id."""
-    # A fork of a process with threads and torch in it would hang.
-    executor = ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent
-    )
-    # That a signal is ignored is inherited; `run_batch` listens for it while it runs.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        return executor, executor.submit(os.getpid)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class ClusterCrew:

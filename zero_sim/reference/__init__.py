@@ -6,6 +6,7 @@ from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.following import Follower
+from zero_sim.reference.gradient import Norm
 from zero_sim.reference.oracle import Reference, ReferenceStep, step_together
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_of
 from zero_sim.reference.quantization import encode
@@ -22,6 +23,7 @@ __all__ = [
     "Interval",
     "MemoryPlace",
     "NonFinite",
+    "Norm",
     "Orders",
     "Reference",
     "ReferenceStep",

@@ -13,11 +13,18 @@ certified.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from zero_sim.reference.adding import AddOrder, add_ranks
+
+Norm = Literal["of-elements", "of-params", "of-rows"]
+"""What a norm is rounded from: one fp64 sum over all elements; or, as in torch's clip_grad_norm_,
+the fp32 norms of whole params, or of each rank's rows of them."""
 
 _ROUNDING = 2.0**-53
 _SLACK_ROUNDINGS = 4  # the root, the bounds themselves, and the sum over ranks
@@ -62,6 +69,8 @@ def measure(flat: Tensor) -> Measure:
 
 def measure_together(parts: Sequence[Measure]) -> Measure:
     """Return the measure of a gradient of which each part was measured by itself."""
+    if len(parts) == 1:
+        return parts[0]
     squares, terms = sum(part.squares for part in parts), sum(part.terms for part in parts)
     norm, certified = root_of_squares(squares, terms=terms)
     return Measure(
@@ -114,6 +123,50 @@ def clip_by_norm_(flat: Tensor, *, norm: Tensor, norm_max: float) -> None:
     # Tensors, not numbers: torch takes a number over a tensor as a product with the reciprocal.
     bound, tiny, one = torch.tensor([norm_max, 1e-6, 1.0], dtype=torch.float32).unbind()
     flat.mul_(torch.minimum(one, bound / (norm + tiny)))
+
+
+def norm_of_params(grads: Iterable[Tensor]) -> Tensor:
+    """Return the 0-D fp32 norm of whole gradients as torch.nn.utils.get_total_norm has it.
+
+    Each gradient's norm is rounded to fp32, then that of these norms: a function of the gradients
+    alone, without an order that ranks could change.
+
+    Args:
+        grads: fp32, contiguous, in the order of the params.
+    """
+    norms = [torch.linalg.vector_norm(grad) for grad in grads]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+
+
+def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -> Tensor:
+    """Return the same norm as torch has it for gradients whose rows are dealt out to ranks.
+
+    Each rank takes the norm of its rows of each gradient; one call adds the squares of these over
+    the ranks; their roots are the norms of whole gradients.
+
+    Args:
+        grads: As for `norm_of_params`, each with a dimension or more.
+        rank_count: Number of ranks; each has as many rows as the first, the last ones fewer.
+        order: In which that call adds; not one that depends on positions.
+    """
+    norms = torch.zeros(rank_count, len(grads))
+    for index, grad in enumerate(grads):
+        for rank, rows in enumerate(grad.chunk(rank_count)):
+            norms[rank, index] = torch.linalg.vector_norm(rows)
+    squares = add_ranks(norms.square().unbind(), order=order)
+    return torch.linalg.vector_norm(squares.sqrt())
+
+
+def clip_by_norm_of_params_(flat: Tensor, *, norm: Tensor, norm_max: float) -> None:
+    """Multiply a gradient in place as torch.nn.utils.clip_grads_with_norm_ does.
+
+    Args:
+        flat: 1-D fp32.
+        norm: 0-D fp32, from `norm_of_params` or `norm_of_rows`.
+        norm_max: Bound of the norm.
+    """
+    # A number over a tensor, on purpose: torch rounds the reciprocal first.
+    flat.mul_(torch.clamp(norm_max / (norm + 1e-6), max=1.0))
 
 
 def flatten_wide(grads: Mapping[str, Tensor], *, names: Sequence[str]) -> Tensor:

@@ -18,10 +18,14 @@ from zero_sim.reference.adding import add_replicas
 from zero_sim.reference.certificate import certify
 from zero_sim.reference.gradient import (
     Measure,
+    Norm,
     clip_by_norm_,
+    clip_by_norm_of_params_,
     flatten_wide,
     measure,
     measure_together,
+    norm_of_params,
+    norm_of_rows,
     unflatten,
 )
 from zero_sim.reference.placement import Addresses
@@ -104,7 +108,12 @@ class Reference:
     """
 
     def __init__(
-        self, scenario: Scenario, *, workload: Workload, uncounted: Sequence[str] = ()
+        self,
+        scenario: Scenario,
+        *,
+        workload: Workload,
+        uncounted: Sequence[str] = (),
+        norm: Norm = "of-elements",
     ) -> None:
         """Build the module and one fp32 master per trained param.
 
@@ -113,12 +122,14 @@ class Reference:
             workload: Its workload. Forward must not change the module: one module plays all ranks.
             uncounted: Endings of names that norm and zeros leave out, as another part of the model
                 counts them.
+            norm: What the norm is rounded from, and how a gradient is clipped by it.
 
         Raises:
             ModelError: The module has no param to train, or not one that is to be frozen.
         """
         self._scenario = scenario
         self._uncounted = tuple(uncounted)
+        self._norm = norm
         self._ranks = Ranks(scenario, workload=workload)
         self._scales = self._ranks.scales()
         spec = scenario.optimizer
@@ -273,11 +284,21 @@ class Reference:
     def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
         """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
         whole = measure(flat)
+        if self._norm != "of-elements":
+            norm = self._norm_as_torch(flat, active=active)
+            return replace(whole, norm=norm, norm_certified=True)
         if not any(name.endswith(self._uncounted) for name in active):
             return whole
         pieces = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
         counted = [name for name in active if not name.endswith(self._uncounted)]
         return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
+
+    def _norm_as_torch(self, flat: Tensor, *, active: Sequence[str]) -> Tensor:
+        grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
+        if self._norm == "of-params":
+            return norm_of_params(grads.values())
+        world = self._scenario.world
+        return norm_of_rows(list(grads.values()), rank_count=world.size, order=world.order)
 
     def _update(self, flat: Tensor, *, norm: Tensor, active: Sequence[str], factor: float) -> None:
         """Clip the master gradient, step the masters and cast them into the working params.
@@ -288,7 +309,8 @@ class Reference:
         if spec.clip_value is not None:
             flat.clamp_(-spec.clip_value, spec.clip_value)
         if spec.clip_norm is not None:
-            clip_by_norm_(flat, norm=norm, norm_max=spec.clip_norm)
+            clip = clip_by_norm_ if self._norm == "of-elements" else clip_by_norm_of_params_
+            clip(flat, norm=norm, norm_max=spec.clip_norm)
         like = {name: masters[name] for name in active}
         self._stepper.step(unflatten(flat, like=like), factor=factor)
         working = self._ranks.params() if self._scales else {}

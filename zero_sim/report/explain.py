@@ -495,6 +495,12 @@ _EXPLANATIONS = (
         why="Nothing was judged; please report it.",
         causes=("a bug in zero_sim",),
     ),
+    Explanation(
+        check="internal.process-died",
+        meaning="The process of `zero-sim run --jobs` that ran the case ended in the middle of it.",
+        why="Nothing was judged; other cases go on on a new process.",
+        causes=("too little memory", "a system that ends its process", "a crash inside torch"),
+    ),
 )
 
 EXPLANATIONS = {explanation.check: explanation for explanation in _EXPLANATIONS}

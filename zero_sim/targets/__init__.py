@@ -9,6 +9,7 @@ from zero_sim.targets.declared import (
     Capabilities,
     Numerics,
     capabilities_of,
+    check_asked,
     numerics_of,
     refusals,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "StepResult",
     "Target",
     "capabilities_of",
+    "check_asked",
     "complete",
     "find_target",
     "import_target",

@@ -64,8 +64,19 @@ class CompletedEngine:
             settle()
 
     def params(self) -> Mapping[str, Tensor]:
-        """As the engine tells them."""
-        return self._engine.params()
+        """As the engine tells them.
+
+        Raises:
+            UsageError: It gives something else than a mapping.
+        """
+        params = self._engine.params()
+        if not isinstance(params, Mapping):
+            raise UsageError(
+                f"expected `params` of an engine to give a mapping of names to tensors, got "
+                f"{type(params).__name__} from {type(self._engine).__name__}. Try "
+                "dict(model.named_parameters()) of the bare model."
+            )
+        return params
 
     def parts(self) -> Iterable[OwnedPart]:
         """As the engine tells them; none where it tells none."""

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from zero_sim.errors import Problem
-from zero_sim.reference import POSITION_FREE
+from zero_sim.errors import Problem, ScenarioError
+from zero_sim.reference import POSITION_FREE, Norm
 from zero_sim.scenario.fields import show
+from zero_sim.scenario.reload import after_reload, placed_in_reload
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelName,
@@ -75,8 +76,8 @@ class Capabilities:
     follows: tuple[str, ...] = ()
     """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
     `topology`; and `run.micro_batches`, `model.freeze`, `reload`: in any form, and on in a world
-    and a layout that these capabilities allow. All others must be as by default, or as the numerics
-    say."""
+    and a layout that these capabilities allow, too. All others must be as by default, or as the
+    numerics say."""
 
     def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
         """What of a case is not supported, each with the path to it."""
@@ -105,6 +106,8 @@ class Capabilities:
                     f"got {show(shape)}.",
                 )
         yield from self._unfollowed(scenario, numerics)
+        if scenario.optimizer.clip_norm is not None and numerics.norm != "of-elements":
+            yield from _not_by_norms(scenario)
 
     def _unfollowed(self, scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:
         for path, value, default in _options(scenario):
@@ -136,6 +139,13 @@ class Numerics:
     grads_told: Literal["before-division", "after-division"] = "before-division"
     """Whether the reduced gradients that it tells are as the collective left them, or already
     divided where the division comes after the sum."""
+    norm: Norm = "of-elements"
+    """What a norm is rounded from. `of-elements`: the root of one fp64 sum over all ranks, rounded
+    to fp32 once, which clips by a division. `of-params`: the fp32 norm of the fp32 norms of whole
+    gradients, as `torch.nn.utils.clip_grad_norm_` computes it on every rank by itself. `of-rows`:
+    the same where each rank has rows of them, and one call adds the squares of their norms. A
+    target with a norm of norms cannot be asked to clip by it over several cells, or in an unknown
+    order."""
     grads_in_params: bool = False
     """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
     not clipped, not unscaled."""
@@ -168,11 +178,55 @@ def capabilities_of(target: Target) -> Capabilities:
 
 
 def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
-    """All that keeps a case from being run on a target; empty where nothing does."""
+    """All that keeps a case from being run on a target; empty where nothing does.
+
+    A case that goes on after a checkpoint is asked about twice: as it begins, and as the case by
+    itself that it then is.
+    """
+    found = _refusals_of_one(target, scenario)
+    if scenario.reload is None:
+        return found
+    after = replace(after_reload(scenario), reload=None)
+    later = (
+        placed_in_reload(problem, scenario.reload) for problem in _refusals_of_one(target, after)
+    )
+    return (*found, *(problem for problem in later if problem not in found))
+
+
+def check_asked(target: Target, scenario: Scenario) -> None:
+    """Check that a case can be run on a target.
+
+    Raises:
+        ScenarioError: It cannot; names all that keeps it from that.
+    """
+    problems = refusals(target, scenario)
+    if problems:
+        raise ScenarioError(f"{scenario.name}: target {target.name!r} cannot be asked", problems)
+
+
+def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     own = getattr(target, "refuses", None)
     found = () if own is None else tuple(own(scenario))
     declared = capabilities_of(target)
     return (*declared.problems(scenario, numerics=numerics_of(target)), *found)
+
+
+def _not_by_norms(scenario: Scenario) -> Iterator[Problem]:
+    """Where nothing is known of a gradient that is clipped by a norm of norms."""
+    if scenario.topology.tp * scenario.topology.pp > 1:
+        yield Problem(
+            path="optimizer.clip_norm",
+            message="this target takes the norm of the params that a rank has, which with tp or pp "
+            "are not all.",
+            suggestion="Leave it out, or tp and pp.",
+        )
+    if not scenario.world.order_known:
+        yield Problem(
+            path="world.order_known",
+            message="this target rounds the norm in fp32, for which no bound is proven, got "
+            f"clip_norm = {show(scenario.optimizer.clip_norm)} and an order that is not known.",
+            suggestion="Leave one of them out.",
+        )
 
 
 def _one_of(path: str, value: object, choices: tuple[object, ...]) -> Iterator[Problem]:

@@ -211,7 +211,8 @@ class Target(Protocol):
 
     What it declares besides, in attributes of these names, is read where it is there:
     `capabilities` (`Capabilities`; None for all that a scenario can say), `numerics` (`Numerics`),
-    and a method `refuses(scenario)` that gives more `Problem`s than the capabilities can say.
+    and a method `refuses(scenario)` that gives more `Problem`s than the capabilities can say. Of a
+    case that reloads, both are asked once more about the world and the layout after the checkpoint.
     """
 
     name: str

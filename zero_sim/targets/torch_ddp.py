@@ -31,6 +31,7 @@ from zero_sim.targets.torch_optim import (
 
 _FOLLOWS = (
     *OPTIMIZER_SETTINGS,
+    "optimizer.clip_norm",
     "optimizer.clip_value",
     "run.micro_batches",
     "topology.tp",
@@ -87,12 +88,22 @@ class DDPEngine:
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if that is asked for, and update the params."""
         self._reduced = self._gradients()
-        if self._spec.clip_value is not None:
-            self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
-            nn.utils.clip_grad_value_(self._params.values(), self._spec.clip_value)
+        norm = self._clip()
         self._rates.scale(lr_factor)
         self._optimizer.step()
-        return StepResult()
+        return StepResult(norm=norm)
+
+    def _clip(self) -> Tensor | None:
+        """Clip as it is asked for; the norm before, where one was taken."""
+        spec, norm = self._spec, None
+        if spec.clip_norm is not None or spec.clip_value is not None:
+            self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
+        if spec.clip_value is not None:
+            nn.utils.clip_grad_value_(self._params.values(), spec.clip_value)
+        if spec.clip_norm is not None:
+            # Every rank has whole gradients, so that nothing has to be exchanged.
+            norm = nn.utils.clip_grad_norm_(self._params.values(), spec.clip_norm)
+        return norm
 
     def params(self) -> Mapping[str, Tensor]:
         """Full working params, which are their own masters."""
@@ -168,7 +179,13 @@ class TorchDDP:
 
     name = "torch-ddp"
     capabilities = Capabilities(stages=(0,), optimizers=OPTIMIZERS, follows=_FOLLOWS)
-    numerics = Numerics(divide="premul", divide_by="ranks", sync="last", grad_dtype="param")
+    numerics = Numerics(
+        divide="premul",
+        divide_by="ranks",
+        sync="last",
+        grad_dtype="param",
+        norm="of-params",
+    )
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> DDPEngine:
         """Wrap the module for training on this rank."""

@@ -7,6 +7,10 @@ sharded params hold in `.grad` is divided already. A param is cut along its firs
 chunks of equally many rows, the last ones shorter or empty. Between micro-batches gradients
 accumulate locally, whole.
 
+[Note: clipping by norm]
+Of sharded gradients torch takes the norm of each rank's rows, and one all-reduce adds the squares
+of all of these over the ranks: `of-rows` of the reference.
+
 [Note: params that some rank does not use]
 Each rank leaves the params that its own losses do not reach out of the reduce-scatter. Where ranks
 differ in that, they bring tensors of other params to one call: it fails where the sizes differ, and
@@ -82,13 +86,23 @@ class FSDP2Engine:
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if that is asked for, and update the shards."""
         self._reduced = self._gradients()
-        if self._spec.clip_value is not None:
-            self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
-            for grad in self._gradients().values():
-                grad.clamp_(-self._spec.clip_value, self._spec.clip_value)
+        norm = self._clip()
         self._rates.scale(lr_factor)
         self._optimizer.step()
-        return StepResult()
+        return StepResult(norm=norm)
+
+    def _clip(self) -> Tensor | None:
+        """Clip as it is asked for; the norm before, where one was taken."""
+        spec, norm = self._spec, None
+        if spec.clip_norm is not None or spec.clip_value is not None:
+            self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
+        if spec.clip_value is not None:
+            for grad in self._gradients().values():
+                grad.clamp_(-spec.clip_value, spec.clip_value)
+        if spec.clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self._params.values(), spec.clip_norm)
+            norm = cast("DTensor", norm).full_tensor()
+        return norm
 
     def params(self) -> Mapping[str, Tensor]:
         """Full working params, gathered."""
@@ -149,6 +163,7 @@ class TorchFSDP2:
         optimizers=tuple(name for name in OPTIMIZERS if name != "rprop"),
         follows=(
             *OPTIMIZER_SETTINGS,
+            "optimizer.clip_norm",
             "optimizer.clip_value",
             "run.micro_batches",
         ),
@@ -159,6 +174,7 @@ class TorchFSDP2:
         sync="last",
         grad_dtype="param",
         grads_told="after-division",
+        norm="of-rows",
     )
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> FSDP2Engine:

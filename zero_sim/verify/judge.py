@@ -383,6 +383,8 @@ class Judge:
                 for part in self._parts[rank]
             ),
         )
+        if PARTS in self._group.unobserved:
+            del owed["state"]  # How much of it an element has only parts tell.
         yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)
 
 

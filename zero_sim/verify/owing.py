@@ -17,6 +17,7 @@ from zero_sim.reference import (
     Addresses,
     BoundedReference,
     BoundedStep,
+    Norm,
     Reference,
     ReferenceStep,
 )
@@ -115,6 +116,7 @@ def take_reference(
     workload: Workload,
     uncounted: Sequence[str] = (),
     weights_only: bool = False,
+    norm: Norm = "of-elements",
 ) -> AnyReference:
     """Build the reference that fits what is known of the order, or go on with the one there is.
 
@@ -124,6 +126,7 @@ def take_reference(
         workload: The case's workload.
         uncounted: As for `Reference`.
         weights_only: As for `Reference.continue_as`.
+        norm: As for `Reference`; where the order is not known, of all elements.
 
     Raises:
         ModelError: The model has nothing to train.
@@ -131,7 +134,7 @@ def take_reference(
     """
     if before is None:
         if scenario.world.order_known:
-            return Reference(scenario, workload=workload, uncounted=uncounted)
+            return Reference(scenario, workload=workload, uncounted=uncounted, norm=norm)
         return BoundedReference(scenario, workload=workload)
     if isinstance(before, BoundedReference):
         raise UsageError(

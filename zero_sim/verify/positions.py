@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zero_sim.errors import UsageError
-from zero_sim.reference import SumSite, SumSpan
+from zero_sim.reference import POSITION_FREE, SumSite, SumSpan
+from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
+from zero_sim.targets.adapt import PARTS
+from zero_sim.verify.facts import Facts
 
 
 def sum_spans(places: Iterable[Place], *, replica_count: int) -> dict[str, list[SumSpan]]:
@@ -36,15 +39,53 @@ def sum_spans(places: Iterable[Place], *, replica_count: int) -> dict[str, list[
     return spans
 
 
+def check_told(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
+    """Check that an engine tells all that the order of addition depends on.
+
+    Args:
+        facts: What a rank's engine says before the first step.
+        scenario: The case.
+        target_name: Of the target that built it.
+
+    Raises:
+        UsageError: It does not, and the order depends on it.
+    """
+    world = scenario.world
+    if not world.order_known or world.order in POSITION_FREE:
+        return
+    got = "an engine without `parts`"
+    if PARTS not in facts.untold:
+        try:
+            sum_spans(facts.places, replica_count=scenario.system.redundancy)
+        except _Untold as untold:
+            got = f"{untold.field} = None for param {untold.param!r}"
+        else:
+            return
+    raise UsageError(
+        f"expected target {target_name!r} to tell where its gradients lie in the calls that "
+        f"reduce them, because sums in world.order = {world.order!r} depend on it, got {got}. Try "
+        "`parts` with places that tell it (zero_sim.targets.Place), or world.order = 'linear'."
+    )
+
+
+class _Untold(UsageError):
+    """An order depends on a field of a place that is not told."""
+
+    def __init__(self, field: str, param: str) -> None:
+        self.field = field
+        self.param = param
+        super().__init__(f"expected {field} of a place of param {param!r}, got None.")
+
+
 def _site_of(place: Place) -> SumSite:
-    shard, kind = _told(place.shard, place), place.reduced_by
+    shard, kind = _told(place, "shard"), place.reduced_by
     if kind == "reduce_scatter_list":
         # Every rank's entry is a tensor of its own.
         return SumSite(kind="reduce_scatter_list", **_in_shard(place), ends_on=shard)
     return SumSite(
         kind=kind or "all_reduce",
-        elems=_told(place.call_elems, place),
-        offset=_told(place.call_offset, place),
+        elems=_told(place, "call_elems"),
+        offset=_told(place, "call_offset"),
         ends_on=0 if kind == "all_reduce" else shard,
         joined_elems=place.joined_elems,
         joined_offset=place.joined_offset,
@@ -56,18 +97,15 @@ def _replica_site_of(place: Place) -> SumSite:
 
 
 def _in_shard(place: Place) -> dict[str, int]:
-    start = _told(place.shard_start, place)
+    start = _told(place, "shard_start")
     return {
-        "elems": _told(place.shard_stop, place) - start,
-        "offset": _told(place.flat_start, place) - start,
+        "elems": _told(place, "shard_stop") - start,
+        "offset": _told(place, "flat_start") - start,
     }
 
 
-def _told(value: int | None, place: Place) -> int:
+def _told(place: Place, field: str) -> int:
+    value: int | None = getattr(place, field)
     if value is None:
-        raise UsageError(
-            f"expected a target that tells where param {place.param!r} lies in the calls that "
-            "reduce it, because the order of addition depends on that, but it does not. Try "
-            'world.order = "linear".'
-        )
+        raise _Untold(field, place.param)
     return value

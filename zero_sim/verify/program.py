@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from zero_sim.errors import UsageError
 from zero_sim.scenario.overlap import overlaps_params
+from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Engine, Target, complete
 from zero_sim.verify.cells import Cell
 from zero_sim.verify.facts import Facts, facts_of
 from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.positions import check_told
 from zero_sim.verify.volume import ParamSize, sizes_of
 from zero_sim.workloads import Batch, Workload, build_module, seed_of
 
@@ -66,16 +68,8 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
         return
     path = folder / "checkpoint"
     yield Segment(scenario=scenario, start=0, stop=reload.step, save=path)
-    names = ("stage", "redundancy", "bucket_elems", "partition", "param_order")
-    changed = {name: getattr(reload, name) for name in names}
-    system = replace(
-        scenario.system, **{name: value for name, value in changed.items() if value is not None}
-    )
-    world = replace(scenario.world, size=reload.world_size or scenario.world.size)
-    topology = replace(scenario.topology, ep=reload.ep or scenario.topology.ep)
-    after = replace(scenario, system=system, world=world, topology=topology)
     yield Segment(
-        scenario=after,
+        scenario=after_reload(scenario),
         start=reload.step,
         stop=steps,
         load=path,
@@ -133,6 +127,8 @@ def build_program(
         asked = AskedEngine(engine, excused=excused)
         with ours(excused):
             facts = facts_of(asked)
+        # What the user is to mend, and no failure of the judge that would hear of it.
+        check_told(facts, scenario=seat.cell.scenario, target_name=target.name)
         if tell is not None:
             tell(world_rank, facts)
         else:

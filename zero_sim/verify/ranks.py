@@ -24,7 +24,7 @@ from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.launch import RankGone, RealRank
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, find_target
+from zero_sim.targets import Target, check_asked, find_target
 from zero_sim.verify.facts import Facts
 from zero_sim.verify.harness import JudgeFailed, ours
 from zero_sim.verify.judge import Judge
@@ -120,7 +120,9 @@ def _run_all(
 ) -> Failure | None:
     """Run the segments until something is wrong on any rank; what this one raised, if it did."""
     try:
-        target = _target(payload["target"] or segments[0].scenario.system.target)
+        scenario = segments[0].scenario
+        target = _target(payload["target"] or scenario.system.target)
+        check_asked(target, scenario)
         for index, segment in enumerate(segments):
             _run_segment(segment, index, trial, payload=payload, target=target, seat=seat)
             if index + 1 == len(segments):

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from zero_sim.errors import EnvironmentProblem, ScenarioError, UsageError
+from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.launch import WorldPool
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import (
@@ -26,7 +26,7 @@ from zero_sim.sim import (
     Replay,
     WorldFailure,
 )
-from zero_sim.targets import Target, find_target, refusals
+from zero_sim.targets import Target, check_asked, find_target
 from zero_sim.verify.cells import check_crossing
 from zero_sim.verify.conclude import Account, conclude
 from zero_sim.verify.harness import JudgeFailed
@@ -128,9 +128,7 @@ class _Trial:
 
 def _run(scenario: Scenario, worlds: WorldPool, target: Target | None, trial: _Trial) -> CaseResult:
     target = target or find_target(scenario.system.target)
-    problems = refusals(target, scenario)
-    if problems:
-        raise ScenarioError(f"{scenario.name}: target {target.name!r} cannot be asked", problems)
+    check_asked(target, scenario)
     needs_folder = scenario.reload is not None
     with TemporaryDirectory(prefix="zero-sim-") if needs_folder else nullcontext("") as folder:
         for segment in segments_of(scenario, folder=Path(folder)):

@@ -47,6 +47,7 @@ def take_seats(
             workload=workload,
             uncounted=cell.uncounted,
             weights_only=segment.weights_only,
+            norm=numerics.norm,
         )
         shown = None if rank is None else [i for i, each in enumerate(cell.ranks) if each == rank]
         judge = Judge(

@@ -96,6 +96,14 @@ class _Refuses(_Engine):
         super().__init__(module, scenario=scenario, group=group)
 
 
+class _Hides(_Engine):
+    """Where in a call its gradients lie it does not tell."""
+
+    def parts(self):
+        for part in super().parts():
+            yield replace(part, place=replace(part.place, call_elems=None))
+
+
 class _Tells(_Engine):
     """Appends a hash of all it holds to a file of its rank, before every step and at the end."""
 
@@ -131,3 +139,4 @@ def _bits(tensor):
 flips, raises, dies = _Target(_Flips), _Target(_Raises), _Target(_Dies)
 stale, misnames = _Target(_Stale), _Target(_Misnames)
 hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)
+hides = _Target(_Hides)

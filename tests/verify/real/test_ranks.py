@@ -94,6 +94,20 @@ def test_a_refusal_on_one_rank_is_no_verdict(on_gloo):
     assert (result.verdict, result.error) == ("error", "expected another scenario")
 
 
+def test_a_case_outside_the_capabilities_is_refused(on_gloo):
+    plain = SystemSpec(target="torch-ddp", stage=0)
+    result = on_gloo(system=plain, world=WorldSpec(size=2, order="gloo"))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "world.order: this target supports 'linear'" in result.error
+
+
+def test_a_system_that_hides_what_the_order_needs_is_told_so(on_gloo):
+    result = on_gloo("hides", world=WorldSpec(size=3, order="gloo"))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "to tell where its gradients lie in the calls that reduce them" in result.error
+    assert on_gloo().verdict == "pass"
+
+
 def test_a_worker_that_dies_costs_one_case(on_gloo):
     verdicts = [on_gloo(target).verdict for target in ("", "dies", "")]
     assert verdicts == ["pass", "fail", "pass"]

@@ -1,0 +1,43 @@
+"""`zero-sim run --jobs`: the same lines, bundles and exit status as without."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+FAULT = """[[faults]]
+kind = "corrupt"
+rank = 1
+collective = "reduce_scatter"
+element = 1
+bit = 30
+"""
+SECONDS = re.compile(r"[\d.]+ s\b")
+
+
+def lines(result):
+    return [SECONDS.sub("", line) for line in result.output.splitlines() if "replay" not in line]
+
+
+def test_output_and_status_are_those_of_one_process(invoke):
+    Path("wrong.toml").write_text(Path("one.toml").read_text() + FAULT)
+    alone = invoke("run", "several.toml", "wrong.toml", "one.toml")
+    shared = invoke("run", "several.toml", "wrong.toml", "one.toml", "--jobs", 2)
+    assert alone.exit_code == shared.exit_code == 1
+    assert lines(shared) == lines(alone)
+    # What a bundle is called follows from what is in it, logs and tensors included.
+    assert len(list(Path(".zero-sim/bundles").iterdir())) == 1
+
+
+def test_json_has_the_cases_in_their_order(invoke):
+    result = invoke("run", "several.toml", "one.toml", "--jobs", 2, "--json")
+    assert result.exit_code == 0
+    ids = [case["id"] for case in json.loads(result.stdout)["cases"]]
+    assert ids == ["several/seed=1", "several/seed=2", "one"]
+
+
+def test_real_processes_take_no_jobs(invoke):
+    result = invoke("run", "several.toml", "--jobs", 2, "--backend", "gloo")
+    assert result.exit_code == 2
+    assert "expected --jobs with --backend sim" in result.output

@@ -1,0 +1,107 @@
+"""An engine that does not tell where its gradients lie, under orders that depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.scenario.spec import SystemSpec, WorldSpec
+from zero_sim.targets.own import ZeroSimEngine
+
+RING = WorldSpec(size=3, order="ring")
+
+
+class Partial:
+    """The project's own engine without some of its methods, or with others in their place."""
+
+    name = "partial"
+    capabilities = None
+
+    def __init__(self, *, without=(), **instead):
+        self._without, self._instead = without, instead
+
+    def build(self, module, *, scenario, group):
+        return _Less(ZeroSimEngine(module, scenario=scenario, group=group), self)
+
+    def answer(self, engine, name):
+        if name in self._without:
+            raise AttributeError(name)
+        if name in self._instead:
+            return lambda: self._instead[name](engine)
+        return getattr(engine, name)
+
+
+class _Less:
+    def __init__(self, engine, target):
+        self._engine, self._target, self.module = engine, target, engine.module
+
+    def __getattr__(self, name):
+        return self._target.answer(self._engine, name)
+
+
+def hidden(field):
+    """The engine's parts, of whose places one field is not told."""
+    return lambda engine: [
+        replace(part, place=replace(part.place, **{field: None})) for part in engine.parts()
+    ]
+
+
+def refused(result):
+    return (result.verdict, result.findings) == ("error", ())
+
+
+def test_an_engine_without_parts_is_told_what_the_order_needs(judged):
+    result = judged(Partial(without=("parts",)), world=RING)
+    assert refused(result)
+    assert "expected target 'partial' to tell where its gradients lie" in result.error
+    assert "world.order = 'ring'" in result.error
+    assert "got an engine without `parts`. Try" in result.error
+
+
+@pytest.mark.parametrize("field", ["call_elems", "call_offset", "shard"])
+def test_a_place_that_lacks_a_field_is_named_with_it(judged, field):
+    result = judged(Partial(parts=hidden(field)), world=RING)
+    assert refused(result)
+    assert f"got {field} = None for param '" in result.error
+
+
+@pytest.mark.parametrize("field", ["flat_start", "shard_start", "shard_stop"])
+def test_copies_need_a_place_in_the_shard_too(judged, field):
+    world, system = WorldSpec(size=4, order="gloo"), SystemSpec(redundancy=2)
+    result = judged(Partial(parts=hidden(field)), world=world, system=system)
+    assert refused(result)
+    assert f"got {field} = None for param '" in result.error
+
+
+@pytest.mark.parametrize(
+    "world",
+    [replace(RING, order="linear"), replace(RING, order_known=False)],
+    ids=["the order needs no places", "the order is not told"],
+)
+@pytest.mark.parametrize(
+    "target",
+    [Partial(without=("parts",)), Partial(parts=hidden("call_offset"))],
+    ids=["no parts", "no place in a call"],
+)
+def test_nothing_is_asked_for_that_nothing_depends_on(judged, world, target):
+    result = judged(target, world=world)
+    assert result.error == ""
+    # Without parts and without an order nobody can say what a rank steps with.
+    guards = [found.check for found in result.findings]
+    assert guards in ([], ["guard.not-followed"])
+
+
+def test_parts_that_leave_a_param_out_are_a_finding(judged):
+    less = Partial(parts=lambda engine: list(engine.parts())[1:])
+    result = judged(less, world=RING)
+    assert result.findings[0].check == "invariant.ownership"
+
+
+@pytest.mark.parametrize("order", ["linear", "ring"])
+@pytest.mark.parametrize("params", [None, ["up"]], ids=["nothing", "a list"])
+def test_params_that_are_no_mapping_are_a_mistake_of_the_target(judged, order, params):
+    target = Partial(params=lambda engine: params)
+    result = judged(target, world=replace(RING, order=order))
+    assert refused(result)
+    assert "expected `params` of an engine to give a mapping" in result.error
