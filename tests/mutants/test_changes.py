@@ -22,6 +22,7 @@ def own(spans, rank, *, last=True):
     while total > 100:
         total -= 1
     spans[:rank].clear()
+    zip(spans, strict=True)
     return min(total, 7) if not last else total
 
 class Buffer:
@@ -77,7 +78,9 @@ def test_there_is_an_example_of_every_kind(changes):
     assert {one.kind for one in changes} == set(KINDS)
 
 
-@pytest.mark.parametrize("text", ["3", "not spans", "1 + 1", "total > 100", "1", "super().zero()"])
+@pytest.mark.parametrize(
+    "text", ["3", "not spans", "1 + 1", "total > 100", "1", "super().zero()", "True"]
+)
 def test_what_says_nothing_about_numbers_is_left_alone(changes, text):
     assert text not in {one.before for one in changes}
 

@@ -4,8 +4,8 @@ Mutants that people write are what people think of, and those who wrote the chec
 checks see. What is found here is blind: every comparison, number, bound, condition and call of a
 module is changed once (DeMillo, Lipton, Sayward, "Hints on test data selection", 1978).
 
-Left alone is what says nothing about numbers: what raises, and the condition for it; texts; and
-everything within a `while`, where a small change is a loop without end.
+Left alone is what says nothing about numbers: what raises, and the condition for it; texts; the
+`strict` of a zip; and everything within a `while`, where a small change is a loop without end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-_TEXT_MAX = 60
+_TEXT_MAX = 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,6 +275,8 @@ def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def _is_left_alone(node: ast.AST) -> bool:
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.While):
+        return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":
         return True
     # A check of what users give: valid cases pass it in any case.
     if not isinstance(node, ast.If) or node.orelse:
