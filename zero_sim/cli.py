@@ -23,6 +23,7 @@ import zero_sim
 from zero_sim.cli_findings import explain, report
 from zero_sim.cli_fuzz import fuzz
 from zero_sim.cli_mutants import mutants
+from zero_sim.cli_mutate import mutate
 from zero_sim.cli_parts import (
     bundles_option,
     echo_json,
@@ -325,6 +326,7 @@ def bench(as_json: bool) -> None:
 
 main.add_command(fuzz)
 main.add_command(mutants)
+main.add_command(mutate)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ from zero_sim.targets import EVERYTHING, Capabilities, Target, capabilities_of, 
 RANKS_MAX = 8
 STEPS_MAX = 4
 _FEW_RANKS = 4
+_FEW_STEPS = 2
+_MOSTLY_FEW = st.integers(0, 3)
 
 
 def scenarios(
@@ -79,11 +81,14 @@ def _cases(
     models_from: Sequence[ModelName],
     reload: bool,
 ) -> Scenario:
+    # What goes wrong among many ranks, or in many steps, mostly does in few, where a case costs a
+    # fraction: broken systems are found sooner for it.
+    if draw(_MOSTLY_FEW) != 3:
+        ranks_max = min(_FEW_RANKS, ranks_max)
+    if draw(_MOSTLY_FEW) != 3:
+        steps_max = min(_FEW_STEPS, steps_max)
     # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
-    most = min(ranks_max, able.world_size_max or ranks_max)
-    # What goes wrong among many ranks mostly does among few, where a case costs a fraction.
-    is_wide = draw(st.integers(0, 3)) == 3
-    ranks = draw(st.integers(1, most if is_wide else min(_FEW_RANKS, most)))
+    ranks = draw(st.integers(1, min(ranks_max, able.world_size_max or ranks_max)))
     swarm = Swarm(draw, able=able)
     topology = draw(topologies(ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm))
     align_elems = draw(st.integers(2, 8)) if swarm.on("aligned") else 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from random import Random
+from typing import Protocol
 
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
@@ -18,8 +19,9 @@ from zero_sim.launch import WorldPool
 from zero_sim.launch.lifeline import end_with_parent
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants
-from zero_sim.mutants.records import Mutant, Trial
+from zero_sim.mutants.records import Trial
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Target
 from zero_sim.verify import CaseResult, run_case
 
 CASES_MAX = 2000
@@ -32,6 +34,28 @@ REFUSED = "refused"
 
 class HarnessFailed(Exception):
     """The judge itself failed on a case, which says nothing about the mutant."""
+
+
+class Armed(Protocol):
+    """What tells whether broken code ran."""
+
+    @property
+    def armed(self) -> int:
+        """How often it did."""
+        ...
+
+
+class Broken(Protocol):
+    """A system that is broken on purpose: a mutant, or a change of its code."""
+
+    @property
+    def id(self) -> str:
+        """Unique; cases are drawn from it."""
+        ...
+
+    def apply(self) -> AbstractContextManager[Armed]:
+        """Break the system of this process, and mend it again."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +74,7 @@ class _Hunt:
 
     pool: WorldPool
     cases_max: int
+    target: Target | None = None
     cases: int = 0
     seconds: float = 0.0
     check: str = ""
@@ -66,7 +91,7 @@ class _Hunt:
         if is_spent or time.perf_counter() > self.deadline:
             return False
         started = time.process_time()
-        check = found_by(run_case(scenario, pool=self.pool))
+        check = found_by(run_case(scenario, pool=self.pool, target=self.target))
         self.known[scenario] = bool(check)
         if not self.check:
             self.cases += 1
@@ -94,11 +119,12 @@ def found_by(result: CaseResult) -> str:
 
 
 def hunt(
-    mutant: Mutant,
+    mutant: Broken,
     *,
     pool: WorldPool,
     budget: Budget | None = None,
     cases: st.SearchStrategy[Scenario] | None = None,
+    target: Target | None = None,
 ) -> Trial:
     """Run cases against one mutant until it is found or the budget is spent.
 
@@ -107,9 +133,10 @@ def hunt(
         pool: Worlds to run on.
         budget: How long to go on.
         cases: What is drawn; the standard campaign where left out.
+        target: The system that is broken; the one that cases name where left out.
     """
     budget = budget or Budget()
-    trial = _Hunt(pool=pool, cases_max=budget.cases_max)
+    trial = _Hunt(pool=pool, cases_max=budget.cases_max, target=target)
     strategy = campaign_cases() if cases is None else cases
     error = ""
     with mutant.apply() as patches:

@@ -1,0 +1,135 @@
+"""A campaign of small changes of a system's code: how many of them drawn cases find.
+
+Who judges an optimizer of their own sees how much of its code is held by what zero-sim checks: a
+change that no case finds is one that they could make by mistake.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.fuzz.strategies import scenarios
+from zero_sim.launch import WorldPool
+from zero_sim.launch.lifeline import end_with_parent
+from zero_sim.mutants.campaign import Budget, hunt
+from zero_sim.mutants.changes import Change
+from zero_sim.mutants.records import ChangeTrial
+from zero_sim.mutants.swapping import Changed, Loaded
+from zero_sim.targets import import_target
+
+OWN_MODULES = (
+    "zero_sim.layout.plan",
+    "zero_sim.layout.planner",
+    "zero_sim.layout.request",
+    "zero_sim.layout.span",
+    "zero_sim.zero.buffer",
+    "zero_sim.zero.collectives",
+    "zero_sim.zero.data_parallel",
+    "zero_sim.zero.division",
+    "zero_sim.zero.fp8",
+    "zero_sim.zero.groups",
+    "zero_sim.zero.model",
+    "zero_sim.zero.norm",
+    "zero_sim.zero.optimizer",
+    "zero_sim.zero.overlap",
+    "zero_sim.zero.scaler",
+    "zero_sim.zero.step_count",
+)
+"""What is changed where nobody says what: the project's own system, without its checkpoints."""
+_CHUNK_CHANGES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutating:
+    """What a campaign changes, and how long it looks for it."""
+
+    modules: tuple[str, ...] = OWN_MODULES
+    target: str = "zero_sim"
+    """Registered, or `module:name`; has to run the modules' code."""
+    cases_max: int = 60
+    """Cases that a change may survive."""
+    seed: int = 0
+    """Of the cases, and of which changes are tried."""
+
+
+def choose_changes(mutating: Mutating, *, count: int) -> tuple[list[Change], int]:
+    """Choose changes of the modules at random, each at most once.
+
+    Args:
+        mutating: The campaign.
+        count: How many; all where there are not so many.
+
+    Returns:
+        They, in source order, and how many there are in all.
+
+    Raises:
+        UsageError: There is no such target, or a module has no source, or is none.
+    """
+    # First, as it is what finds modules in the current folder.
+    import_target(mutating.target)
+    every = Loaded(mutating.modules).changes()
+    chosen = random.Random(mutating.seed).sample(range(len(every)), min(count, len(every)))
+    return [every[index] for index in sorted(chosen)], len(every)
+
+
+def try_changes(
+    changes: Sequence[Change], *, mutating: Mutating, jobs: int = 1
+) -> Iterator[ChangeTrial]:
+    """Make changes, one at a time, and draw cases until one finds it; yield each as it ends.
+
+    Args:
+        changes: Of `choose_changes`.
+        mutating: The campaign.
+        jobs: Processes; 1 for this one.
+
+    Raises:
+        EnvironmentProblem: A process died of a change.
+    """
+    if jobs == 1:
+        yield from _try_all(changes, mutating)
+        return
+    chunks = [
+        changes[start : start + _CHUNK_CHANGES] for start in range(0, len(changes), _CHUNK_CHANGES)
+    ]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_calm) as executor:
+        pending = {executor.submit(_try_chunk, chunk, mutating): chunk for chunk in chunks}
+        try:
+            for done in as_completed(pending):
+                yield from done.result()
+        except BrokenProcessPool:
+            raise EnvironmentProblem(
+                "expected processes that live through every change, but one died, and what it was "
+                "at is not known. Try --jobs 1, which says how far it came."
+            ) from None
+        finally:
+            for waiting in pending:
+                waiting.cancel()
+
+
+def _calm() -> None:
+    import torch
+
+    end_with_parent()
+    torch.set_num_threads(1)
+
+
+def _try_chunk(changes: Sequence[Change], mutating: Mutating) -> list[ChangeTrial]:
+    return list(_try_all(changes, mutating))
+
+
+def _try_all(changes: Sequence[Change], mutating: Mutating) -> Iterator[ChangeTrial]:
+    target = import_target(mutating.target)
+    loaded, cases = Loaded(mutating.modules), scenarios(target)
+    budget = Budget(cases_max=mutating.cases_max, seed=mutating.seed)
+    with WorldPool() as pool:
+        for change in changes:
+            broken = Changed(loaded, change)
+            trial = hunt(broken, pool=pool, budget=budget, cases=cases, target=target)
+            yield ChangeTrial(change=change, trial=trial)
