@@ -1,7 +1,11 @@
 """Small changes of the system are tried on drawn cases; each ends with a verdict of its own."""
 
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+
 import pytest
 
+from zero_sim.fuzz import mutating
 from zero_sim.fuzz.mutating import Mutating, choose_changes, try_changes
 from zero_sim.launch import WorldPool
 from zero_sim.mutants.campaign import Budget, check_unbroken
@@ -51,3 +55,10 @@ def test_processes_say_what_one_process_says(changes):
     alone = {one.change.id: one.verdict for one in try_changes(few, mutating=ONE)}
     shared = {one.change.id: one.verdict for one in try_changes(few, mutating=ONE, jobs=2)}
     assert alone == shared
+
+
+def test_a_process_that_dies_costs_the_changes_that_it_was_given(changes):
+    chunk = changes[:2]
+    lost: Future = Future()
+    lost.set_exception(BrokenProcessPool("killed"))
+    assert [one.verdict for one in mutating._tried(lost, chunk)] == ["error", "error"]

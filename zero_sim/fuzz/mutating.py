@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from dataclasses import dataclass
-from multiprocessing import get_context
 
-from zero_sim.errors import EnvironmentProblem
+import torch
+
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
-from zero_sim.launch.lifeline import end_with_parent
+from zero_sim.launch.hands import Hand
 from zero_sim.mutants.campaign import Budget, hunt
 from zero_sim.mutants.changes import Change
-from zero_sim.mutants.records import ChangeTrial
+from zero_sim.mutants.records import ChangeTrial, Trial
 from zero_sim.mutants.swapping import Changed, Loaded
 from zero_sim.targets import import_target
 
@@ -86,10 +85,7 @@ def try_changes(
     Args:
         changes: Of `choose_changes`.
         mutating: The campaign.
-        jobs: Processes; 1 for this one.
-
-    Raises:
-        EnvironmentProblem: A process died of a change.
+        jobs: Processes; 1 for this one. One that dies costs the few changes that it was given.
     """
     if jobs == 1:
         yield from _try_all(changes, mutating)
@@ -97,30 +93,34 @@ def try_changes(
     chunks = [
         changes[start : start + _CHUNK_CHANGES] for start in range(0, len(changes), _CHUNK_CHANGES)
     ]
-    context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_calm) as executor:
-        pending = {executor.submit(_try_chunk, chunk, mutating): chunk for chunk in chunks}
-        try:
-            for done in as_completed(pending):
-                yield from done.result()
-        except BrokenProcessPool:
-            raise EnvironmentProblem(
-                "expected processes that live through every change, but one died, and what it was "
-                "at is not known. Try --jobs 1, which says how far it came."
-            ) from None
-        finally:
-            for waiting in pending:
-                waiting.cancel()
+    hands = [Hand[list[ChangeTrial]]() for _ in range(min(jobs, len(chunks)))]
+    running: dict[Future[list[ChangeTrial]], Sequence[Change]] = {}
+    try:
+        while chunks or running:
+            for hand in hands:
+                if hand.is_free and chunks:
+                    chunk = chunks.pop(0)
+                    running[hand.submit(_try_chunk, chunk, mutating)] = chunk
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                yield from _tried(done, running.pop(done))
+    finally:
+        for hand in hands:
+            hand.close()
 
 
-def _calm() -> None:
-    import torch
-
-    end_with_parent()
-    torch.set_num_threads(1)
+def _tried(done: Future[list[ChangeTrial]], changes: Sequence[Change]) -> Sequence[ChangeTrial]:
+    try:
+        return done.result()
+    except BrokenExecutor:
+        error = "the process ended at this change or at one that it was given with; try --jobs 1"
+        return [
+            ChangeTrial(change=one, trial=Trial(id=one.id, killed=False, error=error))
+            for one in changes
+        ]
 
 
 def _try_chunk(changes: Sequence[Change], mutating: Mutating) -> list[ChangeTrial]:
+    torch.set_num_threads(1)
     return list(_try_all(changes, mutating))
 
 
