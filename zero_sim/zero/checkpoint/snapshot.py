@@ -9,7 +9,7 @@ mean the same in all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -72,7 +72,7 @@ class Snapshot:
     module_tensors: tuple[Tensor, ...]  # ND each, as in `module`
 
     def report(self) -> dict[str, Any]:
-        """Return what rank 0 has to know, as JSON; no tensors."""
+        """Return what rank 0 has to know, as records for JSON; no tensors."""
         return {
             "part_params": self.part_params,
             "pieces": [
@@ -80,7 +80,7 @@ class Snapshot:
                     "param": piece.param,
                     "span": [piece.span.start, piece.span.stop],
                     "group": piece.group,
-                    "state": [asdict(entry) for entry in piece.state],
+                    "state": piece.state,
                 }
                 for piece in self.pieces
             ],
@@ -137,10 +137,10 @@ def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
 
 
 def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
-    """Return those that not all ranks hold as JSON, each with the first rank that holds it."""
+    """Return those that not all ranks hold for JSON, each with the first rank that holds it."""
     return [
         {
-            "param": asdict(param),
+            "param": param,
             "holder": dist.get_global_rank(ddp.groups_of(ddp.kinds[param.name]).group, 0),
         }
         for param in list_params(ddp)

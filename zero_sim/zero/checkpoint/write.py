@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.layout import Span
-from zero_sim.zero.checkpoint.agreed import WHAT, SavePlan
+from zero_sim.zero.checkpoint.agreed import SavePlan
 from zero_sim.zero.checkpoint.manifest import FileRecord, ParamRecord, PieceRecord
 from zero_sim.zero.checkpoint.snapshot import MASTER, name_state
 from zero_sim.zero.checkpoint.tensorfile import Entry, TensorFileWriter, sort_entries
@@ -54,11 +54,10 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     """Gather on rank 0, which writes one tensor before the next comes.
 
     Raises:
-        CheckpointError: On all ranks, if rank 0 cannot write.
+        Exception: On rank 0, if it cannot write, once it has received everything.
     """
     if plan.team.rank != 0:
         _send_own(plan)
-        plan.team.agree(None, what=WHAT)
         return []
     attempt = _Attempt()
     module = _list_module(plan)
@@ -69,7 +68,8 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     for entry, tensor in _collect_whole(plan, entries, module):
         attempt.write(tensor.reshape(entry.shape))
     record = attempt.finish()
-    plan.team.agree(attempt.error, what=WHAT)
+    if attempt.error is not None:
+        raise attempt.error
     assert record is not None
     return [record]
 
