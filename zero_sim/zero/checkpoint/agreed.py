@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
 from zero_sim.zero.checkpoint.folder import Folder
-from zero_sim.zero.checkpoint.manifest import Form, ParamRecord, build_param
+from zero_sim.zero.checkpoint.manifest import Form, ParamRecord, build_param, take_apart
 from zero_sim.zero.checkpoint.snapshot import Piece, Snapshot, merge_reports, take_snapshot
 from zero_sim.zero.checkpoint.team import Team
 from zero_sim.zero.data_parallel import DistributedDataParallel
@@ -119,6 +119,6 @@ def agree_on_save(
 def _describe_world(ddp: DistributedDataParallel) -> dict[str, Any]:
     return {
         "world_size": ddp.world_size,
-        "config": asdict(ddp.config),
+        "config": take_apart(ddp.config),
         "torch": torch.__version__.split("+")[0],
     }

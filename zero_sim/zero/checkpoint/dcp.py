@@ -16,7 +16,6 @@ part to DCP's writer, and rank 0 writes the index of all.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -221,15 +220,11 @@ def read(
     """
     numels = {param.name: torch.Size(param.shape).numel() for param in manifest.params}
     spans = ((param, name, span, output) for (param, name, span), output in wanted.items())
-    with warnings.catch_warnings():
-        # It says that a single process is assumed, which is meant: each rank reads for itself.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        torch_dcp.load(
-            _build_state(spans, numels=numels),
-            storage_reader=torch_dcp.FileSystemReader(folder),
-            planner=_LoadPlanner(flatten_state_dict=False),
-            no_dist=True,
-        )
+    reader, planner = torch_dcp.FileSystemReader(folder), _LoadPlanner(flatten_state_dict=False)
+    index = reader.read_metadata()
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    planner.set_up_planner(_build_state(spans, numels=numels), index, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 def _build_state(
