@@ -135,7 +135,10 @@ def _encode(value: Any) -> str:
 
 def take_apart(record: Any) -> dict[str, Any]:
     """Return what a record holds by name, for `json.dumps` to encode the records in it in turn."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+    names = getattr(type(record), "__dataclass_fields__", None)
+    if names is None:
+        raise TypeError(f"Expected what JSON can hold, or a record, but got {record!r}.")
+    return {name: getattr(record, name) for name in names}
 
 
 # Simulated ranks share a process: a thousand of them would each parse the same megabytes.
