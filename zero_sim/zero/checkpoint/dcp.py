@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -120,6 +120,17 @@ class _LoadPlanner(torch_dcp.DefaultLoadPlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
 
+class _Place(NamedTuple):
+    """Where DCP put a span of a tensor."""
+
+    fqn: str
+    start: int
+    numel: int
+    file: str
+    offset: int
+    size_bytes: int
+
+
 def write_own(plan: SavePlan) -> dict[str, Any]:
     """Let DCP write the pieces that are this rank's to write; no collective.
 
@@ -143,11 +154,13 @@ def write_own(plan: SavePlan) -> dict[str, Any]:
     own = writer.prepare_global_plan([WritePlan([])] * rank + [WritePlan(items)])[rank]
     places = []
     for result in writer.write_data(own, planner).wait():
-        fqn, stored = result.index.fqn, result.storage_data
-        (start,) = result.index.offset or ()
-        numel = state[fqn].parts[start].numel()
-        places.append([fqn, start, numel, stored.relative_path, stored.offset, stored.length])
-    names = dict.fromkeys(path for _, _, _, path, _, _ in places)
+        fqn, offset, stored = result.index.fqn, result.index.offset, result.storage_data
+        assert offset is not None
+        numel = state[fqn].parts[offset[0]].numel()
+        places.append(
+            _Place(fqn, offset[0], numel, stored.relative_path, stored.offset, stored.length)
+        )
+    names = dict.fromkeys(place.file for place in places)
     return {"places": places, "files": [_record(plan.folder.saving / name) for name in names]}
 
 
@@ -166,18 +179,22 @@ def conclude(plan: SavePlan, written: Sequence[dict[str, Any]]) -> list[FileReco
         for entry in param.state:
             if entry.dtype is not None:
                 dtypes[f"{name_state(entry.key)}/{param.name}"] = find_dtype(entry.dtype)
-    numels, index = plan.numels, {}
+    numels = plan.numels
+    index: dict[str, TensorStorageMetadata] = {}
     results: list[WriteResult] = []
-    for fqn, start, numel, path, offset, length in (p for own in written for p in own["places"]):
-        if fqn not in index:
-            size = torch.Size([numels[fqn.partition("/")[2]]])
-            properties = TensorProperties(dtype=dtypes[fqn])
-            index[fqn] = TensorStorageMetadata(properties=properties, size=size, chunks=[])
-        place = MetadataIndex(fqn, torch.Size([start]), len(index[fqn].chunks))
-        index[fqn].chunks.append(_build_chunk(start, numel))
-        stored = _StorageInfo(relative_path=path, offset=offset, length=length)
-        results.append(WriteResult(index=place, size_in_bytes=length, storage_data=stored))
-    _open_writer(plan).finish(Metadata(index), [results])
+    for place in (_Place(*place) for own in written for place in own["places"]):
+        if place.fqn not in index:
+            size = torch.Size([numels[place.fqn.partition("/")[2]]])
+            properties = TensorProperties(dtype=dtypes[place.fqn])
+            index[place.fqn] = TensorStorageMetadata(properties=properties, size=size, chunks=[])
+        chunks = index[place.fqn].chunks
+        where = MetadataIndex(place.fqn, torch.Size([place.start]), len(chunks))
+        chunks.append(_build_chunk(place.start, place.numel))
+        stored = _StorageInfo(place.file, place.offset, place.size_bytes)
+        results.append(
+            WriteResult(index=where, size_in_bytes=place.size_bytes, storage_data=stored)
+        )
+    _open_writer(plan).finish(Metadata(dict(index)), [results])
     records = [build_file(record) for own in written for record in own["files"]]
     return [_record(plan.folder.saving / INDEX_NAME), *records]
 
