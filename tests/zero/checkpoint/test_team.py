@@ -10,7 +10,7 @@ from zero_sim.errors import CheckpointError
 from zero_sim.zero.checkpoint.team import Team
 
 RANKS = 3
-LENGTHS = (0, 1, 1000, 1012, 1013, 1016, 1024, 16_370, 16_374, 16_384, 65_500, 65_525, 70_000)
+LENGTHS = (0, 1, 1000, 1012, 1013, 1016, 1024, 8177, 8182, 8184, 8192, 16_360, 16_375, 40_000)
 """Around the sizes of the frames."""
 
 

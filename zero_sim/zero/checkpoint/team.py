@@ -27,8 +27,8 @@ T = TypeVar("T")
 _MESSAGE_BYTES_MAX = 4000
 _FRAME_TO_ALL_BYTES = 1 << 10
 """Of what every rank gets from every rank."""
-_FRAME_TO_FIRST_BYTES = 1 << 14
-_FRAME_FROM_FIRST_BYTES = 1 << 16
+_FRAME_TO_FIRST_BYTES = 1 << 13
+_FRAME_FROM_FIRST_BYTES = 1 << 14
 _LENGTH_BYTES = 8
 
 _RECORD, _ERROR, _MORE = b"r", b"e", b"m"
@@ -89,7 +89,7 @@ class Team:
             CheckpointError: As `attempt`; also if `decide` failed.
         """
         mine, error = _try(action)
-        frames = self._gather(_frame(mine, _FRAME_TO_FIRST_BYTES))
+        frames, sent = self._gather(_frame(mine, _FRAME_TO_FIRST_BYTES))
         answer = b""
         rest_bytes = max(map(_count_rest, frames), default=0)
         if rest_bytes:
@@ -97,14 +97,16 @@ class Team:
         elif frames:
             answer, error = _answer(list(map(_unframe, frames)), decide, error=error)
         answer = self._broadcast(answer)
+        sent.wait()
         if answer[:1] == _MORE:
             rest = mine[_FRAME_TO_FIRST_BYTES - _LENGTH_BYTES :]
-            rests = self._gather(rest.ljust(int(answer[1:]), b"\0"))
+            rests, sent = self._gather(rest.ljust(int(answer[1:]), b"\0"))
             answer = b""
             if rests:
                 messages = [_unframe(a + b) for a, b in zip(frames, rests, strict=True)]
                 answer, error = _answer(messages, decide, error=error)
             answer = self._broadcast(answer)
+            sent.wait()
         return json.loads(_open(answer, what=what, error=error))
 
     def tell(self, action: Callable[[], bytes], *, what: str) -> bytes:
@@ -126,9 +128,11 @@ class Team:
                 message, error = _ERROR + _list_failures(failed, size=self.size), raised
         return _open(self._broadcast(message), what=what, error=error)
 
-    def send_to_first(self, tensor: Tensor) -> None:
-        """Send a 1D tensor to rank 0, which calls `receive`."""
-        dist.send(tensor, group=self.group, group_dst=0)
+    def start_sending(self, tensor: Tensor) -> dist.Work:
+        """Send a 1D tensor to rank 0, which calls `receive`; to be waited for."""
+        work = dist.isend(tensor, group=self.group, group_dst=0)
+        assert work is not None
+        return work
 
     def receive(self, tensor: Tensor, *, rank: int) -> None:
         """Fill a 1D tensor with what a rank sends to this one, rank 0."""
@@ -155,16 +159,23 @@ class Team:
         all_gather(rows, _to_tensor(data, device=self.device), group=self.group)
         return _cut(_to_bytes(rows), len(data))
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, as many on each, on rank 0, and nothing elsewhere."""
+    def _gather(self, data: bytes) -> tuple[list[bytes], dist.Work]:
+        """Return every rank's bytes, as many on each, on rank 0, and nothing elsewhere.
+
+        Also returns what is to be waited for when rank 0 has answered: until then another rank has
+        nothing else to wait for.
+        """
         rows = torch.empty(0, dtype=torch.uint8, device=self.device)
         parts = None
         if self.rank == 0:
             rows = rows.new_empty(self.size * len(data))
             parts = list(rows.split(len(data)))
         mine = _to_tensor(data, device=self.device)
-        dist.gather(mine, parts, group=self.group, group_dst=0)
-        return _cut(_to_bytes(rows), len(data))
+        work = dist.gather(mine, parts, group=self.group, group_dst=0, async_op=True)
+        assert work is not None
+        if self.rank == 0:
+            work.wait()
+        return _cut(_to_bytes(rows), len(data)), work
 
     def _broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes on every rank."""

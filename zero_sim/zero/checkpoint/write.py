@@ -109,11 +109,15 @@ class _Attempt:
 
 def _send_own(plan: SavePlan) -> None:
     """Send this rank's pieces in the order in which rank 0 wants them."""
-    pieces = plan.pieces
-    for entry in sort_entries(_list_whole(plan.params)):
-        for where in plan.find_pieces(plan.team.rank):
-            if where[0] == entry.piece.param:
-                plan.team.send_to_first(pieces[where].tensors[entry.piece.tensor])
+    pieces, own = plan.pieces, plan.find_pieces(plan.team.rank)
+    works = [
+        plan.team.start_sending(pieces[where].tensors[entry.piece.tensor])
+        for entry in sort_entries(_list_whole(plan.params))
+        for where in own
+        if where[0] == entry.piece.param
+    ]
+    for work in works:
+        work.wait()
 
 
 def _collect_whole(
