@@ -512,6 +512,136 @@ class TestClean:
         assert touched(race) == ("aten::add_", "writes", 0, 2, "output")
 
 
+class Count(TorchDispatchMode):
+    """A mode of the program's own."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def modes():
+    """The modes on the stack of this thread, by class, the lowest first."""
+    count = torch._C._len_torch_dispatch_stack()
+    return [type(torch._C._get_dispatch_stack_at(i)).__name__ for i in range(count)]
+
+
+class TestOnlyWhileItMatters:
+    """The detector is on the stack of modes while something is in flight, and in backward."""
+
+    def test_from_the_issue_to_the_wait(self, world_of):
+        def program(rank):
+            before = modes()
+            _, work = gather_in_flight(rank)
+            _, other = scatter_in_flight(rank)
+            dist.all_reduce(torch.ones(2))
+            work.wait()
+            during = modes()
+            other.wait()
+            dist.all_reduce(torch.ones(2))
+            return before, during, modes()
+
+        assert world_of(2).run(program) == [([], ["RaceDetector"], [])] * 2
+
+    def test_what_a_hook_lends_is_watched_in_the_same_backward(self, world_of):
+        lent = [torch.zeros(2) for _ in range(2)]
+        works = [None, None]
+
+        def first(grad):
+            works[dist.get_rank()] = dist.all_reduce(lent[dist.get_rank()], async_op=True)
+
+        def second(grad):
+            lent[dist.get_rank()].add_(1)  # race
+
+        def program(rank):
+            x = torch.ones(2, requires_grad=True)
+            y = x * 2
+            y.register_hook(second)
+            z = y * 3
+            z.register_hook(first)
+            torch.autograd.grad(z.sum(), x)
+
+        race = race_of(world_of(2), program, on=second)
+        assert touched(race) == ("aten::add_", "writes", 0, 2, "output")
+
+    def test_after_a_backward_in_which_all_landed(self, world_of):
+        def hook(param):
+            dist.all_reduce(param.grad, async_op=True).wait()
+
+        def program(rank):
+            param = nn.Parameter(torch.ones(2))
+            param.register_post_accumulate_grad_hook(hook)
+            param.sum().backward()
+            return modes(), param.grad.tolist()
+
+        assert world_of(2).run(program) == [([], [2.0, 2.0])] * 2
+
+    def test_a_backward_in_a_hook_of_another(self, world_of):
+        seen = []
+
+        def hook(grad):
+            with torch.enable_grad():
+                torch.ones(1, requires_grad=True).sum().backward()
+            seen.append(modes())
+
+        def program(rank):
+            x = torch.ones(2, requires_grad=True)
+            x.register_hook(hook)
+            x.sum().backward()
+            return modes()
+
+        assert world_of(1).run(program) == [[]]
+        assert seen == [["RaceDetector"]]
+
+    @pytest.mark.parametrize("waits_inside", [True, False])
+    def test_below_modes_that_were_there_before(self, world_of, waits_inside):
+        def program(rank):
+            with Count():
+                _, work = gather_in_flight(rank)
+                inside = modes()
+                if waits_inside:
+                    work.wait()
+            outside = modes()
+            if not waits_inside:
+                work.wait()
+            with unwatched():
+                pass
+            return inside, outside, modes()
+
+        expected = (["RaceDetector", "Count"], ["RaceDetector"], [])
+        assert world_of(2).run(program) == [expected] * 2
+
+    def test_what_is_lent_while_unwatched_is_watched_afterwards(self, world_of):
+        def program(rank):
+            with unwatched():
+                x, _ = gather_in_flight(rank)
+                x.sum()
+            x.sum()  # race
+
+        race_of(world_of(2), program)
+
+    def test_handed_to_the_next_operation_many_times(self, world_of):
+        def program(rank):
+            works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(5)]
+            during = modes()
+            for work in works:
+                work.wait()
+            return during, modes()
+
+        assert world_of(2).run(program) == [(["RaceDetector"], [])] * 2
+
+    def test_torch_has_its_own_engine_back(self, world_of):
+        from torch.autograd import Variable
+
+        before = Variable._execution_engine
+        inside = world_of(2).run(lambda rank: type(Variable._execution_engine).__name__)
+        assert inside == ["_Engine"] * 2
+        assert Variable._execution_engine is before
+        assert type(before).__name__ != "_Engine"
+
+
 class TestTheWorld:
     """A race ends the run; nothing of it is left afterwards."""
 
@@ -646,4 +776,4 @@ class TestTheWorld:
         world.configure(races=False)
         assert world.run(clean) == [(0, True)] * 3
         world.configure(races=True)
-        assert world.run(clean) == [(1, False)] * 3
+        assert world.run(clean) == [(0, False)] * 3

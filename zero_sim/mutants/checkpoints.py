@@ -81,8 +81,8 @@ def groups_by_position(patch: Patches) -> None:
     """Param groups take the settings of the checkpoint's group at their own place, from behind."""
 
     @patch(load, "_match_groups")
-    def wrong(right, manifest, optimizer, *, team):
-        matched = right(manifest, optimizer, team=team)
+    def wrong(right, ballots):
+        matched = right(ballots)
         return dict(zip(matched, reversed(matched.values()), strict=True))
 
 

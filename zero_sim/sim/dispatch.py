@@ -27,6 +27,33 @@ def top_mode() -> object:
     return torch._C._get_dispatch_stack_at(count - 1) if count else None
 
 
+def is_on_stack(mode: TorchDispatchMode) -> bool:
+    """Whether a mode sees the operations of this thread; not while it handles one itself."""
+    count = torch._C._len_torch_dispatch_stack()
+    return any(torch._C._get_dispatch_stack_at(place) is mode for place in range(count))
+
+
+def push_mode_lowest(mode: TorchDispatchMode) -> None:
+    """Let a mode see every tensor operation of this thread, after those that were there."""
+    above = []
+    # Modes of torch's own have places below all others, and are not reached by a plain push.
+    while (top := top_mode()) is not None and getattr(top, "_mode_key", None) is None:
+        above.append(torch._C._pop_torch_dispatch_stack(None))
+    for each in (mode, *reversed(above)):
+        torch._C._push_on_torch_dispatch_stack(each)
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Take a mode off the stack, wherever it is in it."""
+    above = []
+    while is_on_stack(mode):
+        popped = torch._C._pop_torch_dispatch_stack(None)
+        if popped is not mode:
+            above.append(popped)
+    for each in reversed(above):
+        torch._C._push_on_torch_dispatch_stack(each)
+
+
 def autograd_node() -> str:
     """Name of the autograd node that this thread runs or whose hook it runs; empty for none."""
     node = torch._C._current_autograd_node()

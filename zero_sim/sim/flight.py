@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +39,8 @@ class Flights:
         self._flights: dict[int, Flight] = {}
         self.changes = 0
         """How often what is in flight has changed."""
+        self.watcher: Callable[[], None] | None = None
+        """Called when the first one takes off and when the last one has landed."""
 
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._flights.values())
@@ -50,11 +52,15 @@ class Flights:
         """Note that its memory is lent from now on."""
         self._flights[id(flight)] = flight
         self.changes += 1
+        if self.watcher is not None and len(self._flights) == 1:
+            self.watcher()
 
     def land(self, flight: Flight) -> None:
         """Note that its rank has waited for it; landing twice is fine."""
         if self._flights.pop(id(flight), None) is not None:
             self.changes += 1
+            if self.watcher is not None and not self._flights:
+                self.watcher()
 
     def clear(self) -> None:
         """Forget all, between two programs."""

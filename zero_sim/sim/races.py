@@ -9,20 +9,26 @@ from modes, and threads of the program's own.
 The simulator moves the data of all ranks in the thread of one, and the judge looks at what it
 likes. Neither is an access by the program. Inside `unwatched` the detector takes itself off the
 stack of modes; where it is not on top, it stays and looks away.
+
+[Note: only while it matters]
+An operation that passes a mode costs three times as much, and most pass while nothing is in flight.
+So the detector is on the stack of modes only while its rank has something in flight, and in every
+backward, in which a hook may lend something; see [Note: modes in a backward]. A backward that C++
+code begins of its own, as no part of torch does, is seen only if something was in flight before.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_sim.sim import dispatch
+from zero_sim.sim import backward, dispatch
 from zero_sim.sim.callsite import call_site
 from zero_sim.sim.failures import Access, DataRace, WorldFailure
 from zero_sim.sim.flight import Flight, Flights
@@ -66,6 +72,7 @@ class _Aside:
         if self._was_on_top:
             dispatch.push_mode(self._detector)
         self._detector.paused -= 1
+        self._detector.come_or_go()
 
 
 class _Ranges:
@@ -107,6 +114,8 @@ class RaceDetector(TorchDispatchMode):
         self._rank = rank
         self._flights = flights
         self._fail = fail
+        self._backwards = 0
+        self._handled = 0
         self._charted = -1
         self._lent: list[tuple[int, int, Flight]] = []
         self._no_read = self._no_write = _Ranges([])
@@ -119,13 +128,39 @@ class RaceDetector(TorchDispatchMode):
     def __enter__(self) -> Self:
         # Not as the base class does it, which also sets flags of the whole process: ranks come and
         # go in any order, and would restore each other's.
-        dispatch.push_mode(self)
         _running.detector = self
+        self._flights.watcher = self.come_or_go
+        backward.listen(self)
+        self.come_or_go()
         return self
 
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        backward.stop_listening()
+        self._flights.watcher = None
         _running.detector = None
-        dispatch.pop_mode()
+        dispatch.remove_mode(self)
+
+    def come_or_go(self) -> None:
+        """Be on the stack of modes, or not; see [Note: only while it matters]."""
+        if self.paused or _running.detector is not self:
+            return
+        if self._backwards or len(self._flights):
+            # While it handles an operation, torch has it off the stack and will put it back.
+            if not self._handled and not dispatch.is_on_stack(self):
+                dispatch.push_mode_lowest(self)
+        elif dispatch.top_mode() is self:
+            dispatch.pop_mode()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Be on the stack of modes; `Listener.in_backward`."""
+        self._backwards += 1
+        self.come_or_go()
+        try:
+            yield
+        finally:
+            self._backwards -= 1
+            self.come_or_go()
 
     def __torch_dispatch__(
         self,
@@ -144,9 +179,13 @@ class RaceDetector(TorchDispatchMode):
                 return NotImplemented
         if self._charted != self._flights.changes:
             self._chart()
-        if self._lent and not self.paused:
-            return self._run_watched(func, args, kwargs)
-        return func(*args, **kwargs)
+        self._handled += 1
+        try:
+            if self._lent and not self.paused:
+                return self._run_watched(func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self._handled -= 1
 
     def _chart(self) -> None:
         """Note the addresses of what is in flight now."""

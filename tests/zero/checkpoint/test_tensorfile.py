@@ -6,8 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zero_sim.zero.checkpoint.manifest import PieceRecord
-from zero_sim.zero.checkpoint.tensorfile import Entry, TensorFileWriter, check_file
+from zero_sim.errors import CheckpointError
+from zero_sim.layout import Span
+from zero_sim.zero.checkpoint.manifest import Manifest, PieceRecord
+from zero_sim.zero.checkpoint.tensorfile import (
+    Entry,
+    TensorFileReader,
+    TensorFileWriter,
+    check_file,
+)
 
 DTYPES = ("bool", "uint8", "bfloat16", "float16", "int64", "float32", "float64", "int32")
 
@@ -55,3 +62,69 @@ def test_a_file_without_tensors(tmp_path):
     """Is a file."""
     write(tmp_path / "f", {})
     assert load_file(tmp_path / "f") == {}
+
+
+def read(path, record, name, span, *, dtype):
+    """Read a span with what the manifest would say of the file."""
+    manifest = Manifest(
+        form="sharded",
+        world={},
+        params=(),
+        module=(),
+        optimizer="",
+        groups=(),
+        loss_scaler=None,
+        files=(record,),
+    )
+    output = torch.zeros(span.numel, dtype=dtype)
+    with TensorFileReader(path.parent, manifest=manifest) as reader:
+        reader.read(output, param=name, tensor="t", span=span)
+    return output
+
+
+def test_every_span_is_read_back(tmp_path, tensors):
+    """In all dtypes and shapes, also where nothing is to be read."""
+    record = write(tmp_path / "f", tensors)
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        for start in range(flat.numel() + 1):
+            for stop in range(start, flat.numel() + 1):
+                got = read(tmp_path / "f", record, name, Span(start, stop), dtype=tensor.dtype)
+                assert torch.equal(got, flat[start:stop]), (name, start, stop)
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "no header": lambda content: content[:5],
+    "no JSON": lambda content: content[:8] + b"?" + content[9:],
+    "a list": lambda content: (2).to_bytes(8, "little") + b"[]" + content,
+    "another tensor": lambda content: content.replace(b'"a"', b'"b"'),
+    "another dtype": lambda content: content.replace(b'"F32"', b'"F99"'),
+    "another width": lambda content: content.replace(b'"F32"', b'"F64"'),
+    "another type": lambda content: content.replace(b'"F32"', b'"I32"'),
+    "another shape": lambda content: content.replace(b"[4]", b"[3]"),
+    "cut off": lambda content: content[:-1],
+    "negative": lambda content: content.replace(b"[0,16]", b"[-6,8]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_not_as_the_manifest_says(tmp_path, damage):
+    """However it came past the checksum, it is an error that names the file."""
+    path = tmp_path / "f"
+    record = write(path, {"a": torch.arange(4.0)})
+    damaged = DAMAGES[damage](path.read_bytes())
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"'a' in .*/f but got"):
+        read(path, record, "a", Span(0, 4), dtype=torch.float32)
+
+
+def test_another_number_of_elements(tmp_path):
+    """Than the manifest says, though the file agrees with itself."""
+    path = tmp_path / "f"
+    write(path, {"a": torch.arange(4.0)})
+    other = write(tmp_path / "g", {"a": torch.arange(5.0)})
+    (tmp_path / "g").write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=r"Expected 5 elements under 'a' in .* but got 4"):
+        read(path, other, "a", Span(0, 4), dtype=torch.float32)

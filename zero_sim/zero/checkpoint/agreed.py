@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
 from zero_sim.zero.checkpoint.folder import Folder
-from zero_sim.zero.checkpoint.manifest import Form, ParamRecord, build_param
+from zero_sim.zero.checkpoint.manifest import Form, ParamRecord, build_param, take_apart
 from zero_sim.zero.checkpoint.snapshot import Piece, Snapshot, merge_reports, take_snapshot
 from zero_sim.zero.checkpoint.team import Team
 from zero_sim.zero.data_parallel import DistributedDataParallel
@@ -77,24 +77,24 @@ def agree_on_save(
     team = Team(ddp.group, device=ddp.buffers[0].grad_data.device)
     ddp.finish_param_gather()
 
-    def begin() -> tuple[Folder, Snapshot]:
+    begun: list[tuple[Folder, Snapshot]] = []
+
+    def begin() -> dict[str, Any]:
         if form not in get_args(Form):
             raise CheckpointError(
                 f"Expected form to be one of {', '.join(get_args(Form))} but got {form!r}."
             )
-        return Folder.at(path), take_snapshot(ddp, optimizer, copy=copy)
+        snapshot = take_snapshot(ddp, optimizer, copy=copy)
+        begun.append((Folder.at(path), snapshot))
+        return snapshot.report()
 
-    folder, snapshot = team.attempt(begin, what=WHAT)
-    reports = team.gather(snapshot.report())
-
-    def settle() -> dict[str, Any] | None:
-        if reports is None:
-            return None
+    def divide(reports: list[dict[str, Any]]) -> dict[str, Any]:
+        folder, snapshot = begun[0]
         writers, params, groups = merge_reports(snapshot.params, reports)
         check_free(folder)
         folder.begin()
         return {
-            "params": [asdict(param) for param in params],
+            "params": params,
             "groups": groups,
             "writes": [
                 [[report["pieces"][i]["param"], *report["pieces"][i]["span"]] for i in indices]
@@ -102,7 +102,8 @@ def agree_on_save(
             ],
         }
 
-    agreed = team.broadcast(team.attempt(settle, what=WHAT))
+    agreed = team.settle(begin, divide, what=WHAT)
+    folder, snapshot = begun[0]
     return SavePlan(
         team=team,
         folder=folder,
@@ -118,6 +119,6 @@ def agree_on_save(
 def _describe_world(ddp: DistributedDataParallel) -> dict[str, Any]:
     return {
         "world_size": ddp.world_size,
-        "config": asdict(ddp.config),
+        "config": take_apart(ddp.config),
         "torch": torch.__version__.split("+")[0],
     }

@@ -42,8 +42,9 @@ def find_param_problems(
     here = {param.name: (param.shape, param.dtype) for param in params}
     saved: Mapping[str, ParamRecord | ModuleRecord] = {p.name: p for p in manifest.params}
     problems = list(_compare(saved, here, kind="trained param"))
+    module = [record for record, _ in iterate_module_tensors(ddp)]
     for kind in ("frozen", "buffer"):
-        records = [record for record, _ in iterate_module_tensors(ddp) if record.kind == kind]
+        records = [record for record in module if record.kind == kind]
         problems += _compare(
             {record.name: record for record in manifest.module if record.kind == kind},
             {record.name: (record.shape, record.dtype) for record in records},

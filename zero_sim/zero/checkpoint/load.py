@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from zero_sim.zero.checkpoint.fit import (
 from zero_sim.zero.checkpoint.folder import Folder
 from zero_sim.zero.checkpoint.manifest import (
     MANIFEST_NAME,
+    FileRecord,
     Manifest,
     ParamRecord,
     build_param,
@@ -81,15 +82,21 @@ def load(
     """
     team = Team(ddp.group, device=ddp.buffers[0].grad_data.device)
     ddp.finish_param_gather()
-    folder, manifest = _read_manifest(path, team=team)
-    team.attempt(lambda: _check_files(folder, manifest, team=team), what=WHAT)
-    team.attempt(lambda: _check_spans(folder, manifest) if team.rank == 0 else None, what=WHAT)
+    folder, data = _find_checkpoint(path, team=team)
     params = _list_all_params(ddp, team=team)
-    team.attempt(
-        lambda: _check_fit(folder, manifest, ddp, optimizer, params, weights_only=weights_only),
-        what=WHAT,
-    )
-    groups = {} if weights_only else _match_groups(manifest, optimizer, team=team)
+    decoded: list[Manifest] = []
+
+    def check() -> list[dict[str, str]]:
+        manifest = decode_manifest(data, where=str(folder / MANIFEST_NAME))
+        _check_files(folder, manifest, team=team)
+        if team.rank == 0:
+            _check_spans(folder, manifest)
+        _check_fit(folder, manifest, ddp, optimizer, params, weights_only=weights_only)
+        decoded.append(manifest)
+        return [] if weights_only else _cast_votes(manifest, optimizer)
+
+    ballots = team.share(check, what=WHAT)
+    manifest, groups = decoded[0], _match_groups(ballots)
     loaded = team.attempt(
         lambda: _read_tensors(folder, manifest, ddp, optimizer, weights_only=weights_only),
         what=WHAT,
@@ -99,28 +106,28 @@ def load(
         _commit_optimizer(loaded, manifest, optimizer, groups=groups)
 
 
-def _read_manifest(path: str | os.PathLike[str], *, team: Team) -> tuple[Path, Manifest]:
-    """Read it on rank 0 for all: ranks must not see two checkpoints while one is replaced."""
+def _find_checkpoint(path: str | os.PathLike[str], *, team: Team) -> tuple[Path, bytes]:
+    """Find it on rank 0 for all: ranks must not see two checkpoints while one is replaced.
 
-    def read() -> tuple[str, bytes]:
-        if team.rank != 0:
-            return "", b""
+    Returns:
+        The folder, and the content of its manifest.
+    """
+
+    def read() -> bytes:
         folder = Folder.at(path).find()
-        return str(folder), (folder / MANIFEST_NAME).read_bytes()
+        return os.fsencode(folder) + b"\0" + (folder / MANIFEST_NAME).read_bytes()
 
-    name, data = team.attempt(read, what=WHAT)
-    folder = Path(team.broadcast(name))
-    data = team.broadcast_bytes(data)
-    manifest = team.attempt(
-        lambda: decode_manifest(data, where=str(folder / MANIFEST_NAME)), what=WHAT
-    )
-    return folder, manifest
+    name, _, data = team.tell(read, what=WHAT).partition(b"\0")
+    return Path(os.fsdecode(name)), data
 
 
 def _check_files(folder: Path, manifest: Manifest, *, team: Team) -> None:
-    """Check this rank's part of the files; each is read by one rank and no more."""
-    mine = manifest.files[team.rank :: team.size]
-    problems = [check_file(folder / record.name, record=record) for record in mine]
+    """Check this rank's part of the files; the others check the rest."""
+    _check_records(folder, manifest.files[team.rank :: team.size])
+
+
+def _check_records(folder: Path, records: Sequence[FileRecord]) -> None:
+    problems = [check_file(folder / record.name, record=record) for record in records]
     found = [problem for problem in problems if problem is not None]
     if found:
         raise CheckpointError("\n".join(found))
@@ -133,6 +140,9 @@ def _check_spans(folder: Path, manifest: Manifest) -> None:
         # Only here: torch's module takes longer to import than all of this package.
         from zero_sim.zero.checkpoint import dcp
 
+        # DCP unpickles its index: not before it was compared, perhaps by another rank as well.
+        index = [record for record in manifest.files if record.name == dcp.INDEX_NAME]
+        _check_records(folder, index)
         spans = dcp.list_spans(folder)
     with TensorFileReader(folder, manifest=manifest) as reader:
         problems = find_span_problems(manifest, spans | reader.spans())
@@ -147,10 +157,10 @@ def _list_all_params(ddp: DistributedDataParallel, *, team: Team) -> tuple[Param
     params = list_params(ddp)
     if not ddp.has_parts:
         return params
-    reports = team.gather(list_part_params(ddp))
-    merged = team.attempt(lambda: merge_params(params, reports or ()), what=WHAT)
-    records = team.broadcast([asdict(param) for param in merged])
-    return tuple(build_param(record) for record in records)
+    merged = team.settle(
+        lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT
+    )
+    return tuple(build_param(record) for record in merged)
 
 
 def _check_fit(
@@ -172,43 +182,45 @@ def _check_fit(
         )
 
 
-def _match_groups(
-    manifest: Manifest, optimizer: DistributedOptimizer, *, team: Team
-) -> dict[int, int]:
+def _cast_votes(manifest: Manifest, optimizer: DistributedOptimizer) -> list[dict[str, str]]:
+    """Say for each param group of this rank which of the checkpoint's its params were in.
+
+    Returns:
+        For every group the checkpoint's groups by index, each with a param that was in it.
+    """
+    group_of = {param.name: param.group for param in manifest.params}
+    names = {id(master.leaf): master.fragment.param for master in optimizer._masters}
+    return [
+        {str(group_of[names[id(leaf)]]): names[id(leaf)] for leaf in group["params"]}
+        for group in optimizer.inner.param_groups
+    ]
+
+
+def _match_groups(ballots: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, int]:
     """Find for each param group of this run that of the checkpoint which its params were in.
 
     By the params of all ranks: a rank that owns nothing of a group learns of it from the others,
     and a group that mixes two is refused in every layout alike.
+
+    Args:
+        ballots: Every rank's votes.
     """
-    group_of = {param.name: param.group for param in manifest.params}
-    names = {master.leaf: master.fragment.param for master in optimizer._masters}
-    votes = [
-        {str(group_of[names[leaf]]): names[leaf] for leaf in group["params"]}
-        for group in optimizer.inner.param_groups
-    ]
-    ballots = team.gather(votes)
-
-    def count() -> dict[str, int] | None:
-        if ballots is None:
-            return None
-        matched: dict[str, int] = {}
-        # A rank has groups up to the last one that any of its params is in.
-        for index in range(max(map(len, ballots))):
-            voted: dict[str, str] = {}
-            for ballot in ballots:
-                voted |= ballot[index] if index < len(ballot) else {}
-            if len(voted) > 1:
-                first, second, *_ = voted.values()
-                raise CheckpointError(
-                    f"Expected param groups as in the checkpoint but got {first!r} and {second!r} "
-                    f"together in group {index}: the checkpoint has different settings for them."
-                )
-            if voted:
-                matched[str(index)] = int(next(iter(voted)))
-        return matched
-
-    matched = team.broadcast(team.attempt(count, what=WHAT))
-    return {int(index): group for index, group in matched.items()}
+    matched: dict[int, int] = {}
+    # A rank has groups up to the last one that any of its params is in.
+    for index in range(max(map(len, ballots))):
+        voted: dict[str, str] = {}
+        for ballot in ballots:
+            voted |= ballot[index] if index < len(ballot) else {}
+        if len(voted) > 1:
+            first, second, *_ = voted.values()
+            raise CheckpointError(
+                f"{WHAT}: Expected param groups as in the checkpoint but got {first!r} and "
+                f"{second!r} together in group {index}: the checkpoint has different settings for "
+                f"them."
+            )
+        if voted:
+            matched[index] = int(next(iter(voted)))
+    return matched
 
 
 def _read_tensors(

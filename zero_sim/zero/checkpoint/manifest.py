@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePath
 from typing import Any, Final, Literal, get_args
@@ -114,14 +114,31 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the content of the manifest file."""
-    content = asdict(manifest)
-    whole = {
-        "format": FORMAT,
-        "version": VERSION,
-        "sha256": _digest(content),
-        "content": content,
-    }
-    return json.dumps(whole, indent=1, allow_nan=False).encode()
+    content = take_apart(manifest)
+    whole = {"format": FORMAT, "version": VERSION, "sha256": _digest(content)}
+    # One record a line, by hand: json's own indentation is ten times as slow.
+    head = [f"{_encode(name)}: {_encode(value)}" for name, value in whole.items()]
+    body = ",\n".join(_encode_part(name, value) for name, value in content.items())
+    return ("{\n" + ",\n".join([*head, f'"content": {{\n{body}\n}}']) + "\n}\n").encode()
+
+
+def _encode_part(name: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        records = ",\n  ".join(_encode(record) for record in value)
+        return f" {_encode(name)}: [\n  {records}\n ]"
+    return f" {_encode(name)}: {_encode(value)}"
+
+
+def _encode(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, default=take_apart)
+
+
+def take_apart(record: Any) -> dict[str, Any]:
+    """Return what a record holds by name, for `json.dumps` to encode the records in it in turn."""
+    names = getattr(type(record), "__dataclass_fields__", None)
+    if names is None:
+        raise TypeError(f"Expected what JSON can hold, or a record, but got {record!r}.")
+    return {name: getattr(record, name) for name in names}
 
 
 # Simulated ranks share a process: a thousand of them would each parse the same megabytes.
@@ -168,7 +185,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
 
 def _digest(content: Any) -> str:
     # Through JSON first: tuples become lists, as they will when the file is read.
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=take_apart)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from zero_sim.errors import CheckpointError
 from zero_sim.zero.checkpoint.agreed import WHAT, SavePlan, agree_on_save
@@ -63,23 +63,21 @@ def save(
     plan = agree_on_save(
         path, ddp=ddp, optimizer=optimizer, form=form, copy=False, check_free=_check_free
     )
-    team = plan.team
-    try:
-        match form:
-            case "sharded":
-                files = team.attempt(lambda: write_own_files(plan), what=WHAT)
-            case "consolidated":
-                files = write_consolidated(plan)
-            case "dcp":
-                # Only here: torch's module takes longer to import than all of this package.
-                from zero_sim.zero.checkpoint import dcp
+    _finish(plan, lambda: _write(plan))
 
-                files = dcp.write(plan)
-                files += team.attempt(lambda: write_module_file(plan), what=WHAT)
-        _conclude(plan, files)
-    except CheckpointError:
-        _discard(plan)
-        raise
+
+def _write(plan: SavePlan) -> list[Any]:
+    """Write this rank's files; return their records, for `dcp` after what DCP says of its own."""
+    match plan.form:
+        case "sharded":
+            return write_own_files(plan)
+        case "consolidated":
+            return write_consolidated(plan)
+        case "dcp":
+            # Only here: torch's module takes longer to import than all of this package.
+            from zero_sim.zero.checkpoint import dcp
+
+            return [dcp.write_own(plan), *write_module_file(plan)]
 
 
 class SaveHandle:
@@ -107,14 +105,17 @@ class SaveHandle:
         self._thread.join()
         if self._plan is not None:
             try:
-                self._plan.team.agree(self._error, what=WHAT)
-                _conclude(self._plan, self._files)
+                _finish(self._plan, self._tell)
             except CheckpointError as failure:
                 self._failure = failure
-                _discard(self._plan)
             self._plan = None
         if self._failure is not None:
             raise self._failure
+
+    def _tell(self) -> list[FileRecord]:
+        if self._error is not None:
+            raise self._error
+        return self._files
 
     def _write(self, plan: SavePlan) -> None:
         # In a thread of its own: no collectives here, the ranks agree in wait().
@@ -160,33 +161,35 @@ def _check_free(folder: Folder) -> None:
         )
 
 
-def _conclude(plan: SavePlan, files: Sequence[FileRecord]) -> None:
-    """Write the manifest, which makes it a checkpoint, and give it its name."""
-    per_rank = plan.team.gather([asdict(file) for file in files])
+def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
+    """Write on every rank; on rank 0 the manifest, which makes it a checkpoint, and its name.
 
-    def write_manifest() -> None:
-        if per_rank is None:
-            return
-        manifest = Manifest(
-            form=plan.form,
-            world=plan.world,
-            params=plan.params,
-            module=plan.snapshot.module,
-            optimizer=plan.snapshot.optimizer,
-            groups=plan.groups,
-            loss_scaler=plan.snapshot.loss_scaler,
-            files=tuple(build_file(record) for records in per_rank for record in records),
-        )
-        write_synced(plan.folder.saving / MANIFEST_NAME, encode_manifest(manifest))
-
-    def publish() -> None:
+    Raises:
+        CheckpointError: On all ranks, if anything fails on one; then nothing is left.
+    """
+    try:
+        plan.team.settle(write, lambda written: _publish(plan, written), what=WHAT)
+    except CheckpointError:
         if plan.team.rank == 0:
-            plan.folder.publish()
-
-    plan.team.attempt(write_manifest, what=WHAT)
-    plan.team.attempt(publish, what=WHAT)
+            plan.folder.discard()
+        raise
 
 
-def _discard(plan: SavePlan) -> None:
-    if plan.team.rank == 0:
-        plan.folder.discard()
+def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
+    files: list[FileRecord] = []
+    if plan.form == "dcp":
+        from zero_sim.zero.checkpoint import dcp
+
+        files += dcp.conclude(plan, [own.pop(0) for own in written])
+    manifest = Manifest(
+        form=plan.form,
+        world=plan.world,
+        params=plan.params,
+        module=plan.snapshot.module,
+        optimizer=plan.snapshot.optimizer,
+        groups=plan.groups,
+        loss_scaler=plan.snapshot.loss_scaler,
+        files=(*files, *(build_file(record) for records in written for record in records)),
+    )
+    write_synced(plan.folder.saving / MANIFEST_NAME, encode_manifest(manifest))
+    plan.folder.publish()

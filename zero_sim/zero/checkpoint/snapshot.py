@@ -9,7 +9,7 @@ mean the same in all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -72,7 +72,7 @@ class Snapshot:
     module_tensors: tuple[Tensor, ...]  # ND each, as in `module`
 
     def report(self) -> dict[str, Any]:
-        """Return what rank 0 has to know, as JSON; no tensors."""
+        """Return what rank 0 has to know, as records for JSON; no tensors."""
         return {
             "part_params": self.part_params,
             "pieces": [
@@ -80,7 +80,7 @@ class Snapshot:
                     "param": piece.param,
                     "span": [piece.span.start, piece.span.stop],
                     "group": piece.group,
-                    "state": [asdict(entry) for entry in piece.state],
+                    "state": piece.state,
                 }
                 for piece in self.pieces
             ],
@@ -137,10 +137,12 @@ def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
 
 
 def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
-    """Return those that not all ranks hold as JSON, each with the first rank that holds it."""
+    """Return those that not all ranks hold for JSON, each with the first rank that holds it."""
+    if not ddp.has_parts:
+        return []
     return [
         {
-            "param": asdict(param),
+            "param": param,
             "holder": dist.get_global_rank(ddp.groups_of(ddp.kinds[param.name]).group, 0),
         }
         for param in list_params(ddp)
@@ -203,9 +205,10 @@ def iterate_module_tensors(
 
     Buffers that the module declares as not persistent are left out, as in `state_dict`.
     """
-    trained = set(ddp.params.values())
+    # By id: hashing a param takes longer than all else here.
+    trained = set(map(id, ddp.params.values()))
     for name, param in ddp.module.named_parameters():
-        if param not in trained:
+        if id(param) not in trained:
             yield _record(name, "frozen", param), param.detach()
     skipped = {
         f"{prefix}.{name}" if prefix else name
@@ -272,7 +275,9 @@ def merge_reports(
 def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Piece]:
     inner = optimizer.inner
     group_of = {
-        param: index for index, group in enumerate(inner.param_groups) for param in group["params"]
+        id(param): index
+        for index, group in enumerate(inner.param_groups)
+        for param in group["params"]
     }
     for master in optimizer._masters:
         leaf = master.leaf
@@ -285,7 +290,7 @@ def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Pi
                 tensors[name_state(key)] = _keep(value.detach(), copy=copy)
             state.append(entry)
         yield Piece(
-            param=name, span=span, tensors=tensors, state=tuple(state), group=group_of[leaf]
+            param=name, span=span, tensors=tensors, state=tuple(state), group=group_of[id(leaf)]
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.layout import Span
-from zero_sim.zero.checkpoint.agreed import WHAT, SavePlan
+from zero_sim.zero.checkpoint.agreed import SavePlan
 from zero_sim.zero.checkpoint.manifest import FileRecord, ParamRecord, PieceRecord
 from zero_sim.zero.checkpoint.snapshot import MASTER, name_state
 from zero_sim.zero.checkpoint.tensorfile import Entry, TensorFileWriter, sort_entries
@@ -54,11 +54,10 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     """Gather on rank 0, which writes one tensor before the next comes.
 
     Raises:
-        CheckpointError: On all ranks, if rank 0 cannot write.
+        Exception: On rank 0, if it cannot write, once it has received everything.
     """
     if plan.team.rank != 0:
         _send_own(plan)
-        plan.team.agree(None, what=WHAT)
         return []
     attempt = _Attempt()
     module = _list_module(plan)
@@ -69,7 +68,8 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     for entry, tensor in _collect_whole(plan, entries, module):
         attempt.write(tensor.reshape(entry.shape))
     record = attempt.finish()
-    plan.team.agree(attempt.error, what=WHAT)
+    if attempt.error is not None:
+        raise attempt.error
     assert record is not None
     return [record]
 
@@ -109,11 +109,15 @@ class _Attempt:
 
 def _send_own(plan: SavePlan) -> None:
     """Send this rank's pieces in the order in which rank 0 wants them."""
-    pieces = plan.pieces
-    for entry in sort_entries(_list_whole(plan.params)):
-        for where in plan.find_pieces(plan.team.rank):
-            if where[0] == entry.piece.param:
-                plan.team.send_to_first(pieces[where].tensors[entry.piece.tensor])
+    pieces, own = plan.pieces, plan.find_pieces(plan.team.rank)
+    works = [
+        plan.team.start_sending(pieces[where].tensors[entry.piece.tensor])
+        for entry in sort_entries(_list_whole(plan.params))
+        for where in own
+        if where[0] == entry.piece.param
+    ]
+    for work in works:
+        work.wait()
 
 
 def _collect_whole(

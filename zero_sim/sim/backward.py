@@ -1,0 +1,68 @@
+"""Tells who wants to know of it that a thread begins a backward; torch's private names for it.
+
+[Note: modes in a backward]
+torch's engine notes the modes of the thread when a backward begins, and sets them anew for every
+node. A mode that a hook pushes is gone after the hook's node, so that who must see all of a
+backward in which something may be lent has to be there before it begins. All backwards that Python
+begins go through one object of torch's, which is replaced while somebody listens.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
+
+
+class Listener(Protocol):
+    """Who wants to know of the backwards of its thread."""
+
+    def in_backward(self) -> AbstractContextManager[object]:
+        """The context in which one is to run."""
+        ...
+
+
+class _Listening(threading.local):
+    listener: Listener | None = None
+
+
+class _Engine(_ImperativeEngine):
+    """torch's engine, which runs the backward of a thread that is listened to in a context."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        listener = _listening.listener
+        if listener is None:
+            return super().run_backward(*args, **kwargs)
+        with listener.in_backward():
+            return super().run_backward(*args, **kwargs)
+
+
+_listening = _Listening()
+_engine = _Engine()
+_lock = threading.Lock()
+_count = 0
+_originals: list[Any] = []
+
+
+def listen(listener: Listener) -> None:
+    """Run every backward that the calling thread begins in a context of the listener's."""
+    global _count
+    with _lock:
+        _count += 1
+        if _count == 1:
+            _originals.append(Variable._execution_engine)
+            Variable._execution_engine = _engine
+    _listening.listener = listener
+
+
+def stop_listening() -> None:
+    """Undo `listen`; the last one gives torch its own engine back."""
+    global _count
+    _listening.listener = None
+    with _lock:
+        _count -= 1
+        if not _count:
+            Variable._execution_engine = _originals.pop()
