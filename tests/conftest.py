@@ -1,4 +1,4 @@
-"""Worlds shared by all tests of a process: opening one costs more than most tests."""
+"""Profiles of Hypothesis, and worlds shared by all tests: opening one costs more than most tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from zero_sim.fuzz.profiles import register_profiles
 from zero_sim.sim import World
 from zero_sim.sim.schedule import Recipe
+
+register_profiles()
 
 
 @pytest.fixture(scope="session", autouse=True)

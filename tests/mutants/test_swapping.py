@@ -14,6 +14,15 @@ def loaded():
     return Loaded([NAME])
 
 
+def test_every_function_with_a_change_is_found():
+    own = Loaded([NAME, "zero_sim.zero.buffer", "zero_sim.zero.optimizer", "zero_sim.zero.norm"])
+    one_each = {(change.module, change.function): change for change in own.changes()}
+    assert len(one_each) > 50
+    for change in one_each.values():
+        with own.changed(change):
+            pass
+
+
 def change_of(loaded, function, before):
     (one,) = [c for c in loaded.changes() if (c.function, c.before) == (function, before)]
     return one

@@ -7,9 +7,9 @@ runs the changed code, and nothing has to be imported again.
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,13 +51,17 @@ class Loaded:
         self._modules = {name: _imported(name) for name in names}
         self._sources = {name: _source_of(module) for name, module in self._modules.items()}
         self._functions: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
+        for module in self._modules.values():
+            for function in _functions_of(module):
+                self._functions[_key_of(function.__code__)].append(function)
         packages = {name.partition(".")[0] for name in names}
-        self._caches = []
-        for item in gc.get_objects():
-            if type(item) is FunctionType and item.__module__ in self._modules:
-                self._functions[_key_of(item.__code__)].append(item)
-            elif type(item) is _CACHE and item.__module__.partition(".")[0] in packages:
-                self._caches.append(item)
+        self._caches = [
+            cache
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] in packages
+            for cache in _members_of(module)
+            if isinstance(cache, _CACHE)
+        ]
 
     def changes(self) -> list[Change]:
         """Every change of all modules."""
@@ -146,6 +150,40 @@ def _source_of(module: ModuleType) -> str:
         raise UsageError(
             f"Expected a module with Python source but got {module.__name__!r}, which has none."
         ) from None
+
+
+def _members_of(module: ModuleType) -> Iterator[object]:
+    """What a module names, and what the classes do that it defines."""
+    pending = list(vars(module).values())
+    for member in pending:
+        yield member
+        if isinstance(member, type) and member.__module__ == module.__name__:
+            pending.extend(vars(member).values())
+
+
+def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions of a module's own code, also those within what decorators made of them."""
+    pending, seen = list(_members_of(module)), set[int]()
+    for member in pending:
+        if id(member) in seen:
+            continue
+        seen.add(id(member))
+        if isinstance(member, FunctionType) and member.__module__ == module.__name__:
+            yield member
+        pending.extend(_within(member))
+
+
+def _within(member: object) -> Iterator[object]:
+    """What a decorator was given."""
+    match member:
+        case property():
+            yield from (member.fget, member.fset)
+        case staticmethod() | classmethod():
+            yield member.__func__
+        case functools.cached_property():
+            yield member.func
+        case FunctionType() | _CACHE():
+            yield getattr(member, "__wrapped__", None)
 
 
 def _key_of(code: CodeType) -> tuple[str, str, int]:
