@@ -1,4 +1,4 @@
-"""Profiles of Hypothesis, and worlds shared by all tests: opening one costs more than most tests."""
+"""Profiles of Hypothesis, and worlds shared by all tests: opening one costs more than a test."""
 
 from __future__ import annotations
 
