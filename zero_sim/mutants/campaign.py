@@ -19,12 +19,17 @@ from zero_sim.launch.lifeline import end_with_parent
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.records import Mutant, Trial
+from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
+from zero_sim.shrink import Limits, Reduced, shrink
 from zero_sim.verify import CaseResult, run_case
 
 CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
-SHRINK_SECONDS_MAX = 5.0
+SHRINK_CASES_MAX = 2000
+"""Cases after which shrinking ends; in cases, so that what is found does not depend on speed."""
+_MORE_CASES_MAX = 100
+"""Cases drawn for another start, where the system as it is does not pass the one that was found."""
 _BATCH_CASES = 6
 REFUSED = "refused"
 """What found it, where the broken system refuses a valid case before it begins."""
@@ -41,7 +46,7 @@ class Budget:
     cases_max: int = CASES_MAX
     seed: int = 0
     shrinks: bool = False
-    """Whether the case that finds a mutant is made smaller."""
+    """Whether the case that finds a mutant is made as small as it goes."""
 
 
 @dataclass(slots=True)
@@ -49,33 +54,60 @@ class _Hunt:
     """One mutant's campaign while it runs."""
 
     pool: WorldPool
-    cases_max: int
+    series: str
+    """What it is drawn for: of its own, or all mutants would share the luck of one series."""
+    budget: Budget
+    strategy: st.SearchStrategy[Scenario]
     cases: int = 0
     seconds: float = 0.0
     check: str = ""
-    smallest: Scenario | None = None
-    deadline: float = float("inf")
+    found: Scenario | None = None
+    batch: int = 0
     known: dict[Scenario, bool] = field(default_factory=dict)
     """Cases that were run, and whether they found it: Hypothesis draws some again and again."""
 
-    def finds(self, scenario: Scenario) -> bool:
+    def search(self, *, cases_max: int) -> None:
+        """Draw cases until one finds it, or so many were run."""
+        chosen = settings(
+            max_examples=_BATCH_CASES,
+            phases=[Phase.generate],
+            database=None,
+            deadline=None,
+            derandomize=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        # In small batches: within one, Hypothesis varies what it drew before, so that cases are
+        # alike and a third of them the same. All begin with the simplest case, which is run once.
+        while self.found is None and self.cases < cases_max:
+            self.batch += 1
+            with suppress(NoSuchExample):
+                find(
+                    self.strategy,
+                    lambda scenario: self._finds(scenario, cases_max=cases_max),
+                    settings=chosen,
+                    random=Random(f"{self.budget.seed}/{self.series}/{self.batch}"),
+                )
+
+    def _finds(self, scenario: Scenario, *, cases_max: int) -> bool:
         """Run a case, unless it is known; whether it is one that finds the mutant."""
         if scenario in self.known:
             return self.known[scenario]
-        is_spent = not self.check and self.cases >= self.cases_max
-        if is_spent or time.perf_counter() > self.deadline:
+        if self.found is not None or self.cases >= cases_max:
             return False
         started = time.process_time()
         check = found_by(run_case(scenario, pool=self.pool))
         self.known[scenario] = bool(check)
-        if not self.check:
-            self.cases += 1
-            self.seconds += time.process_time() - started
-            self.check = check
+        self.cases += 1
+        self.seconds += time.process_time() - started
         if check:
-            self.smallest = scenario
-            self.deadline = min(self.deadline, time.perf_counter() + SHRINK_SECONDS_MAX)
+            self.check, self.found = check, scenario
         return bool(check)
+
+    def pass_over(self) -> None:
+        """Go on as if the case that found it had not."""
+        if self.found is not None:
+            self.known[self.found] = False
+        self.found = None
 
 
 def found_by(result: CaseResult) -> str:
@@ -109,53 +141,55 @@ def hunt(
         cases: What is drawn; the standard campaign where left out.
     """
     budget = budget or Budget()
-    trial = _Hunt(pool=pool, cases_max=budget.cases_max)
     strategy = campaign_cases() if cases is None else cases
+    trial = _Hunt(pool=pool, series=mutant.id, budget=budget, strategy=strategy)
     error = ""
     with mutant.apply() as patches:
         try:
-            # Of its own, or all mutants would share the luck of one series of cases.
-            _search(trial, strategy, budget, series=mutant.id)
+            trial.search(cases_max=budget.cases_max)
         except HarnessFailed as failed:
             error = str(failed)
-    small = trial.smallest if budget.shrinks else None
-    return Trial(
+    told = Trial(
         id=mutant.id,
         killed=bool(trial.check),
         check=trial.check,
         cases=trial.cases,
         seconds=trial.seconds,
         armed=patches.armed,
-        ranks=None if small is None else small.world.size,
-        params=None if small is None or small.model.shapes is None else len(small.model.shapes),
         error=error,
     )
+    if not budget.shrinks or trial.found is None:
+        return told
+    small = _shrunk(trial, mutant)
+    return replace(told, size=small.size, smallest=to_chosen_toml(small.scenario))
 
 
-def _search(
-    trial: _Hunt, strategy: st.SearchStrategy[Scenario], budget: Budget, *, series: str
-) -> None:
-    phases = [Phase.generate, Phase.shrink] if budget.shrinks else [Phase.generate]
-    chosen = settings(
-        max_examples=_BATCH_CASES,
-        phases=phases,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    batch = 0
-    # In small batches: within one, Hypothesis varies what it drew before, so that cases are alike
-    # and a third of them the same. All begin with the simplest case, which is run once.
-    while not trial.check and trial.cases < budget.cases_max:
-        batch += 1
-        with suppress(NoSuchExample):
-            find(
-                strategy,
-                trial.finds,
-                settings=chosen,
-                random=Random(f"{budget.seed}/{series}/{batch}"),
-            )
+def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
+    """The smallest case that finds a mutant and that the system as it is passes.
+
+    One that the system as it is does not pass, but for the mutant, might be about something else.
+    """
+    assert trial.found is not None
+    first, limit = trial.found, trial.cases + _MORE_CASES_MAX
+    while trial.found is not None and not _passes(trial.found, trial.pool):
+        trial.pass_over()
+        with mutant.apply(), suppress(HarnessFailed):
+            trial.search(cases_max=limit)
+
+    def finds(scenario: Scenario) -> bool:
+        try:
+            with mutant.apply():
+                is_found = found_by(run_case(scenario, pool=trial.pool))
+        except HarnessFailed:
+            return False
+        return bool(is_found) and (trial.found is None or _passes(scenario, trial.pool))
+
+    start = trial.found or first
+    return shrink(start, fails=finds, limits=Limits(cases=SHRINK_CASES_MAX))
+
+
+def _passes(scenario: Scenario, pool: WorldPool) -> bool:
+    return run_case(scenario, pool=pool).verdict == "pass"
 
 
 def run_campaign(
@@ -207,8 +241,8 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
         pool: Worlds to run on.
         budget: How many cases to run.
     """
-    trial = _Hunt(pool=pool, cases_max=budget.cases_max)
-    _search(trial, campaign_cases(), replace(budget, shrinks=False), series="none")
+    trial = _Hunt(pool=pool, series="none", budget=budget, strategy=campaign_cases())
+    trial.search(cases_max=budget.cases_max)
     return Trial(
         id="none",
         killed=bool(trial.check),
