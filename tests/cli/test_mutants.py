@@ -32,6 +32,18 @@ def test_json_and_nothing_else():
     assert said["exit_status"] == 0
 
 
+def test_the_size_that_it_shrinks_to():
+    result = invoke("L01", "--jobs", "1", "--shrink")
+    size = "2 ranks, 1 param, 2 elements, 1 step, 0 features"
+    assert result.stdout.splitlines()[0].endswith(f", shrunk to {size}")
+
+
+def test_json_has_the_size_and_the_smallest_case():
+    (trial,) = json.loads(invoke("L01", "--jobs", "1", "--shrink", "--json").stdout)["trials"]
+    assert trial["size"] == {"ranks": 2, "params": 1, "elements": 2, "steps": 1, "features": 0}
+    assert "shapes = [[2]]" in trial["smallest"]
+
+
 def test_what_is_not_known():
     result = invoke("M999")
     assert result.exit_code == 2

@@ -137,5 +137,5 @@ class Trial:
     """Why the campaign could not go on: an error of the harness, never of the mutant."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Everything, ready for JSON; the size as an object of its own."""
         return dataclasses.asdict(self)
