@@ -5,6 +5,8 @@ import json
 from click.testing import CliRunner
 
 from zero_sim.cli import main
+from zero_sim.mutants import MINIMA
+from zero_sim.shrink import Size
 
 
 def invoke(*arguments):
@@ -36,6 +38,12 @@ def test_the_size_that_it_shrinks_to():
     result = invoke("L01", "--jobs", "1", "--shrink")
     size = "2 ranks, 1 param, 2 elements, 1 step, 0 features"
     assert result.stdout.splitlines()[0].endswith(f", shrunk to {size}")
+
+
+def test_what_is_on_record_is_said_where_it_is_another(monkeypatch):
+    monkeypatch.setitem(MINIMA, "L01", Size(ranks=1, params=1, elements=1, steps=1, features=0))
+    line = invoke("L01", "--jobs", "1", "--shrink").stdout.splitlines()[0]
+    assert line.endswith(" (on record: 1 rank, 1 param, 1 element, 1 step, 0 features)")
 
 
 def test_json_has_the_size_and_the_smallest_case():

@@ -173,3 +173,8 @@ def test_a_limit_ends_it_and_says_so(limits):
     small = shrink(case(), fails=lambda scenario: False, limits=limits)
     assert not small.complete
     assert small.cases <= 3
+
+
+def test_whoever_asked_can_end_it():
+    small = shrink(case(), fails=lambda scenario: True, is_over=lambda: True)
+    assert (small.scenario, small.complete, small.cases) == (case(), False, 0)

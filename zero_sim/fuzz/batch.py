@@ -164,7 +164,7 @@ class _Batch:
 
         def has_it(other: Scenario) -> bool:
             nonlocal best
-            if self.stop.asked or not self.may_ask(other):
+            if not self.may_ask(other):
                 return False
             judged = self.judge(other)
             if key_of(judged) != key:
@@ -172,7 +172,12 @@ class _Batch:
             best = judged
             return True
 
-        reduced = shrink(scenario, fails=has_it, limits=Limits(seconds=self.job.shrink_seconds))
+        reduced = shrink(
+            scenario,
+            fails=has_it,
+            limits=Limits(seconds=self.job.shrink_seconds),
+            is_over=lambda: self.stop.asked,
+        )
         return self._written(key, case, reduced.scenario, best)
 
     def _written(self, key: Key, case: int, scenario: Scenario, result: CaseResult) -> Found:

@@ -18,6 +18,7 @@ from zero_sim.launch import WorldPool
 from zero_sim.launch.lifeline import end_with_parent
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants
+from zero_sim.mutants.minima import MINIMA
 from zero_sim.mutants.records import Mutant, Trial
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
@@ -161,7 +162,12 @@ def hunt(
     if not budget.shrinks or trial.found is None:
         return told
     small = _shrunk(trial, mutant)
-    return replace(told, size=small.size, smallest=to_chosen_toml(small.scenario))
+    return replace(
+        told,
+        size=small.size,
+        minimum=MINIMA.get(mutant.id),
+        smallest=to_chosen_toml(small.scenario),
+    )
 
 
 def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:

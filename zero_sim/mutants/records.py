@@ -130,9 +130,11 @@ class Trial:
     armed: int = 0
     """How often mutated code was called."""
     size: Size | None = None
-    """Of the smallest case that finds it; None where it was not shrunk."""
+    """Of the smallest case that was found; None where it was not shrunk."""
+    minimum: Size | None = None
+    """Of the smallest case known that finds it, where it was shrunk."""
     smallest: str = ""
-    """That case, as TOML."""
+    """The smallest case that was found, as TOML."""
     error: str = ""
     """Why the campaign could not go on: an error of the harness, never of the mutant."""
 

@@ -15,6 +15,8 @@ def render_trial(trial: Trial, mutant: Mutant) -> str:
     verdict = "killed" if trial.killed else "ERROR" if trial.error else "SURVIVED"
     by = f" by {trial.check}" if trial.killed else ""
     size = "" if trial.size is None else f", shrunk to {trial.size}"
+    if trial.minimum is not None and trial.minimum != trial.size:
+        size += f" (on record: {trial.minimum})"
     cost = f"{trial.cases} case{'s' if trial.cases != 1 else ''}, {trial.seconds:.1f} s"
     head = f"{trial.id:<5} {mutant.kind:<7} {verdict}{by} after {cost}{size}"
     if trial.killed:

@@ -26,13 +26,16 @@ from zero_sim.shrink.size import size_of
 from zero_sim.shrink.trades import TINY, one_world, trades
 
 _FEW_RANKS = 3
+_RANKS_TRIED = 8
+"""Up to so many every number is tried, and of more only some."""
 _SEEDS = range(4)
 _TINY_ELEMS = 2
 _MORE_SEEDS = range(24)
 """For cases that cost next to nothing."""
+
 _LEAST = {bound.path: bound.least for bound in BOUNDS}
 _SECTIONS = ("data", "world", "topology", "system", "optimizer", "expect")
-_KEPT = frozenset({"size", "steps", "micro_batches", "seed", "target", "finding"})
+_KEPT = frozenset({"size", "steps", "micro_batches", "seed", "stall_seconds", "target", "finding"})
 """Fields that other passes change, or that would make it another test."""
 
 
@@ -41,7 +44,8 @@ def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
     size, after = scenario.world.size, scenario.reload
     for steps in range(1, scenario.run.steps + 1 if after is not None else 1):
         yield fitted(changed(one_world(scenario), "run.steps", steps))
-    for ranks in range(1, size + 1):
+    fewest = {*range(1, _RANKS_TRIED + 1), size // 2, size * 3 // 4, size - 1, size}
+    for ranks in sorted(ranks for ranks in fewest if 1 <= ranks <= size):
         for base in (scenario, _scaled(scenario, by=ranks - size)):
             fewer = replace(base, world=replace(base.world, size=ranks))
             for flat in (fewer, replace(fewer, topology=TopologySpec(ep=fewer.topology.ep))):

@@ -38,23 +38,32 @@ class Reduced:
 
 
 def shrink(
-    scenario: Scenario, *, fails: Callable[[Scenario], bool], limits: Limits | None = None
+    scenario: Scenario,
+    *,
+    fails: Callable[[Scenario], bool],
+    limits: Limits | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Reduced:
     """Make a failing case smaller until nothing smaller that is tried fails.
 
     Greedy and deterministic: first fewer ranks, then fewer params, smaller ones, fewer steps and
     fewer features, again and again, since one often makes way for another. Of what is tried each
-    case is valid, smaller than the smallest so far, and run once. After zeller and hildebrandt's
-    delta debugging, with what belongs together changed together, so that a case need not pass
-    through one that does not fail.
+    case is valid, smaller than the smallest so far, and run once. Unlike in delta debugging (Zeller
+    and Hildebrandt, 2002) what belongs together is changed together, so that the way need not lead
+    through cases that do not fail.
 
     Args:
         scenario: A case for which `fails` is true; it is not run again.
         fails: Whether a valid case has the finding that is being shrunk.
         limits: When to end, whatever has come of it.
+        is_over: Asked before each case, whether to end now.
     """
     search = _Search(
-        fails=fails, limits=limits or Limits(), best=scenario, order=order_of(scenario)
+        fails=fails,
+        limits=limits or Limits(),
+        is_over=is_over,
+        best=scenario,
+        order=order_of(scenario),
     )
     search.run()
     return Reduced(
@@ -72,6 +81,7 @@ class _Search:
 
     fails: Callable[[Scenario], bool]
     limits: Limits
+    is_over: Callable[[], bool]
     best: Scenario
     order: Order
     cases: int = 0
@@ -95,9 +105,8 @@ class _Search:
         order = order_of(candidate)
         if order >= self.order or check_scenario(candidate):
             return False
-        elapsed = time.monotonic() - self.started
-        if self.cases >= self.limits.cases or elapsed > self.limits.seconds:
-            self.is_spent = True
+        self.is_spent = self._must_end()
+        if self.is_spent:
             return False
         self.known.add(candidate)
         self.cases += 1
@@ -105,3 +114,8 @@ class _Search:
             return False
         self.best, self.order = candidate, order
         return True
+
+    def _must_end(self) -> bool:
+        elapsed = time.monotonic() - self.started
+        limits = self.limits
+        return self.cases >= limits.cases or elapsed > limits.seconds or self.is_over()
