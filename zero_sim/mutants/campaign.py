@@ -29,8 +29,9 @@ CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
 SHRINK_CASES_MAX = 2000
 """Cases after which shrinking ends; in cases, so that what is found does not depend on speed."""
-_MORE_CASES_MAX = 100
-"""Cases drawn for another start, where the system as it is does not pass the one that was found."""
+_MORE_CASES_MIN = 100
+_MORE_TIMES = 5
+"""So many cases more, and so many times as many, are drawn for a case to begin shrinking with."""
 _BATCH_CASES = 6
 REFUSED = "refused"
 """What found it, where the broken system refuses a valid case before it begins."""
@@ -173,14 +174,18 @@ def hunt(
 def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
     """The smallest case that finds a mutant and that the system as it is passes.
 
-    One that the system as it is does not pass, but for the mutant, might be about something else.
+    One that the system as it is does not pass might be about something else than the mutant, as the
+    degree of overlap of a model too small for any. Where the case that was found is inconclusive
+    without the mutant, another is drawn to begin with.
     """
     assert trial.found is not None
-    first, limit = trial.found, trial.cases + _MORE_CASES_MAX
-    while trial.found is not None and not _passes(trial.found, trial.pool):
+    first, limit = trial.found, trial.cases + max(_MORE_CASES_MIN, _MORE_TIMES * trial.cases)
+    while trial.found is not None and _verdict(trial.found, trial.pool) != "pass":
         trial.pass_over()
         with mutant.apply(), suppress(HarnessFailed):
             trial.search(cases_max=limit)
+    start = trial.found or first
+    wanted = {"pass"} if trial.found is not None else {"pass", "inconclusive"}
 
     def finds(scenario: Scenario) -> bool:
         try:
@@ -188,14 +193,16 @@ def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
                 is_found = found_by(run_case(scenario, pool=trial.pool))
         except HarnessFailed:
             return False
-        return bool(is_found) and (trial.found is None or _passes(scenario, trial.pool))
+        verdict = _verdict(scenario, trial.pool) if is_found else ""
+        if verdict == "pass":
+            wanted.discard("inconclusive")
+        return verdict in wanted
 
-    start = trial.found or first
     return shrink(start, fails=finds, limits=Limits(cases=SHRINK_CASES_MAX))
 
 
-def _passes(scenario: Scenario, pool: WorldPool) -> bool:
-    return run_case(scenario, pool=pool).verdict == "pass"
+def _verdict(scenario: Scenario, pool: WorldPool) -> str:
+    return run_case(scenario, pool=pool).verdict
 
 
 def run_campaign(

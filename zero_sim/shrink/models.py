@@ -16,7 +16,8 @@ Shape = tuple[int, ...]
 _PLAINER: dict[ModelName, tuple[ModelName, ...]] = {
     "fp8": ("mlp",),
     "moe": ("mlp",),
-    "unusual": ("mlp",),
+    # Of experts, too, there are params in a buffer of their own.
+    "unusual": ("mlp", "moe"),
     "digits": ("mlp",),
     "transformer-260": ("mlp",),
     "lattice": ("params",),
@@ -43,7 +44,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
         bare = name in ("params", "lattice")
         other = ModelSpec(name=name, dtype=model.dtype, shapes=model.shapes if bare else None)
         if not bare:
-            yield with_model(scenario, replace(other, hidden=1, blocks=1))
+            yield with_model(scenario, replace(other, hidden=1, blocks=1, experts=1))
         yield with_model(scenario, other)
     if model.shapes is None:
         yield from _smaller_networks(scenario)

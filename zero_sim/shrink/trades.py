@@ -63,6 +63,7 @@ def _bases(scenario: Scenario) -> Iterator[Scenario]:
             yield fewer
     if scenario.run.steps > 1:
         yield changed(one_world(scenario), "run.steps", 1)
+        yield fitted(changed(scenario, "run.steps", scenario.run.steps - 1))
 
 
 def _setting(path: str, value: object) -> Change:
@@ -94,6 +95,11 @@ def _grouped(scenario: Scenario) -> Scenario:
     return changed(scenario, "optimizer.groups", (GroupSpec(match=name, lr=0.03),))
 
 
+def _growing(scenario: Scenario) -> Scenario:
+    scale = scenario.optimizer.loss_scale or LossScaleSpec()
+    return changed(scenario, "optimizer.loss_scale", replace(scale, growth_interval=1))
+
+
 _TWO_STEPS = _at_least("run.steps", 2)
 _TWO_MICRO_BATCHES = _at_least("run.micro_batches", 2)
 _BY_MICRO_BATCHES = _both(_setting("system.divide_by", "micro-batches"), _TWO_MICRO_BATCHES)
@@ -119,8 +125,10 @@ _CHANGES: tuple[Change, ...] = (
     _setting("optimizer.clip_norm", 0.05),
     _grouped,
     _SCALED,
+    _growing,
     _TWO_STEPS,
     _TWO_MICRO_BATCHES,
+    _both(_setting("system.sync", "every"), _TWO_MICRO_BATCHES),
     # On one rank a mean over ranks is no division.
     _BY_MICRO_BATCHES,
     _both(_BY_MICRO_BATCHES, _setting("system.divide", "pre")),
