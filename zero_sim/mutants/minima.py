@@ -1,14 +1,13 @@
 """The smallest case known that finds each mutant: what shrinking it must come to.
 
-Each is the least of what several campaigns with different seeds came to, and why it is not less can
-be said of most. What concerns ranks, such as a shard's border, a sum or a group, needs two of them,
-and a border two elements on either side of which there is a rank; what concerns buckets needs two,
-and so two params, or one that just fills one; what is carried over needs two steps; what lies in
-wait for a rank without elements needs a single one on two ranks. S02 and S03 need three ranks,
-since a division by two rounds nothing; M95 eleven, since "10" sorts before "9" and "1" before
-"10"; M65 and G01 four, two groups of two. Features are what the mutant itself speaks of: copies,
-micro-batches, clipping, a checkpoint. Where a mutant is about a kind of param that only a network
-has, such as tied, unused or expert ones, the minimum is that network.
+Each is the least of what campaigns with different seeds came to, and of most it can be said why it
+is not less. What concerns ranks, such as the border of a shard, a sum or a group, needs two of
+them, and a border an element on either side of it; buckets need two, and so two params, or a param
+that just fills one; what is carried over needs two steps. S02 and S03 need three ranks, since a
+division by two rounds nothing; M65, G01, O03 and V06 four, two groups of two; M95 eleven, since as
+words "10" comes before "2". Features are what the mutant itself speaks of: copies, micro-batches,
+clipping, a checkpoint. Where it speaks of params that only a network has, such as tied, unused or
+expert ones, the minimum is that network.
 """
 
 from __future__ import annotations
