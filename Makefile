@@ -6,7 +6,7 @@ SCENARIOS ?= scenarios
 
 CASES ?= 2000
 
-.PHONY: run test check fuzz bench clean
+.PHONY: run test nightly check fuzz bench clean
 
 # torch first, and by its exact version: a range would fetch the newest build with its GPU libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,6 +20,9 @@ run: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest --numprocesses auto --quiet
+
+nightly: $(VENV)/.installed
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest property_tests --numprocesses auto --quiet
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check zero_sim tests property_tests

@@ -30,6 +30,7 @@ from zero_sim.cli_parts import (
     packages_needed,
 )
 from zero_sim.cli_session import EXIT_INTERRUPTED, Judge, Session, coloured, of_target, progress
+from zero_sim.cli_shrink import shrink
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.options import check_options, chosen_options, chosen_world
 
@@ -327,6 +328,7 @@ def bench(as_json: bool) -> None:
 main.add_command(fuzz)
 main.add_command(mutants)
 main.add_command(mutate)
+main.add_command(shrink)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,9 @@ from zero_sim.cli_parts import EXIT_NOTHING_SELECTED, echo_json, packages_needed
     show_default="cores",
     help="Processes.",
 )
-@click.option("--shrink", is_flag=True, help="Make the case that finds a mutant smaller.")
+@click.option(
+    "--shrink", is_flag=True, help="Bring each mutant to the smallest case that finds it."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 @click.pass_context
 def mutants(

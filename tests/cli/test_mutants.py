@@ -5,6 +5,8 @@ import json
 from click.testing import CliRunner
 
 from zero_sim.cli import main
+from zero_sim.mutants import MINIMA
+from zero_sim.shrink import Size
 
 
 def invoke(*arguments):
@@ -30,6 +32,24 @@ def test_json_and_nothing_else():
     assert said["all"] == {"name": "all", "killed": 1, "of": 1}
     assert said["trials"][0]["id"] == "M05"
     assert said["exit_status"] == 0
+
+
+def test_the_size_that_it_shrinks_to():
+    result = invoke("L01", "--jobs", "1", "--shrink")
+    size = "2 ranks, 1 param, 2 elements, 1 step, 0 features"
+    assert result.stdout.splitlines()[0].endswith(f", shrunk to {size}")
+
+
+def test_what_is_on_record_is_said_where_it_is_another(monkeypatch):
+    monkeypatch.setitem(MINIMA, "L01", Size(ranks=1, params=1, elements=1, steps=1, features=0))
+    line = invoke("L01", "--jobs", "1", "--shrink").stdout.splitlines()[0]
+    assert line.endswith(" (on record: 1 rank, 1 param, 1 element, 1 step, 0 features)")
+
+
+def test_json_has_the_size_and_the_smallest_case():
+    (trial,) = json.loads(invoke("L01", "--jobs", "1", "--shrink", "--json").stdout)["trials"]
+    assert trial["size"] == {"ranks": 2, "params": 1, "elements": 2, "steps": 1, "features": 0}
+    assert "shapes = [[2]]" in trial["smallest"]
 
 
 def test_what_is_not_known():

@@ -7,10 +7,9 @@ import pytest
 
 from zero_sim.bundle import read_bundle
 from zero_sim.fuzz.batch import run_batch
-from zero_sim.fuzz.records import Job, batch_seed, key_of
+from zero_sim.fuzz.records import Job, batch_seed
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.scenario.dump import to_toml
-from zero_sim.verify.records import CaseResult, Finding
 
 SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense")
@@ -111,25 +110,5 @@ def test_a_system_that_raises_is_a_finding(tmp_path):
     assert [one.key[0] for one in report.found] == ["world.rank-failed"]
 
 
-class TestKeys:
-    def result(self, verdict, **finding):
-        found = (Finding(message="m", **finding),) if finding else ()
-        return CaseResult(id="x", verdict=verdict, seconds=0.0, findings=found)
-
-    def test_two_values_of_one_finding_have_one_key(self):
-        one = self.result("fail", check="a", phase="p", rank=1, param="0.weight", expected="1")
-        other = self.result("fail", check="a", phase="p", rank=2, param="1.bias", step=3)
-        assert key_of(one) == key_of(other) == ("a", "p", "dense")
-
-    def test_experts_are_another_kind(self):
-        one = self.result("fail", check="a", phase="p", param="experts.0.weight")
-        assert key_of(one) == ("a", "p", "expert")
-
-    def test_what_is_not_wrong_has_none(self):
-        assert key_of(self.result("inconclusive", check="guard.x")) is None
-
-    def test_a_case_that_was_refused_is_one(self):
-        assert key_of(self.result("error")) == ("internal.refused", "", "")
-
-    def test_seeds_of_batches_differ(self):
-        assert len({batch_seed(seed, index) for seed in range(5) for index in range(5)}) == 25
+def test_seeds_of_batches_differ():
+    assert len({batch_seed(seed, index) for seed in range(5) for index in range(5)}) == 25

@@ -8,7 +8,9 @@ from zero_sim.mutants import find_mutants
 from zero_sim.mutants.campaign import REFUSED, Budget, check_unbroken, found_by, hunt, run_campaign
 from zero_sim.mutants.records import mutant
 from zero_sim.mutants.score import score_of
-from zero_sim.verify import CaseResult
+from zero_sim.scenario.load import parse_cases
+from zero_sim.shrink import Size, size_of
+from zero_sim.verify import CaseResult, run_case
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,30 @@ def test_two_campaigns_of_one_seed_are_one(pool):
     (one,) = find_mutants(["M13"])
     first, second = (hunt(one, pool=pool, budget=Budget(cases_max=30)) for _ in range(2))
     assert (first.cases, first.check) == (second.cases, second.check)
+
+
+@pytest.fixture(scope="module")
+def shrunk(pool):
+    (off_by_one,) = find_mutants(["L01"])
+    return hunt(off_by_one, pool=pool, budget=Budget(cases_max=200, shrinks=True))
+
+
+def test_an_off_by_one_shrinks_to_two_ranks_and_one_param_of_two_elements(shrunk):
+    assert shrunk.size == Size(ranks=2, params=1, elements=2, steps=1, features=0)
+
+
+def test_the_smallest_case_finds_the_mutant_and_nothing_else(shrunk, pool):
+    (smallest,) = parse_cases(shrunk.smallest, source="x", stem="x")
+    assert size_of(smallest) == shrunk.size
+    assert run_case(smallest, pool=pool).verdict == "pass"
+    with find_mutants(["L01"])[0].apply():
+        assert run_case(smallest, pool=pool).verdict == "fail"
+
+
+def test_shrinking_changes_nothing_of_the_hunt(shrunk, pool):
+    plain = hunt(find_mutants(["L01"])[0], pool=pool, budget=Budget(cases_max=200))
+    assert (plain.check, plain.cases) == (shrunk.check, shrunk.cases)
+    assert (plain.size, plain.smallest) == (None, "")
 
 
 def test_an_error_of_the_harness_is_no_kill(pool, monkeypatch):

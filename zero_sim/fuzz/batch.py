@@ -22,13 +22,14 @@ from zero_sim.bundle import write_bundle
 from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.coverage import Grid, features_of
 from zero_sim.fuzz.plans import layouts_of
-from zero_sim.fuzz.records import BatchReport, Found, Job, Key, key_of, size_in_words
+from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, import_target
+from zero_sim.shrink import Key, Limits, key_of, may_shrink, shrink
+from zero_sim.targets import Target, import_target, refusals
 from zero_sim.verify import run_case
 from zero_sim.verify.records import CaseResult, Finding
 
@@ -37,10 +38,6 @@ Judge = Callable[[Scenario], CaseResult]
 
 class _Enough(BaseException):
     """Ends a run of Hypothesis, which takes no exception of this kind for a failure."""
-
-
-class _Wrong(Exception):
-    """The case at hand has the finding that is being shrunk."""
 
 
 @dataclass(slots=True)
@@ -80,6 +77,7 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
             job=job,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
             judge=lambda scenario: _judge(scenario, pool=pool, target=target),
+            may_ask=lambda scenario: not refusals(target, scenario),
             stop=stop,
         )
         return batch.run()
@@ -92,6 +90,8 @@ class _Batch:
     job: Job
     cases_from: SearchStrategy[Scenario]
     judge: Judge
+    may_ask: Callable[[Scenario], bool]
+    """Whether the target is there for a case; drawn ones are."""
     stop: Stop
     cases: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class _Batch:
 
     def run(self) -> BatchReport:
         started = time.monotonic()
-        self._draw(self._explore, phases=(Phase.generate,))
+        self._explore_all()
         complete = not self.stop.now
         seconds = time.monotonic() - started
         found = [
@@ -121,14 +121,14 @@ class _Batch:
             complete=complete,
         )
 
-    def _draw(self, visit: Callable[[Scenario], None], *, phases: tuple[Phase, ...]) -> None:
-        """Give case after case to `visit`, always the same ones; it raises to end it."""
+    def _explore_all(self) -> None:
+        """Draw the batch's cases, always the same ones, and judge them."""
 
         # A case per call: all that Hypothesis would print or remember is kept here instead.
         @seed(self.job.seed)
         @settings(
             max_examples=self.job.cases,
-            phases=phases,
+            phases=(Phase.generate,),
             database=None,
             deadline=None,
             derandomize=False,
@@ -139,9 +139,9 @@ class _Batch:
         )
         @given(scenario=self.cases_from)
         def cases(scenario: Scenario) -> None:
-            visit(scenario)
+            self._explore(scenario)
 
-        with contextlib.suppress(_Enough, _Wrong, HypothesisException):
+        with contextlib.suppress(_Enough, HypothesisException):
             cases()
 
     def _explore(self, scenario: Scenario) -> None:
@@ -158,25 +158,27 @@ class _Batch:
 
     def _shrunk(self, key: Key, case: int, scenario: Scenario, result: CaseResult) -> Found:
         """Shrink the case that met a finding first, and write what is left as a bundle."""
-        best = (scenario, result)
-        limit = time.monotonic() + self.job.shrink_seconds
-        drawn = 0
+        if not may_shrink(key):
+            return self._written(key, case, scenario, result)
+        best = result
 
-        def visit(other: Scenario) -> None:
-            nonlocal best, drawn
-            if self.stop.asked or time.monotonic() > limit:
-                raise _Enough
-            drawn += 1
-            # The batch again, without a judge, up to the case that is known to fail.
-            if drawn <= case:
-                return
-            judged = result if drawn == case + 1 and other == scenario else self.judge(other)
-            if key_of(judged) == key:
-                best = (other, judged)
-                raise _Wrong
+        def has_it(other: Scenario) -> bool:
+            nonlocal best
+            if not self.may_ask(other):
+                return False
+            judged = self.judge(other)
+            if key_of(judged) != key:
+                return False
+            best = judged
+            return True
 
-        self._draw(visit, phases=(Phase.generate, Phase.shrink))
-        return self._written(key, case, *best)
+        reduced = shrink(
+            scenario,
+            fails=has_it,
+            limits=Limits(seconds=self.job.shrink_seconds),
+            is_over=lambda: self.stop.asked,
+        )
+        return self._written(key, case, reduced.scenario, best)
 
     def _written(self, key: Key, case: int, scenario: Scenario, result: CaseResult) -> Found:
         bundle = ""

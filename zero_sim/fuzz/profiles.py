@@ -2,7 +2,8 @@
 
 `dev`: some examples, other ones each time, failures remembered in `.hypothesis`. `ci`, the default:
 the same examples each time, so that a commit passes or fails for its own sake. `nightly`: many, and
-other ones each night. The environment variable HYPOTHESIS_PROFILE chooses.
+other ones each night; and of what is no example, such as mutants, all in place of a core set. The
+environment variable HYPOTHESIS_PROFILE chooses.
 """
 
 from __future__ import annotations
@@ -22,4 +23,13 @@ def register_profiles() -> None:
     dev = settings.get_profile("dev")
     settings.register_profile("ci", dev, derandomize=True, database=None)
     settings.register_profile("nightly", dev, max_examples=NIGHTLY_EXAMPLES)
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    settings.load_profile(_chosen())
+
+
+def is_nightly() -> bool:
+    """Whether the environment names the profile `nightly`."""
+    return _chosen() == "nightly"
+
+
+def _chosen() -> str:
+    return os.environ.get("HYPOTHESIS_PROFILE", "ci")

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_sim.scenario.spec import Scenario
-from zero_sim.verify.records import CaseResult
+from zero_sim.shrink import Key
 
-Key = tuple[str, str, str]
-"""What makes two findings one: the check, the phase of the step, the kind of param."""
 _SEED_BYTES = 8
 
 
@@ -107,26 +105,6 @@ def batch_seed(seed: int, index: int) -> int:
     """The seed of one batch of a campaign: the same on any machine."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:_SEED_BYTES], "big")
-
-
-def key_of(result: CaseResult) -> Key | None:
-    """What a result found, as far as it tells findings apart; None where nothing is wrong.
-
-    The message does not count, nor where it is: step, rank, offset, values and the param's name
-    differ from case to case.
-    """
-    if result.verdict in ("pass", "inconclusive"):
-        return None
-    if not result.findings:
-        return "internal.refused", "", ""
-    first = result.findings[0]
-    return first.check, first.phase or "", _kind(first.param)
-
-
-def _kind(param: str | None) -> str:
-    if param is None:
-        return ""
-    return "expert" if "experts" in param.split(".") else "dense"
 
 
 def size_in_words(scenario: Scenario) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from random import Random
@@ -19,17 +19,26 @@ from zero_sim.launch import WorldPool
 from zero_sim.launch.lifeline import end_with_parent
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants
+from zero_sim.mutants.minima import MINIMA
 from zero_sim.mutants.records import Trial
+from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
+from zero_sim.shrink import Limits, Reduced, shrink
 from zero_sim.targets import Target
 from zero_sim.verify import CaseResult, run_case
 
 CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
-SHRINK_SECONDS_MAX = 5.0
+SHRINK_CASES_MAX = 2000
+"""Cases after which shrinking ends; in cases, so that what is found does not depend on speed."""
+_MORE_CASES_MIN = 100
+_MORE_TIMES = 5
+"""So many cases more, and so many times as many, are drawn for a case to begin shrinking with."""
 _BATCH_CASES = 6
 REFUSED = "refused"
 """What found it, where the broken system refuses a valid case before it begins."""
+DRAWING = "drawing"
+"""What found it, where not even a case can be drawn: the generator plans layouts, too."""
 
 
 class HarnessFailed(Exception):
@@ -65,7 +74,7 @@ class Budget:
     cases_max: int = CASES_MAX
     seed: int = 0
     shrinks: bool = False
-    """Whether the case that finds a mutant is made smaller."""
+    """Whether the case that finds a mutant is made as small as it goes."""
 
 
 @dataclass(slots=True)
@@ -73,34 +82,82 @@ class _Hunt:
     """One mutant's campaign while it runs."""
 
     pool: WorldPool
-    cases_max: int
+    series: str
+    """What it is drawn for: of its own, or all mutants would share the luck of one series."""
+    budget: Budget
+    strategy: st.SearchStrategy[Scenario]
     target: Target | None = None
     cases: int = 0
     seconds: float = 0.0
     check: str = ""
-    smallest: Scenario | None = None
-    deadline: float = float("inf")
+    found: Scenario | None = None
+    batch: int = 0
+    is_running: bool = False
+    """Whether a case is; once one raised, for good."""
     known: dict[Scenario, bool] = field(default_factory=dict)
     """Cases that were run, and whether they found it: Hypothesis draws some again and again."""
 
-    def finds(self, scenario: Scenario) -> bool:
+    def search(self, *, cases_max: int) -> None:
+        """Draw cases until one finds it, or so many were run."""
+        chosen = settings(
+            max_examples=_BATCH_CASES,
+            phases=[Phase.generate],
+            database=None,
+            deadline=None,
+            derandomize=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        self.is_running = False
+        # In small batches: within one, Hypothesis varies what it drew before, so that cases are
+        # alike and a third of them the same. All begin with the simplest case, which is run once.
+        while self.found is None and self.check != DRAWING and self.cases < cases_max:
+            self.batch += 1
+            with suppress(NoSuchExample), self._drawing():
+                find(
+                    self.strategy,
+                    lambda scenario: self._finds(scenario, cases_max=cases_max),
+                    settings=chosen,
+                    random=Random(f"{self.budget.seed}/{self.series}/{self.batch}"),
+                )
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        try:
+            yield
+        except (NoSuchExample, HarnessFailed):
+            raise
+        # Whatever a broken layout raises; the generator itself raises nothing.
+        except Exception:
+            if self.is_running:
+                raise
+            self.check = DRAWING
+
+    def _finds(self, scenario: Scenario, *, cases_max: int) -> bool:
         """Run a case, unless it is known; whether it is one that finds the mutant."""
         if scenario in self.known:
             return self.known[scenario]
-        is_spent = not self.check and self.cases >= self.cases_max
-        if is_spent or time.perf_counter() > self.deadline:
+        if self.found is not None or self.cases >= cases_max:
             return False
         started = time.process_time()
-        check = found_by(run_case(scenario, pool=self.pool, target=self.target))
+        self.is_running = True
+        check = found_by(self.run(scenario))
+        self.is_running = False
         self.known[scenario] = bool(check)
-        if not self.check:
-            self.cases += 1
-            self.seconds += time.process_time() - started
-            self.check = check
+        self.cases += 1
+        self.seconds += time.process_time() - started
         if check:
-            self.smallest = scenario
-            self.deadline = min(self.deadline, time.perf_counter() + SHRINK_SECONDS_MAX)
+            self.check, self.found = check, scenario
         return bool(check)
+
+    def run(self, scenario: Scenario) -> CaseResult:
+        """Run a case, against whatever is broken now."""
+        return run_case(scenario, pool=self.pool, target=self.target)
+
+    def pass_over(self) -> None:
+        """Go on as if the case that found it had not."""
+        if self.found is not None:
+            self.known[self.found] = False
+        self.found = None
 
 
 def found_by(result: CaseResult) -> str:
@@ -136,53 +193,66 @@ def hunt(
         target: The system that is broken; the one that cases name where left out.
     """
     budget = budget or Budget()
-    trial = _Hunt(pool=pool, cases_max=budget.cases_max, target=target)
     strategy = campaign_cases() if cases is None else cases
+    trial = _Hunt(pool=pool, series=mutant.id, budget=budget, strategy=strategy, target=target)
     error = ""
     with mutant.apply() as patches:
         try:
-            # Of its own, or all mutants would share the luck of one series of cases.
-            _search(trial, strategy, budget, series=mutant.id)
+            trial.search(cases_max=budget.cases_max)
         except HarnessFailed as failed:
             error = str(failed)
-    small = trial.smallest if budget.shrinks else None
-    return Trial(
+    told = Trial(
         id=mutant.id,
         killed=bool(trial.check),
         check=trial.check,
         cases=trial.cases,
         seconds=trial.seconds,
         armed=patches.armed,
-        ranks=None if small is None else small.world.size,
-        params=None if small is None or small.model.shapes is None else len(small.model.shapes),
         error=error,
     )
-
-
-def _search(
-    trial: _Hunt, strategy: st.SearchStrategy[Scenario], budget: Budget, *, series: str
-) -> None:
-    phases = [Phase.generate, Phase.shrink] if budget.shrinks else [Phase.generate]
-    chosen = settings(
-        max_examples=_BATCH_CASES,
-        phases=phases,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        suppress_health_check=list(HealthCheck),
+    if not budget.shrinks or trial.found is None:
+        return told
+    small = _shrunk(trial, mutant)
+    return replace(
+        told,
+        size=small.size,
+        minimum=MINIMA.get(mutant.id),
+        smallest=to_chosen_toml(small.scenario),
     )
-    batch = 0
-    # In small batches: within one, Hypothesis varies what it drew before, so that cases are alike
-    # and a third of them the same. All begin with the simplest case, which is run once.
-    while not trial.check and trial.cases < budget.cases_max:
-        batch += 1
-        with suppress(NoSuchExample):
-            find(
-                strategy,
-                trial.finds,
-                settings=chosen,
-                random=Random(f"{budget.seed}/{series}/{batch}"),
-            )
+
+
+def _shrunk(trial: _Hunt, mutant: Broken) -> Reduced:
+    """The smallest case that finds a mutant and that the system as it is passes.
+
+    One that the system as it is does not pass might be about something else than the mutant, as the
+    degree of overlap of a model too small for any. Where the case that was found is inconclusive
+    without the mutant, another is drawn to begin with.
+    """
+    assert trial.found is not None
+    first, limit = trial.found, trial.cases + max(_MORE_CASES_MIN, _MORE_TIMES * trial.cases)
+    while trial.found is not None and _verdict(trial, trial.found) != "pass":
+        trial.pass_over()
+        with mutant.apply(), suppress(HarnessFailed):
+            trial.search(cases_max=limit)
+    start = trial.found or first
+    wanted = {"pass"} if trial.found is not None else {"pass", "inconclusive"}
+
+    def finds(scenario: Scenario) -> bool:
+        try:
+            with mutant.apply():
+                is_found = found_by(trial.run(scenario))
+        except HarnessFailed:
+            return False
+        verdict = _verdict(trial, scenario) if is_found else ""
+        if verdict == "pass":
+            wanted.discard("inconclusive")
+        return verdict in wanted
+
+    return shrink(start, fails=finds, limits=Limits(cases=SHRINK_CASES_MAX))
+
+
+def _verdict(trial: _Hunt, scenario: Scenario) -> str:
+    return trial.run(scenario).verdict
 
 
 def run_campaign(
@@ -234,8 +304,8 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
         pool: Worlds to run on.
         budget: How many cases to run.
     """
-    trial = _Hunt(pool=pool, cases_max=budget.cases_max)
-    _search(trial, campaign_cases(), replace(budget, shrinks=False), series="none")
+    trial = _Hunt(pool=pool, series="none", budget=budget, strategy=campaign_cases())
+    trial.search(cases_max=budget.cases_max)
     return Trial(
         id="none",
         killed=bool(trial.check),

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from zero_sim.errors import MutantError
 from zero_sim.mutants.changes import Change
 from zero_sim.mutants.patching import Patches
+from zero_sim.shrink import Size
 
 FaultClass = Literal[
     "NORM", "CKPT", "ASYNC", "SCALE", "EMPTY", "ACCUM", "BUCKET", "ALIAS",
@@ -129,15 +130,17 @@ class Trial:
     """Time of those cases, on one core that nobody else uses."""
     armed: int = 0
     """How often mutated code was called."""
-    ranks: int | None = None
-    """Ranks of the shrunk case; None where it was not shrunk."""
-    params: int | None = None
-    """Params of the shrunk case, where it states its shapes."""
+    size: Size | None = None
+    """Of the smallest case that was found; None where it was not shrunk."""
+    minimum: Size | None = None
+    """Of the smallest case known that finds it, where it was shrunk."""
+    smallest: str = ""
+    """The smallest case that was found, as TOML."""
     error: str = ""
     """Why the campaign could not go on: an error of the harness, never of the mutant."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Everything, ready for JSON; the size as an object of its own."""
         return dataclasses.asdict(self)
 
 

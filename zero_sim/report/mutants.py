@@ -14,8 +14,9 @@ def render_trial(trial: Trial, mutant: Mutant) -> str:
     """One mutant in a line."""
     verdict = "killed" if trial.killed else "ERROR" if trial.error else "SURVIVED"
     by = f" by {trial.check}" if trial.killed else ""
-    size = "" if trial.ranks is None else f", shrunk to {trial.ranks} ranks"
-    size += "" if trial.params is None else f" and {trial.params} params"
+    size = "" if trial.size is None else f", shrunk to {trial.size}"
+    if trial.minimum is not None and trial.minimum != trial.size:
+        size += f" (on record: {trial.minimum})"
     cost = f"{trial.cases} case{'s' if trial.cases != 1 else ''}, {trial.seconds:.1f} s"
     head = f"{trial.id:<5} {mutant.kind:<7} {verdict}{by} after {cost}{size}"
     if trial.killed:

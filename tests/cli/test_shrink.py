@@ -1,0 +1,95 @@
+"""`zero-sim shrink`: from a failing file or bundle to the smallest case with the same finding."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from zero_sim.scenario.load import load_scenario
+
+Invoke = Callable[..., Result]
+LEAST = "1 rank, 1 param, 1 element, 1 step, 1 feature"
+"""On one rank a mean over ranks divides nothing, but one over rows does."""
+
+
+@pytest.fixture
+def done(invoke: Invoke, broken: Callable[[bool], None]) -> Result:
+    """What is said of a file, of a system that does not divide."""
+    broken(True)
+    return invoke("shrink", "one.toml", "--output", "small.toml")
+
+
+def test_it_says_what_is_wrong_and_how_small_it_is(done: Result) -> None:
+    """Exit status 1, as of a run that fails."""
+    assert done.exit_code == 1, done.output
+    assert done.stdout.startswith("FAIL  one ")
+    assert f"  smallest    {LEAST}; " in done.stdout
+
+
+def test_the_smaller_case_is_a_scenario_file(done: Result) -> None:
+    """The one that --output writes is the one that is shown."""
+    text = Path("small.toml").read_text()
+    assert done.stdout.endswith(f"\n\n{text}")
+    assert load_scenario("small.toml").model.shapes == ((1,),)
+
+
+def test_the_line_that_replays_it_works(done: Result, invoke: Invoke) -> None:
+    """It is a bundle of its own."""
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  replay: ")]
+    again = invoke(*shlex.split(line.removeprefix("  replay: "))[1:])
+    assert (again.exit_code, again.stdout.split()[0]) == (1, "FAILED")
+
+
+def test_a_bundle_shrinks_by_its_id(
+    bundle: str, invoke: Invoke, broken: Callable[[bool], None]
+) -> None:
+    """As one object for programs; the same finding."""
+    broken(True)
+    replayed = json.loads(invoke("replay", bundle, "--json").stdout)
+    told = json.loads(invoke("shrink", bundle[:6], "--json").stdout)
+    assert told["before"]["ranks"] == 3
+    assert told["after"] == {"ranks": 1, "params": 1, "elements": 1, "steps": 1, "features": 1}
+    assert told["complete"] is True
+    assert told["result"]["findings"][0]["check"] == replayed["then"]["check"]
+    assert Path(".zero-sim/bundles", told["bundle"], "case.toml").exists()
+
+
+def test_a_limit_is_said(invoke: Invoke, broken: Callable[[bool], None]) -> None:
+    """Nothing smaller was found in no time at all."""
+    broken(True)
+    done = invoke("shrink", "one.toml", "--seconds", "1e-9")
+    assert "stopped after 1e-09 s, more may be possible" in done.stdout
+
+
+def test_a_case_that_passes_is_not_shrunk(invoke: Invoke) -> None:
+    """Exit status 0, and no bundle."""
+    done = invoke("shrink", "one.toml")
+    assert (done.exit_code, done.stdout.split()[0]) == (0, "PASS")
+    assert not Path(".zero-sim").exists()
+
+
+def test_a_file_of_several_cases_needs_one_chosen(invoke: Invoke) -> None:
+    """Names some of them."""
+    done = invoke("shrink", "several.toml")
+    assert done.exit_code == 2
+    assert "expected one case to shrink, got 2 (several/seed=1, several/seed=2)" in done.stderr
+    assert invoke("shrink", "several.toml", "-k", "seed=2").exit_code == 0
+
+
+def test_what_a_case_expects_at_its_size_is_not_shrunk(invoke: Invoke) -> None:
+    """A smaller one would miss it for being smaller."""
+    floor = "[system]\nbucket_elems = 20\n[expect]\noverlap_grads_min = 1000.0\n"
+    Path("floor.toml").write_text(f'schema = 1\n[model]\nname = "mlp"\nhidden = 5\n{floor}')
+    done = invoke("shrink", "floor.toml")
+    assert done.exit_code == 2
+    assert "got expect.overlap, which is about what this case expects" in done.stderr
+
+
+def test_what_is_neither_a_file_nor_a_bundle(invoke: Invoke) -> None:
+    """Status 2."""
+    assert invoke("shrink", "nothing").exit_code == 2

@@ -1,0 +1,217 @@
+"""The command `zero-sim shrink`: a case that fails, made as small as it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zero_sim.cli_parts import bundles_option, echo_json, packages_needed, replay_command
+from zero_sim.cli_session import coloured, progress
+from zero_sim.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero_sim.scenario.spec import Scenario
+    from zero_sim.shrink import Reduced
+    from zero_sim.targets import Target
+    from zero_sim.verify.records import CaseResult
+
+EXIT_FAILS = 1
+EXIT_REFUSED = 2
+EXIT_INCONCLUSIVE = 3
+DEFAULT_SECONDS = 60.0
+
+
+@click.command()
+@click.argument("name", metavar="PATH|ID")
+@click.option(
+    "-k", "expression", metavar="EXPR", default="", help="Which case of a file that makes several."
+)
+@click.option(
+    "--target",
+    metavar="NAME|MODULE:NAME",
+    help="System to judge, whatever the case says: a registered one, or one to import.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_SECONDS,
+    show_default=True,
+    metavar="S",
+    help="Try no further case after so long.",
+)
+@bundles_option
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the smaller case as a scenario file, too.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@click.pass_context
+def shrink(
+    ctx: click.Context,
+    name: str,
+    expression: str,
+    target: str | None,
+    seconds: float,
+    bundles: Path,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Make a case that fails smaller, as long as it has the same finding.
+
+    PATH is a scenario file or a bundle, ID a bundle's. First fewer ranks, then fewer params,
+    smaller ones, fewer steps and fewer features, until nothing smaller that is tried fails. What is
+    left is a bundle of its own.
+
+    Exit status: 1 it fails, and here is the smallest such case; 0 it passes; 2 the usage is wrong,
+    or the case is refused; 3 it is inconclusive; 4 this machine cannot run it.
+    """
+    scenario = _case_of(name, expression=expression, bundles=bundles)
+    with packages_needed():
+        from zero_sim.targets import import_target
+    if target is not None and ":" not in target:
+        scenario = replace(scenario, system=replace(scenario.system, target=target))
+    system = import_target(target or scenario.system.target)
+    # What a model prints must not end up in the middle of the JSON.
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, progress(f"shrink {scenario.name}"):
+        done = _shrink(scenario, system, seconds=seconds)
+    # A bundle names its target; one that was imported has no name to give it.
+    bundle = ""
+    if done.reduced is not None and done.result.verdict == "fail" and ":" not in (target or ""):
+        from zero_sim.bundle import write_bundle
+
+        bundle = write_bundle(done.reduced.scenario, done.result, folder=bundles).name
+    if done.reduced is not None and output is not None:
+        _write(done.reduced.scenario, output)
+    if as_json:
+        echo_json(done.as_dict(bundle=bundle))
+    else:
+        _show(done, seconds=seconds, replay=bundle and replay_command(bundle, bundles=bundles))
+    ctx.exit(done.exit_status)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """What came of a case and of its shrinking."""
+
+    scenario: Scenario
+    result: CaseResult
+    """Of the smallest case; of the case itself where it was not shrunk."""
+    reduced: Reduced | None = None
+
+    @property
+    def exit_status(self) -> int:
+        if self.reduced is not None:
+            return EXIT_FAILS
+        return {"pass": 0, "inconclusive": EXIT_INCONCLUSIVE}.get(self.result.verdict, EXIT_REFUSED)
+
+    def as_dict(self, *, bundle: str) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        from zero_sim.scenario.dump import to_chosen_toml
+        from zero_sim.shrink import size_of
+
+        small = self.reduced
+        return {
+            "id": self.scenario.name,
+            "before": size_of(self.scenario).as_dict(),
+            "after": None if small is None else small.size.as_dict(),
+            "scenario": None if small is None else to_chosen_toml(small.scenario),
+            "cases": 0 if small is None else small.cases,
+            "seconds": 0.0 if small is None else small.seconds,
+            "complete": None if small is None else small.complete,
+            "bundle": bundle or None,
+            "result": self.result.as_dict(),
+            "exit_status": self.exit_status,
+        }
+
+
+def _case_of(name: str, *, expression: str, bundles: Path) -> Scenario:
+    """The one case that is asked for: of a scenario file, or of a bundle."""
+    if not Path(name).is_file():
+        with packages_needed():
+            from zero_sim.bundle import find_bundle, read_bundle
+        return read_bundle(find_bundle(name, folder=bundles)).scenario
+    from zero_sim.scenario.discover import discover
+
+    found = discover([name], expression=expression)
+    for error in found.errors:
+        raise error
+    if len(found.cases) != 1:
+        ids = ", ".join(case.id for case in found.cases[:3])
+        have = f"{len(found.cases)} ({ids}{', ...' if len(found.cases) > 3 else ''})"
+        raise UsageError(
+            f"{name}: expected one case to shrink, got {have if found.cases else 'none'}. "
+            "Try -k with the id of one of them."
+        )
+    return found.cases[0].scenario
+
+
+def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
+    """Judge a case and, if something is found, look for the smallest with the same finding.
+
+    Raises:
+        UsageError: What was found is found for the case's own size.
+    """
+    with packages_needed():
+        from zero_sim.launch import WorldPool
+        from zero_sim.shrink import Limits, key_of, may_shrink, shrink
+        from zero_sim.targets import refusals
+        from zero_sim.verify import run_case
+
+    with WorldPool() as pool:
+        result = run_case(scenario, pool=pool, target=target)
+        key = key_of(result)
+        if key is None or result.verdict == "error":
+            return _Done(scenario=scenario, result=result)
+        if not may_shrink(key):
+            raise UsageError(
+                f"expected a finding that smaller cases can have, got {key[0]}, which is about "
+                "what this case expects at its own size. Try `zero-sim run`."
+            )
+        results = {scenario: result}
+
+        def has_it(other: Scenario) -> bool:
+            if refusals(target, other):
+                return False
+            judged = run_case(other, pool=pool, target=target)
+            if key_of(judged) != key:
+                return False
+            # Logs are large, and only those of the smallest case are told of.
+            results.clear()
+            results[other] = judged
+            return True
+
+        reduced = shrink(scenario, fails=has_it, limits=Limits(seconds=seconds))
+    return _Done(scenario=scenario, result=results[reduced.scenario], reduced=reduced)
+
+
+def _write(scenario: Scenario, path: Path) -> None:
+    from zero_sim.scenario.dump import to_chosen_toml
+
+    try:
+        path.write_text(to_chosen_toml(scenario), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: expected to write a scenario, got: {error.strerror}.") from None
+
+
+def _show(done: _Done, *, seconds: float, replay: str) -> None:
+    from zero_sim.report.text import render_case
+    from zero_sim.scenario.dump import to_chosen_toml
+    from zero_sim.shrink import size_of
+
+    text = render_case(done.result, replay=replay)
+    click.echo(coloured(text, done.result.verdict))
+    small = done.reduced
+    if small is None:
+        return
+    limit = "" if small.complete else f"; stopped after {seconds:g} s, more may be possible"
+    click.echo(f"  before      {size_of(done.scenario)}")
+    click.echo(f"  smallest    {small.size}; {small.cases} cases, {small.seconds:.1f} s{limit}")
+    click.echo(f"\n{to_chosen_toml(small.scenario)}", nl=False)

@@ -1,0 +1,212 @@
+"""What is tried in place of a case, pass by pass; the search takes what is smaller and fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+from zero_sim.scenario.fields import choices_of, fields_of
+from zero_sim.scenario.rules import BOUNDS
+from zero_sim.scenario.spec import Scenario, TopologySpec
+from zero_sim.shrink.fit import changed, fitted
+from zero_sim.shrink.models import (
+    fewer_params,
+    plainer_models,
+    smaller_params,
+    tiny_models,
+    with_bare_params,
+    with_buckets,
+    with_params_reversed,
+)
+from zero_sim.shrink.size import size_of
+from zero_sim.shrink.trades import TINY, one_world, trades
+
+_FEW_RANKS = 3
+_RANKS_TRIED = 8
+"""Up to so many every number is tried, and of more only some."""
+_SEEDS = range(4)
+_TINY_ELEMS = 2
+_MORE_SEEDS = range(24)
+"""For cases that cost next to nothing."""
+
+_LEAST = {bound.path: bound.least for bound in BOUNDS}
+_SECTIONS = ("data", "world", "topology", "system", "optimizer", "expect")
+_KEPT = frozenset({"size", "steps", "micro_batches", "seed", "stall_seconds", "target", "finding"})
+"""Fields that other passes change, or that would make it another test."""
+
+
+def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
+    """The case in smaller worlds, the smallest first."""
+    size, after = scenario.world.size, scenario.reload
+    for steps in range(1, scenario.run.steps + 1 if after is not None else 1):
+        yield fitted(changed(one_world(scenario), "run.steps", steps))
+    fewest = {*range(1, _RANKS_TRIED + 1), size // 2, size * 3 // 4, size - 1, size}
+    for ranks in sorted(ranks for ranks in fewest if 1 <= ranks <= size):
+        for base in (scenario, _scaled(scenario, by=ranks - size)):
+            fewer = replace(base, world=replace(base.world, size=ranks))
+            for flat in (fewer, replace(fewer, topology=TopologySpec(ep=fewer.topology.ep))):
+                if after is None:
+                    yield fitted(flat)
+                    continue
+                for reloaded in dict.fromkeys((after.world_size, None, 1, 2, ranks)):
+                    if reloaded is None or reloaded <= max(ranks, after.world_size or 0):
+                        yield fitted(replace(flat, reload=replace(after, world_size=reloaded)))
+
+
+def _scaled(scenario: Scenario, *, by: int) -> Scenario:
+    """The case with sizes as far from the number of ranks as they were from that before."""
+    shapes, bucket = scenario.model.shapes, scenario.system.bucket_elems
+    if shapes is None:
+        return scenario
+    smaller = tuple((max(1, shape[0] + by),) if len(shape) == 1 else shape for shape in shapes)
+    if bucket is not None:
+        scenario = changed(scenario, "system.bucket_elems", max(1, bucket + by))
+    return replace(scenario, model=replace(scenario.model, shapes=smaller))
+
+
+def leaps(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with next to no model in next to no world, after which all is cheap.
+
+    First without any feature, then with those of its system, then with all that it has.
+    """
+    dropped = [section for section in _SECTIONS if section not in ("world", "system")]
+    plain = replace(scenario, reload=None, faults=(), model=replace(scenario.model, freeze=()))
+    of_system = reduce(_plain, dropped, plain)
+    for base in (reduce(_plain, ("world", "system"), of_system), of_system, scenario):
+        for ranks in (1, 2):
+            fewer = fitted(changed(base, "world.size", ranks))
+            for sizes in TINY:
+                yield from with_buckets(with_bare_params(fewer, [(n,) for n in sizes]))
+
+
+def few_ranks_and_params(scenario: Scenario) -> Iterator[Scenario]:
+    """The case in the smallest worlds with the smallest models."""
+    for ranks in range(1, min(_FEW_RANKS, scenario.world.size) + 1):
+        fewer = fitted(replace(scenario, world=replace(scenario.world, size=ranks)))
+        yield from tiny_models(fewer)
+
+
+def fewer_steps(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with fewer steps, then with fewer micro-batches."""
+    for steps in range(1, scenario.run.steps):
+        yield fitted(changed(scenario, "run.steps", steps))
+    for count in range(1, scenario.run.micro_batches):
+        yield fitted(changed(scenario, "run.micro_batches", count))
+
+
+def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
+    """The case without what it has beyond the defaults: much at once, then field by field."""
+    for section in _SECTIONS:
+        yield fitted(_plain(scenario, section))
+    for path in _blocks(scenario):
+        nothing = () if isinstance(_at(scenario, path), tuple) else None
+        yield fitted(changed(scenario, path, nothing))
+        yield from _shorter(scenario, path)
+    yield from with_params_reversed(scenario)
+    yield from (fitted(changed(scenario, *one)) for one in _defaults(scenario))
+    pairs = itertools.combinations(list(_defaults(scenario)), 2)
+    yield from (fitted(changed(changed(scenario, *one), *other)) for one, other in pairs)
+
+
+def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with smaller numbers, earlier choices and small seeds."""
+    for path, value, choices in _values(scenario):
+        if value in choices:
+            options: Iterable[object] = choices[: choices.index(value)]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            least = _LEAST.get(path, 0)
+            options = sorted({n for n in (0, 1, 2, value // 2, value - 1) if least <= n < value})
+        else:
+            continue
+        yield from (fitted(changed(scenario, path, option)) for option in options)
+    yield from (changed(scenario, "run.seed", seed) for seed in _SEEDS)
+
+
+def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
+    """Fewer and smaller params once more, with other seeds: rounding may hide in one draw."""
+    for smaller in (fewer_params, smaller_params, fewer_steps):
+        for candidate in smaller(scenario):
+            yield from _other_seeds(candidate)
+
+
+def _other_seeds(scenario: Scenario) -> Iterator[Scenario]:
+    is_tiny = size_of(scenario).elements <= _TINY_ELEMS
+    seeds = _MORE_SEEDS if is_tiny else _SEEDS
+    yield from (changed(scenario, "run.seed", seed) for seed in seeds)
+
+
+def _plain(scenario: Scenario, section: str) -> Scenario:
+    """The case with all of a section by default but what `_KEPT` names."""
+    record = getattr(scenario, section)
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    kept = {name: value for name, value in fields.items() if name in _KEPT}
+    return replace(scenario, **{section: type(record)(**kept)})
+
+
+def _blocks(scenario: Scenario) -> Iterator[str]:
+    """Paths of optional tables and lists that the case has."""
+    paths = ("reload", "data.nan", "optimizer.loss_scale", "optimizer.groups", "model.freeze",
+             "topology.shared", "topology.tied", "faults")  # fmt: skip
+    return (path for path in paths if _at(scenario, path))
+
+
+def _shorter(scenario: Scenario, path: str) -> Iterator[Scenario]:
+    items = _at(scenario, path)
+    if isinstance(items, tuple) and len(items) > 1:
+        for index in range(len(items)):
+            yield fitted(changed(scenario, path, items[:index] + items[index + 1 :]))
+
+
+def _defaults(scenario: Scenario) -> Iterator[tuple[str, object]]:
+    """Each field that is not as by default, with its default."""
+    for path, value, default in _fields(scenario):
+        if default is not dataclasses.MISSING and value != default:
+            yield path, default
+
+
+def _values(scenario: Scenario) -> Iterator[tuple[str, object, tuple[object, ...]]]:
+    """Each field that is not as by default, with its choices, if it has some."""
+    for path, value, default in _fields(scenario):
+        table, _, name = path.rpartition(".")
+        if value != default:
+            yield path, value, choices_of(fields_of(type(_at(scenario, table)))[name])
+
+
+def _fields(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
+    """Path, value and default of what stands in the tables of a case."""
+    tables = [*_SECTIONS, "run", "model", "reload", "data.nan", "optimizer.loss_scale"]
+    for table in tables:
+        record = _at(scenario, table)
+        for column in dataclasses.fields(record) if record is not None else ():
+            value = getattr(record, column.name)
+            if column.name in _KEPT or (table, column.name) == ("model", "name"):
+                continue
+            if isinstance(value, tuple) or dataclasses.is_dataclass(value):
+                continue
+            yield f"{table}.{column.name}", value, column.default
+
+
+def _at(scenario: Scenario, path: str) -> Any:
+    value: Any = scenario
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+PASSES: tuple[Callable[[Scenario], Iterator[Scenario]], ...] = (
+    leaps,
+    fewer_ranks,
+    plainer_models,
+    fewer_params,
+    smaller_params,
+    fewer_steps,
+    fewer_features,
+    few_ranks_and_params,
+    trades,
+    plainer_values,
+    with_other_numbers,
+)

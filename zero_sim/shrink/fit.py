@@ -1,0 +1,160 @@
+"""Keeps a case valid while one thing in it is changed: what depends on that thing follows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zero_sim.scenario.spec import GroupSpec, ModelSpec, ReloadSpec, Scenario, TopologySpec
+from zero_sim.shrink.size import params_of
+
+
+def changed(scenario: Scenario, path: str, value: object) -> Scenario:
+    """The case with another value in one field.
+
+    Args:
+        scenario: The case.
+        path: The field, dotted.
+        value: What it holds then.
+    """
+    return _changed(scenario, path.split("."), value)
+
+
+def _changed(record: Any, names: Sequence[str], value: object) -> Any:
+    first, *rest = names
+    inner = _changed(getattr(record, first), rest, value) if rest else value
+    return replace(record, **{first: inner})
+
+
+def fitted(scenario: Scenario) -> Scenario:
+    """The case with what is bound to the number of ranks and steps within them.
+
+    One whose counts are out of range stays as it is, for the rules to refuse.
+    """
+    topology = scenario.topology
+    counts = (topology.tp, topology.pp, topology.cp, topology.ep, scenario.system.redundancy)
+    if min(counts) < 1:
+        return scenario
+    scenario = _fit_world(scenario)
+    size, steps = scenario.world.size, scenario.run.steps
+    after = scenario.reload
+    if after is not None:
+        after = _fit_reload(scenario, after) if steps > 1 else None
+        size = min(size, after.world_size or size) if after is not None else size
+    nan = scenario.data.nan
+    if nan is not None:
+        nan = replace(nan, rank=min(nan.rank, size - 1), step=min(nan.step, steps - 1))
+    faults = tuple(replace(each, rank=min(each.rank, size - 1)) for each in scenario.faults)
+    data = replace(scenario.data, nan=nan)
+    return replace(scenario, data=data, reload=after, faults=faults)
+
+
+def _fit_world(scenario: Scenario) -> Scenario:
+    topology, system, size = scenario.topology, scenario.system, scenario.world.size
+    if size % (topology.tp * topology.pp * topology.cp):
+        topology = TopologySpec(ep=topology.ep)
+    parts = topology.tp * topology.pp
+    ranks = size // parts
+    topology = replace(
+        topology,
+        ep=_fit_ep(scenario.model, ranks, wanted=topology.ep),
+        shared=topology.shared if topology.tp > 1 else (),
+        tied=topology.tied if topology.pp > 1 else (),
+    )
+    redundancy = largest_divisor(ranks // topology.ep, system.redundancy)
+    return replace(scenario, topology=topology, system=replace(system, redundancy=redundancy))
+
+
+def _fit_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
+    topology = scenario.topology
+    size = after.world_size or scenario.world.size
+    if size % (topology.tp * topology.pp * topology.cp):
+        size = scenario.world.size
+    ranks = size // (topology.tp * topology.pp)
+    ep = _fit_ep(scenario.model, ranks, wanted=after.ep or topology.ep)
+    redundancy = largest_divisor(ranks // ep, after.redundancy or scenario.system.redundancy)
+    system = scenario.system
+    return replace(
+        after,
+        step=min(after.step, scenario.run.steps - 1),
+        world_size=None if after.world_size is None else size,
+        ep=ep if after.ep is not None or ep != topology.ep else None,
+        redundancy=redundancy
+        if after.redundancy is not None or redundancy != system.redundancy
+        else None,
+    )
+
+
+def _fit_ep(model: ModelSpec, ranks: int, *, wanted: int) -> int:
+    return largest_divisor(math.gcd(ranks, model.experts), wanted) if model.name == "moe" else 1
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is at most so large; at least 1.
+
+    Args:
+        number: At least 1.
+        most: The limit.
+    """
+    return max((n for n in range(1, min(number, most) + 1) if number % n == 0), default=1)
+
+
+def with_model(
+    scenario: Scenario, model: ModelSpec, *, heirs: Mapping[str, str] | None = None
+) -> Scenario:
+    """The case with another model; what names a param names its heir, or goes.
+
+    Args:
+        scenario: The case.
+        model: The other model; what it says of frozen params is replaced.
+        heirs: The param of the new model for each of the old one; by place where left out.
+    """
+    before = [name for name, _ in params_of(scenario.model)]
+    if heirs is None:
+        now = [name for name, _ in params_of(model)]
+        heirs = dict(zip(before, now, strict=False))
+    freeze = tuple(
+        replace(each, param=heirs[each.param])
+        for each in scenario.model.freeze
+        if each.param in heirs
+    )
+    groups = tuple(_regrouped(scenario.optimizer.groups, before, heirs))
+    topology = replace(
+        scenario.topology,
+        shared=_renamed(scenario.topology.shared, before, heirs),
+        tied=_renamed(scenario.topology.tied, before, heirs),
+    )
+    return fitted(
+        replace(
+            scenario,
+            model=replace(model, freeze=freeze),
+            optimizer=replace(scenario.optimizer, groups=groups),
+            topology=topology,
+        )
+    )
+
+
+def _regrouped(
+    groups: Sequence[GroupSpec], before: Sequence[str], heirs: Mapping[str, str]
+) -> list[GroupSpec]:
+    return [
+        dataclasses.replace(group, match=endings[0])
+        for group in groups
+        if (endings := _renamed((group.match,), before, heirs))
+    ]
+
+
+def _renamed(
+    endings: Sequence[str], before: Sequence[str], heirs: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Endings of names, each as it is where it still fits, else the name of the first heir."""
+    found: dict[str, None] = {}
+    for ending in endings:
+        named = [heirs[name] for name in before if name.endswith(ending) and name in heirs]
+        if named:
+            still = any(name.endswith(ending) for name in named)
+            found[ending if still else named[0]] = None
+    return tuple(found)

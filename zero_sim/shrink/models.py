@@ -1,0 +1,139 @@
+"""Smaller models in place of a case's own: fewer params, smaller ones, plainer ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zero_sim.scenario.spec import ModelName, ModelSpec, Scenario
+from zero_sim.shrink.fit import changed, with_model
+from zero_sim.shrink.size import SIMPLEST_MODEL, params_of
+
+Shape = tuple[int, ...]
+
+_PLAINER: dict[ModelName, tuple[ModelName, ...]] = {
+    "fp8": ("mlp",),
+    "moe": ("mlp",),
+    # Of experts, too, there are params in a buffer of their own.
+    "unusual": ("mlp", "moe"),
+    "digits": ("mlp",),
+    "transformer-260": ("mlp",),
+    "lattice": ("params",),
+    "bit-hash": ("lattice", "params"),
+    "ternary": ("mlp",),
+}
+_KEPT_MAX = 6
+_BUCKET_ELEMS_MAX = 3
+_GRID = ((1, range(1, 5)), (2, range(4)), (3, range(3)))
+"""How many params of which sizes are tried without regard to what the model has."""
+
+
+def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with bare params in place of a network, or with a plainer or smaller network."""
+    model = scenario.model
+    shapes = [shape for _, shape in params_of(model)]
+    if model.name != SIMPLEST_MODEL:
+        for count in range(1, min(len(shapes), _KEPT_MAX) + 1):
+            for elems in (1, 2):
+                yield with_bare_params(scenario, ((elems,),) * count)
+        yield with_bare_params(scenario, [(math.prod(shape),) for shape in shapes])
+        yield with_bare_params(scenario, shapes)
+    for name in _PLAINER.get(model.name, ()):
+        bare = name in ("params", "lattice")
+        other = ModelSpec(name=name, dtype=model.dtype, shapes=model.shapes if bare else None)
+        if not bare:
+            yield with_model(scenario, replace(other, hidden=1, blocks=1, experts=1))
+        yield with_model(scenario, other)
+    if model.shapes is None:
+        yield from _smaller_networks(scenario)
+
+
+def _smaller_networks(scenario: Scenario) -> Iterator[Scenario]:
+    model, after = scenario.model, scenario.reload
+    ways = max(scenario.topology.ep, (after.ep or 1) if after is not None else 1)
+    widths = {1, 2, 3, max(1, model.hidden // 2), max(1, model.hidden - 1), model.hidden}
+    for experts in sorted({ways, 2, 4}) if model.name == "moe" else (model.experts,):
+        for blocks, hidden in itertools.product(range(1, model.blocks + 1), sorted(widths)):
+            smaller = replace(model, hidden=hidden, blocks=blocks, experts=experts)
+            yield with_model(scenario, smaller)
+
+
+def fewer_params(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with some of its bare params: one, two, or all but one or two."""
+    shapes = scenario.model.shapes
+    if shapes is None:
+        return
+    count = len(shapes)
+    for kept_count in sorted({1, 2, count - 2, count - 1}):
+        if 0 < kept_count < count:
+            for kept in itertools.combinations(range(count), kept_count):
+                yield _with_params(scenario, kept)
+
+
+def smaller_params(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with smaller bare params: all at once, then one by one, then two together."""
+    shapes = scenario.model.shapes
+    if shapes is None:
+        return
+    flat = [(math.prod(shape),) for shape in shapes]
+    for most in (1, 2, 3):
+        yield from with_buckets(with_bare_params(scenario, [(min(n, most),) for (n,) in flat]))
+    yield from with_buckets(with_bare_params(scenario, flat))
+    for index, (elems,) in enumerate(flat):
+        for fewer in sorted({0, 1, 2, elems // 2, elems - 1}):
+            if 0 <= fewer < elems:
+                yield from with_buckets(
+                    with_bare_params(scenario, [*flat[:index], (fewer,), *flat[index + 1 :]])
+                )
+    for one, other in itertools.combinations(range(len(flat)), 2):
+        fewer = [(max(0, n - 1),) if at in (one, other) else (n,) for at, (n,) in enumerate(flat)]
+        yield from with_buckets(with_bare_params(scenario, fewer))
+
+
+def with_params_reversed(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with its params the other way round, in place of a layout that turns them."""
+    if scenario.model.shapes is not None and scenario.system.param_order == "reverse":
+        turned = changed(scenario, "system.param_order", "registration")
+        yield _with_params(turned, range(len(scenario.model.shapes))[::-1])
+
+
+def tiny_models(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with few bare params of few elements, whatever it has now."""
+    count = len(params_of(scenario.model))
+    for params, sizes in _GRID:
+        if params <= count:
+            for elems in sorted(itertools.product(sizes, repeat=params), key=lambda n: (sum(n), n)):
+                yield from with_buckets(with_bare_params(scenario, [(n,) for n in elems]))
+
+
+def _with_params(scenario: Scenario, kept: Sequence[int]) -> Scenario:
+    shapes = scenario.model.shapes or ()
+    heirs = {f"p{index}": f"p{place}" for place, index in enumerate(kept)}
+    model = replace(scenario.model, shapes=tuple(shapes[index] for index in kept))
+    return with_model(scenario, model, heirs=heirs)
+
+
+def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
+    """The case with bare params in place of its model.
+
+    Args:
+        scenario: The case.
+        shapes: One a param.
+    """
+    model = scenario.model
+    name = model.name if model.shapes is not None else SIMPLEST_MODEL
+    return with_model(scenario, ModelSpec(name=name, dtype=model.dtype, shapes=tuple(shapes)))
+
+
+def with_buckets(scenario: Scenario) -> Iterator[Scenario]:
+    """The case itself, and with smaller buckets, if it has any."""
+    yield scenario
+    after = scenario.reload
+    for path, now in (
+        ("system.bucket_elems", scenario.system.bucket_elems),
+        ("reload.bucket_elems", None if after is None else after.bucket_elems),
+    ):
+        for elems in range(1, min(_BUCKET_ELEMS_MAX + 1, now or 0)):
+            yield changed(scenario, path, elems)

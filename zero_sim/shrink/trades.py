@@ -1,0 +1,140 @@
+"""One feature more for a smaller world or model: ranks, params and steps weigh more than features.
+
+Many a bug shows in two worlds: one with a rank or a param more, and one with a feature that does
+the same for it, as an alignment makes the padding that a second rank would make. Which of them was
+drawn is chance; what is tried here leads from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from zero_sim.scenario.spec import (
+    FreezeSpec,
+    GroupSpec,
+    LossScaleSpec,
+    NanSpec,
+    ReloadSpec,
+    Scenario,
+)
+from zero_sim.shrink.fit import changed, fitted
+from zero_sim.shrink.models import with_bare_params
+from zero_sim.shrink.size import params_of
+
+Change = Callable[[Scenario], Scenario]
+
+TINY = ((1,), (2,), (1, 1))
+"""Sizes of the params of models than which hardly any is smaller."""
+
+
+def trades(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with one feature more, on fewer ranks, with fewer params, or in fewer steps."""
+    for base in _bases(scenario):
+        yield from (fitted(change(base)) for change in _CHANGES)
+
+
+def one_world(scenario: Scenario) -> Scenario:
+    """The case in the world that it goes on in after a checkpoint, from the first step on."""
+    after = scenario.reload
+    if after is None:
+        return scenario
+    names = ("stage", "redundancy", "bucket_elems", "partition", "param_order")
+    system = {name: getattr(after, name) for name in names if getattr(after, name) is not None}
+    return fitted(
+        replace(
+            scenario,
+            reload=None,
+            world=replace(scenario.world, size=after.world_size or scenario.world.size),
+            system=replace(scenario.system, **system),
+            topology=replace(scenario.topology, ep=after.ep or scenario.topology.ep),
+        )
+    )
+
+
+def _bases(scenario: Scenario) -> Iterator[Scenario]:
+    count = len(params_of(scenario.model))
+    for ranks in range(1, min(2, scenario.world.size) + 1):
+        fewer = fitted(changed(scenario, "world.size", ranks))
+        for sizes in TINY:
+            if len(sizes) <= count:
+                yield with_bare_params(fewer, [(n,) for n in sizes])
+        if ranks < scenario.world.size:
+            yield fewer
+    if scenario.run.steps > 1:
+        yield changed(one_world(scenario), "run.steps", 1)
+        yield fitted(changed(scenario, "run.steps", scenario.run.steps - 1))
+
+
+def _setting(path: str, value: object) -> Change:
+    return lambda scenario: changed(scenario, path, value)
+
+
+def _both(first: Change, second: Change) -> Change:
+    return lambda scenario: second(first(scenario))
+
+
+def _at_least(path: str, least: int) -> Change:
+    table, name = path.split(".")
+    return lambda scenario: changed(
+        scenario, path, max(least, getattr(getattr(scenario, table), name))
+    )
+
+
+def _frozen(index: int, *, start: int) -> Change:
+    def change(scenario: Scenario) -> Scenario:
+        name = params_of(scenario.model)[index][0]
+        freeze = FreezeSpec(param=name, start=start, stop=start + 1)
+        return changed(scenario, "model.freeze", (freeze,))
+
+    return _both(change, _at_least("run.steps", 2))
+
+
+def _grouped(scenario: Scenario) -> Scenario:
+    name = params_of(scenario.model)[-1][0]
+    return changed(scenario, "optimizer.groups", (GroupSpec(match=name, lr=0.03),))
+
+
+def _growing(scenario: Scenario) -> Scenario:
+    scale = scenario.optimizer.loss_scale or LossScaleSpec()
+    return changed(scenario, "optimizer.loss_scale", replace(scale, growth_interval=1))
+
+
+_TWO_STEPS = _at_least("run.steps", 2)
+_TWO_MICRO_BATCHES = _at_least("run.micro_batches", 2)
+_BY_MICRO_BATCHES = _both(_setting("system.divide_by", "micro-batches"), _TWO_MICRO_BATCHES)
+_SCALED = _setting("optimizer.loss_scale", LossScaleSpec())
+
+_CHANGES: tuple[Change, ...] = (
+    _setting("system.align_elems", 2),
+    _setting("system.bucket_elems", 1),
+    _setting("system.bucket_elems", 2),
+    _setting("system.overlap_grads", False),
+    _setting("system.overlap_params", False),
+    _setting("system.stage", 0),
+    _setting("system.partition", "uneven"),
+    _setting("system.param_order", "reverse"),
+    _setting("system.redundancy", 2),
+    _setting("system.divide", "pre"),
+    _setting("system.divide", "none"),
+    _setting("system.divide_by", "tokens"),
+    _setting("system.sync", "every"),
+    _setting("world.races", True),
+    _setting("world.timing", "lazy"),
+    _setting("model.dtype", "bf16"),
+    _setting("optimizer.clip_norm", 0.05),
+    _grouped,
+    _SCALED,
+    _growing,
+    _TWO_STEPS,
+    _TWO_MICRO_BATCHES,
+    _both(_setting("system.sync", "every"), _TWO_MICRO_BATCHES),
+    # On one rank a mean over ranks is no division.
+    _BY_MICRO_BATCHES,
+    _both(_BY_MICRO_BATCHES, _setting("system.divide", "pre")),
+    _both(_both(_SCALED, _setting("data.nan", NanSpec(step=0, rank=0))), _TWO_STEPS),
+    _both(_setting("reload", ReloadSpec(step=1)), _TWO_STEPS),
+    _frozen(0, start=0),
+    _frozen(0, start=1),
+    _frozen(-1, start=1),
+)
