@@ -2,10 +2,20 @@
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
+from zero_sim.errors import LayoutError
 from zero_sim.launch import WorldPool
-from zero_sim.mutants import find_mutants
-from zero_sim.mutants.campaign import REFUSED, Budget, check_unbroken, found_by, hunt, run_campaign
+from zero_sim.mutants import campaign, find_mutants
+from zero_sim.mutants.campaign import (
+    DRAWING,
+    REFUSED,
+    Budget,
+    check_unbroken,
+    found_by,
+    hunt,
+    run_campaign,
+)
 from zero_sim.mutants.records import mutant
 from zero_sim.mutants.score import score_of
 from zero_sim.scenario.load import parse_cases
@@ -93,3 +103,21 @@ def test_the_score_counts_survivors(pool):
     assert {tally.name for tally in score.by_class} == {"LAYOUT", "NORM"}
     assert score.exit_status == (score.all.killed < 2)
     assert torch.get_num_threads() >= 1
+
+
+def test_a_case_that_cannot_even_be_drawn_is_a_kill(pool):
+    def fails(number):
+        raise LayoutError("no such layout")
+
+    (one,) = find_mutants(["M05"])
+    trial = hunt(one, pool=pool, cases=st.integers().map(fails))
+    assert (trial.killed, trial.check, trial.cases) == (True, DRAWING, 0)
+
+
+def test_what_fails_outside_of_drawing_comes_through(pool, monkeypatch):
+    def fails(*args, **named):
+        raise LayoutError("the harness is ill")
+
+    monkeypatch.setattr(campaign, "run_case", fails)
+    with pytest.raises(LayoutError, match="ill"):
+        hunt(find_mutants(["M05"])[0], pool=pool)
