@@ -131,6 +131,8 @@ def _cases(
     may_hide = scenario.world.order != "linear" and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
         scenario = replace(scenario, world=replace(scenario.world, order_known=False))
+    if swarm.on("distinct start", fits=ranks > 1):
+        scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
     for feature in sorted(swarm.chosen):
         event(feature)
     return replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))

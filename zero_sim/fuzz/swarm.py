@@ -27,6 +27,7 @@ _PATHS = {
     "cp": "topology.cp",
     "decay": "optimizer.weight_decay",
     "divide": "system.divide",
+    "distinct start": "model.distinct_start",
     "divide by": "system.divide_by",
     "foreach": "optimizer.foreach",
     "fp32 grads": "system.grad_dtype",

@@ -45,6 +45,7 @@ FINGERPRINTS: dict[str, str] = {
     "zero_sim.zero.data_parallel:DistributedDataParallel.__init__": "1b6153d9daab",
     "zero_sim.zero.data_parallel:DistributedDataParallel._accumulate": "30a0cc34778b",
     "zero_sim.zero.data_parallel:DistributedDataParallel._build_buffer": "bc1a69f961e7",
+    "zero_sim.zero.data_parallel:DistributedDataParallel._replicated_tensors": "e781eff0578e",
     "zero_sim.zero.data_parallel:DistributedDataParallel._sum_over_ranks": "819fb1a03ec1",
     "zero_sim.zero.data_parallel:DistributedDataParallel.end_micro_batch": "ba9d73f69f45",
     "zero_sim.zero.data_parallel:DistributedDataParallel.finish_param_gather": "3b236c6db0ce",

@@ -332,6 +332,28 @@ def replica_sum_on_the_first_block_only(patch: Patches) -> None:
         return right(self, async_op=async_op)
 
 
+@mutant("G05", "GROUP", seen_in="replicas that begin apart", core=True)
+def every_rank_begins_with_its_own(patch: Patches) -> None:
+    """At the start nothing is broadcast: every rank trains on from what it has built."""
+
+    @patch(data_parallel, "broadcast_from_first")
+    def wrong(right, tensors, *, group):
+        pass
+
+
+@mutant("G06", "GROUP", "FZ", seen_in="replicas that begin apart")
+def only_trained_params_are_broadcast(patch: Patches) -> None:
+    """At the start params are broadcast, frozen ones and the buffers of the module are not."""
+
+    @patch(DistributedDataParallel, "_replicated_tensors")
+    def wrong(right, self):
+        trained = {memory.data_ptr() for each in self.buffers for memory in each.working_memory()}
+        return [
+            ([tensor for tensor in tensors if tensor.data_ptr() in trained], group)
+            for tensors, group in right(self)
+        ]
+
+
 @mutant("M107", "ORDER", "B2 DR", seen_in="DeepSpeed#2343", kill="contract")
 def reduced_as_they_arrive(patch: Patches) -> None:
     """Buckets are reduced in the order in which they become ready, which differs between ranks."""

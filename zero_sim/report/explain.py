@@ -42,6 +42,7 @@ _EXPLANATIONS = (
             "the gather left out params, or brought them in another order",
             "a low-precision copy of a param was not refreshed after the step",
             "a skipped step left params marked as gathered that never were",
+            "in the first step: ranks began with different params or buffers, which nobody spread",
         ),
         seen_in=(
             "Megatron-LM#663: stale params with overlapped gathers",

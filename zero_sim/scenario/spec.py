@@ -105,6 +105,9 @@ class ModelSpec:
     empty param. Other models leave it out."""
     freeze: tuple[FreezeSpec, ...] = ()
     """Params that are frozen for some steps and not for others."""
+    distinct_start: bool = False
+    """Whether every rank but the first that holds it begins with other values of each param and
+    each buffer of the module: the system has to spread the first rank's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,9 +75,9 @@ class Capabilities:
     """Most ranks; None for any number."""
     follows: tuple[str, ...] = ()
     """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
-    `topology`; and `run.micro_batches`, `model.freeze`, `reload`: in any form, and on in a world
-    and a layout that these capabilities allow, too. All others must be as by default, or as the
-    numerics say."""
+    `topology`; and `run.micro_batches`, `model.freeze`, `model.distinct_start`, `reload`: in any
+    form, and on in a world and a layout that these capabilities allow, too. All others must be as
+    by default, or as the numerics say."""
 
     def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
         """What of a case is not supported, each with the path to it."""
@@ -252,6 +252,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
             yield path, getattr(record, field.name), getattr(default, field.name)
     yield "run.micro_batches", scenario.run.micro_batches, 1
     yield "model.freeze", scenario.model.freeze, ModelSpec(name="mlp").freeze
+    yield "model.distinct_start", scenario.model.distinct_start, False
     yield "reload", scenario.reload, None
 
 

@@ -34,6 +34,7 @@ _FOLLOWS = (
     "optimizer.clip_norm",
     "optimizer.clip_value",
     "run.micro_batches",
+    "model.distinct_start",
     "topology.tp",
     "topology.cp",
     "topology.pp",

@@ -25,7 +25,7 @@ from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
 from zero_sim.verify.positions import check_told
 from zero_sim.verify.volume import ParamSize, sizes_of
-from zero_sim.workloads import Batch, Workload, build_module, seed_of
+from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +152,8 @@ def _build(
     scenario = seat.cell.scenario
     with ours(excused):
         module = build_module(seat.workload, expert_index=group.rank() % scenario.topology.ep)
+        if scenario.model.distinct_start:
+            make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         sizes = sizes_of(module)
     engine = complete(target.build(module, scenario=scenario, group=group))
     _check_can_reload(engine, segment, target=target)

@@ -7,6 +7,7 @@ from zero_sim.workloads.exact import EXACT_MODELS
 from zero_sim.workloads.placed import check_device, on_device
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
 from zero_sim.workloads.registry import build_workload
+from zero_sim.workloads.starts import make_distinct
 
 __all__ = [
     "EXACT_MODELS",
@@ -16,6 +17,7 @@ __all__ = [
     "build_module",
     "build_workload",
     "check_device",
+    "make_distinct",
     "on_device",
     "seed_of",
 ]

@@ -1,0 +1,51 @@
+"""Which tensors of which ranks begin with other values."""
+
+import torch
+from torch import nn
+
+from zero_sim.workloads import make_distinct
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Parameter(torch.zeros(2))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.eights = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False)
+        self.strided = nn.Parameter(torch.zeros(2, 3).t())
+        self.register_buffer("scale", torch.zeros(()))
+        self.experts = nn.ModuleList([nn.Linear(2, 2)])
+        with torch.no_grad():
+            self.experts[0].weight.zero_()
+            self.experts[0].bias.zero_()
+
+
+def overwritten(*, rank, ep):
+    net = Net()
+    make_distinct(net, rank=rank, ep=ep)
+    named = (*net.named_parameters(), *net.named_buffers())
+    return {name for name, tensor in named if bool(tensor.float().all())}
+
+
+DENSE = {"dense", "frozen", "eights", "strided", "scale"}
+EXPERT = {"experts.0.weight", "experts.0.bias"}
+
+
+def test_the_first_rank_keeps_what_it_built():
+    assert overwritten(rank=0, ep=1) == set()
+
+
+def test_every_other_rank_begins_with_other_values():
+    assert overwritten(rank=1, ep=1) == DENSE | EXPERT
+
+
+def test_the_first_holder_of_a_share_of_experts_keeps_them():
+    assert overwritten(rank=1, ep=2) == DENSE
+    assert overwritten(rank=2, ep=2) == DENSE | EXPERT
+
+
+def test_a_param_keeps_its_memory():
+    net = Net()
+    before = {name: param.data_ptr() for name, param in net.named_parameters()}
+    make_distinct(net, rank=1, ep=1)
+    assert {name: param.data_ptr() for name, param in net.named_parameters()} == before
