@@ -214,6 +214,20 @@ _EXPLANATIONS = (
         seen_in=("Megatron-LM#6336: only the first part of a split param was refreshed",),
     ),
     Explanation(
+        check="invariant.start",
+        meaning="Before the first step, ranks that hold the same param or buffer have the same "
+        "values of it; asked where the case has them begin with different ones "
+        "(`model.distinct_start`).",
+        why="Gradients are averaged, weights are not: replicas that begin apart stay apart, and "
+        "what is saved or evaluated is one of them, or pieces of several.",
+        causes=(
+            "params are not broadcast at the start, or not all of them",
+            "module buffers and frozen params are left out of the broadcast",
+            "masters are taken from the params before the broadcast",
+            "a broadcast over a group of which not all holders are members",
+        ),
+    ),
+    Explanation(
         check="invariant.replicas",
         meaning="Ranks that hold the same reduced gradient, norm or working param hold the same "
         "bits of it; asked where the order of addition is not known, and no reference can say "

@@ -76,6 +76,16 @@ class AskedEngine:
         """Buffers of the module, such as the scales of fp8 params."""
         return self._ask(lambda: dict(self._engine.module.named_buffers()))
 
+    def module_tensors(self) -> dict[str, Tensor]:
+        """Params and buffers of the module as it is now, whatever they are for."""
+        named = self._ask(
+            lambda: (
+                dict(self._engine.module.named_parameters())
+                | dict(self._engine.module.named_buffers())
+            )
+        )
+        return {name: tensor.detach() for name, tensor in named.items()}
+
     def parts(self) -> Sequence[OwnedPart]:
         """What this rank owns of the optimizer."""
         return self._ask(lambda: list(self._engine.parts()))

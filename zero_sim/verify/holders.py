@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 
@@ -32,6 +32,7 @@ class Holders:
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of all working params."""
         self._addresses: dict[int, Addresses] = {}
+        self._starts: dict[int, Mapping[str, str]] = {}
 
     def hear(self, rank: int, facts: Facts) -> None:
         """Note what a rank's engine says.
@@ -42,6 +43,7 @@ class Holders:
         """
         self.places[rank] = list(facts.places)
         self._addresses[rank] = facts.addresses
+        self._starts[rank] = facts.start
         self.shapes |= facts.shapes
 
     @property
@@ -64,7 +66,7 @@ class Holders:
         return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
 
     def check(self, step: int, *, tell_parts: bool) -> Iterator[Finding]:
-        """Check who owns what: every element of a param once in each replica of its holders.
+        """Check that each element of a param has one owner a replica, and that holders begin alike.
 
         Args:
             step: The step before which this is.
@@ -75,6 +77,7 @@ class Holders:
             for rank, addresses in self._addresses.items()
         }
         yield from invariants.check_holding(named, held=self.held, step=step)
+        yield from invariants.check_start(self._starts, step=step)
         for ranks, names in self.sharings if tell_parts else ():
             yield from invariants.check_ownership(
                 self._replicas(ranks, names),

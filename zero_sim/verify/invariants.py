@@ -50,6 +50,27 @@ def check_holding(
                 )
 
 
+def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterator[Finding]:
+    """Check that ranks which hold the same param or buffer begin with the same values of it.
+
+    Args:
+        starts: By rank and name, a digest of what the rank has.
+        step: The step that comes next, for the finding.
+    """
+    first: dict[str, int] = {}
+    for rank in sorted(starts):
+        for name, digest in starts[rank].items():
+            holder = first.setdefault(name, rank)
+            if digest != starts[holder][name]:
+                yield Finding(
+                    check="invariant.start",
+                    step=step,
+                    rank=rank,
+                    param=name,
+                    message=f"before the step this rank has other values of it than rank {holder}",
+                )
+
+
 def _check_cover(
     owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:

@@ -126,7 +126,7 @@ def build_program(
         engine, sizes = _build(segment, seat, target=target, group=group, excused=excused)
         asked = AskedEngine(engine, excused=excused)
         with ours(excused):
-            facts = facts_of(asked)
+            facts = facts_of(asked, with_start=segment.scenario.model.distinct_start)
         # What the user is to mend, and no failure of the judge that would hear of it.
         check_told(facts, scenario=seat.cell.scenario, target_name=target.name)
         if tell is not None:
