@@ -24,11 +24,7 @@ from zero_sim.cli_findings import explain, report
 from zero_sim.cli_fuzz import fuzz
 from zero_sim.cli_mutants import mutants
 from zero_sim.cli_mutate import mutate
-from zero_sim.cli_parts import (
-    bundles_option,
-    echo_json,
-    packages_needed,
-)
+from zero_sim.cli_parts import bundles_option, echo_json, json_option, packages_needed
 from zero_sim.cli_session import EXIT_INTERRUPTED, Judge, Session, coloured, of_target, progress
 from zero_sim.cli_shrink import shrink
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
@@ -121,7 +117,7 @@ def main() -> None:
     help="Cases at a time, each on a process of its own; told in the same order.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the notes of cases that pass, too.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@json_option
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -206,7 +202,7 @@ def run(
 @click.option(
     "--target", metavar="MODULE:NAME", help="System under test, where `fuzz` imported it."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@json_option
 @click.pass_context
 def replay(
     ctx: click.Context,

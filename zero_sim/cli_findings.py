@@ -6,14 +6,20 @@ from pathlib import Path
 
 import click
 
-from zero_sim.cli_parts import DEFAULT_BUNDLES, bundles_option, echo_json, packages_needed
+from zero_sim.cli_parts import (
+    DEFAULT_BUNDLES,
+    bundles_option,
+    echo_json,
+    json_option,
+    packages_needed,
+)
 from zero_sim.errors import BundleError, UsageError
 
 
 @click.command()
 @click.argument("name", metavar="CHECK|ID|PATH")
 @bundles_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@json_option
 def explain(name: str, bundles: Path, as_json: bool) -> None:
     """Say what a check means, why ZeRO needs it, what usually breaks it, and where it was seen.
 

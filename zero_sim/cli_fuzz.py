@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli_parts import packages_needed
+from zero_sim.cli_parts import json_option, packages_needed
 
 if TYPE_CHECKING:
     from zero_sim.fuzz.campaign import Plan, Tally
@@ -75,7 +75,7 @@ class _Shard(click.ParamType):
     f"seed in {DEFAULT_CORPUS}, begun anew]",
 )
 @click.option("--pairs", is_flag=True, help="Also show which pairs of layout features were met.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@json_option
 @click.pass_context
 def fuzz(
     ctx: click.Context,

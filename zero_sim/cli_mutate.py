@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import click
 
-from zero_sim.cli_parts import EXIT_NOTHING_SELECTED, echo_json, packages_needed
+from zero_sim.cli_parts import (
+    EXIT_NOTHING_SELECTED,
+    cores_option,
+    echo_json,
+    json_option,
+    packages_needed,
+)
 
 
 @click.command()
@@ -36,14 +41,8 @@ from zero_sim.cli_parts import EXIT_NOTHING_SELECTED, echo_json, packages_needed
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of the cases and of the choice."
 )
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=os.cpu_count() or 1,
-    show_default="cores",
-    help="Processes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@cores_option
+@json_option
 @click.pass_context
 def mutate(
     ctx: click.Context,

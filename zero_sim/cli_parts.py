@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,16 @@ bundles_option = click.option(
     metavar="DIR",
     help="Folder with the bundles of failing cases.",
 )
-
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else."
+)
+cores_option = click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=os.cpu_count() or 1,
+    show_default="cores",
+    help="Processes.",
+)
 
 EXIT_NOTHING_SELECTED = 5
 

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli_parts import bundles_option, echo_json, packages_needed, replay_command
+from zero_sim.cli_parts import (
+    bundles_option,
+    echo_json,
+    json_option,
+    packages_needed,
+    replay_command,
+)
 from zero_sim.cli_session import coloured, progress
 from zero_sim.errors import UsageError
 
@@ -51,7 +57,7 @@ DEFAULT_SECONDS = 60.0
     metavar="FILE",
     help="Write the smaller case as a scenario file, too.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+@json_option
 @click.pass_context
 def shrink(
     ctx: click.Context,
