@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -167,7 +168,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
     """
     with packages_needed():
         from zero_sim.launch import WorldPool
-        from zero_sim.shrink import Limits, key_of, may_shrink, shrink
+        from zero_sim.shrink import Limits, key_of, may_shrink, shrink_finding
         from zero_sim.targets import refusals
         from zero_sim.verify import run_case
 
@@ -181,21 +182,14 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
                 f"expected a finding that smaller cases can have, got {key[0]}, which is about "
                 "what this case expects at its own size. Try `zero-sim run`."
             )
-        results = {scenario: result}
-
-        def has_it(other: Scenario) -> bool:
-            if refusals(target, other):
-                return False
-            judged = run_case(other, pool=pool, target=target)
-            if key_of(judged) != key:
-                return False
-            # Logs are large, and only those of the smallest case are told of.
-            results.clear()
-            results[other] = judged
-            return True
-
-        reduced = shrink(scenario, fails=has_it, limits=Limits(seconds=seconds))
-    return _Done(scenario=scenario, result=results[reduced.scenario], reduced=reduced)
+        reduced, best = shrink_finding(
+            scenario,
+            result,
+            judge=partial(run_case, pool=pool, target=target),
+            may_ask=lambda other: not refusals(target, other),
+            limits=Limits(seconds=seconds),
+        )
+    return _Done(scenario=scenario, result=best, reduced=reduced)
 
 
 def _write(scenario: Scenario, path: Path) -> None:

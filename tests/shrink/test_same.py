@@ -2,7 +2,8 @@
 
 import pytest
 
-from zero_sim.shrink import key_of, may_shrink
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
+from zero_sim.shrink import Limits, key_of, may_shrink, shrink_finding
 from zero_sim.verify.records import CaseResult, Finding
 
 
@@ -30,3 +31,19 @@ class TestKeys:
 @pytest.mark.parametrize(("check", "may"), [("equality.grad", True), ("expect.overlap", False)])
 def test_an_expectation_is_of_a_case_at_its_size(check, may):
     assert may_shrink((check, "", "")) is may
+
+
+def test_a_case_shrinks_only_to_cases_with_the_same_finding():
+    def judge(case):
+        check = "a" if case.run.steps > 1 else "b"
+        return CaseResult(
+            id="x", verdict="fail", seconds=0.0, findings=(Finding(check=check, message="m"),)
+        )
+
+    model = ModelSpec(name="params", shapes=((1,),))
+    case = Scenario(schema=1, model=model, run=RunSpec(steps=4))
+    reduced, result = shrink_finding(
+        case, judge(case), judge=judge, may_ask=lambda other: True, limits=Limits(cases=200)
+    )
+    assert reduced.size.steps == 2
+    assert result.findings[0].check == "a"

@@ -28,7 +28,7 @@ from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
-from zero_sim.shrink import Key, Limits, key_of, may_shrink, shrink
+from zero_sim.shrink import Key, Limits, key_of, may_shrink, shrink_finding
 from zero_sim.targets import Target, import_target, refusals
 from zero_sim.verify import run_case
 from zero_sim.verify.records import CaseResult, Finding
@@ -160,21 +160,11 @@ class _Batch:
         """Shrink the case that met a finding first, and write what is left as a bundle."""
         if not may_shrink(key):
             return self._written(key, case, scenario, result)
-        best = result
-
-        def has_it(other: Scenario) -> bool:
-            nonlocal best
-            if not self.may_ask(other):
-                return False
-            judged = self.judge(other)
-            if key_of(judged) != key:
-                return False
-            best = judged
-            return True
-
-        reduced = shrink(
+        reduced, best = shrink_finding(
             scenario,
-            fails=has_it,
+            result,
+            judge=self.judge,
+            may_ask=self.may_ask,
             limits=Limits(seconds=self.job.shrink_seconds),
             is_over=lambda: self.stop.asked,
         )

@@ -43,10 +43,8 @@ OWN_MODULES = (
     "zero_sim.zero.step_count",
 )
 """What is changed where nobody says what: the project's own system, without its checkpoints."""
-_CHUNK_CHANGES = 10
-
-
 OWN_TARGET = "zero_sim"
+_CHUNK_CHANGES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.shrink.reduce import Limits, Reduced, shrink
 from zero_sim.verify.records import CaseResult
 
 Key = tuple[str, str, str]
@@ -29,6 +33,45 @@ def may_shrink(key: Key) -> bool:
     smaller ones would miss it for being smaller.
     """
     return not key[0].startswith("expect.")
+
+
+def shrink_finding(
+    scenario: Scenario,
+    result: CaseResult,
+    *,
+    judge: Callable[[Scenario], CaseResult],
+    may_ask: Callable[[Scenario], bool],
+    limits: Limits,
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[Reduced, CaseResult]:
+    """Make a case smaller as long as it has the same finding.
+
+    Args:
+        scenario: A case in which something is wrong that smaller cases can have; see `may_shrink`.
+        result: Of it.
+        judge: Judges a case.
+        may_ask: Whether the target is there for a case.
+        limits: As for `shrink`.
+        is_over: As for `shrink`.
+
+    Returns:
+        What the search came to, and the result of its case.
+    """
+    key, best = key_of(result), result
+
+    def has_it(other: Scenario) -> bool:
+        nonlocal best
+        if not may_ask(other):
+            return False
+        judged = judge(other)
+        if key_of(judged) != key:
+            return False
+        # Logs are large, and only those of the smallest case are told of.
+        best = judged
+        return True
+
+    reduced = shrink(scenario, fails=has_it, limits=limits, is_over=is_over)
+    return reduced, best
 
 
 def _kind(param: str | None) -> str:
