@@ -81,7 +81,7 @@ def test_nothing_without_a_rank_or_without_calls():
 
 def test_word_for_word():
     assert render_calls(LOG, finding(call_start=6, call_stop=8)) == [
-        "calls of rank 1, those that carry what differs marked >:",
+        "calls of rank 1, suspects marked >:",
         "  before   barrier #1 of group world (float32, 4 elements) at train.py:1",
         "           barrier #2 of group world (float32, 4 elements) at train.py:2",
         "  step   > reduce_scatter #3 of group world (float32, 4 elements) at train.py:3",

@@ -12,13 +12,11 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from dataclasses import dataclass
 
 import torch
-from hypothesis import strategies as st
 
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
 from zero_sim.launch.hands import Hand
 from zero_sim.mutants.campaign import Budget, hunt
-from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.changes import Change
 from zero_sim.mutants.records import ChangeTrial, Trial
 from zero_sim.mutants.swapping import Changed, Loaded
@@ -130,9 +128,6 @@ def _try_chunk(changes: Sequence[Change], mutating: Mutating) -> list[ChangeTria
 def _try_all(changes: Sequence[Change], mutating: Mutating) -> Iterator[ChangeTrial]:
     target = import_target(mutating.target)
     loaded, cases = Loaded(mutating.modules), scenarios(target)
-    if target.name == OWN_TARGET:
-        # These also say which degree of overlap is owed, which is known of our own system alone.
-        cases = st.one_of(cases, campaign_cases())
     budget = Budget(cases_max=mutating.cases_max, seed=mutating.seed)
     with WorldPool() as pool:
         for change in changes:

@@ -18,7 +18,6 @@ from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
     DtypeName,
-    ExpectSpec,
     FreezeSpec,
     GroupSpec,
     LossScaleSpec,
@@ -50,7 +49,6 @@ _COUNTED: tuple[Literal["ranks", "micro-batches", "tokens"], ...] = (
     "ranks", "micro-batches", "tokens",
 )  # fmt: skip
 _EXPANSION = 4
-_OVERLAP_MIN = 0.25
 _DISTINCT_EVERY = 4
 """Of so many cases about one has ranks that begin with different values."""
 
@@ -68,10 +66,6 @@ def campaign_cases(draw: st.DrawFn) -> Scenario:
     density = draw(st.sampled_from([1, 2, 4, 6]))
     # What shrinks to 0 shrinks to a case without the feature.
     wanted: set[Flag] = {flag for flag in FLAGS if draw(st.integers(0, 7)) >= 8 - density}
-    if wanted >= {"AS", "B2"} and draw(st.booleans()):
-        # A degree of overlap is owed in two steps that nothing interrupts.
-        wanted -= {"CK", "IN", "FZ", "ME"}
-        wanted.add("S2")
     model = draw(_models(wanted, size))
     topology = draw(_topologies(wanted, model, size))
     ranks = size // (topology.tp * topology.pp)
@@ -104,7 +98,7 @@ def campaign_cases(draw: st.DrawFn) -> Scenario:
     if scenario.run.seed % _DISTINCT_EVERY == 0:
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
     assert not check_scenario(scenario), check_scenario(scenario)
-    return _expecting_overlap(scenario)
+    return scenario
 
 
 def _divisors(size: int) -> list[int]:
@@ -273,31 +267,4 @@ def _reloads(draw: st.DrawFn, scenario: Scenario) -> ReloadSpec:
         redundancy=draw(st.sampled_from(copies)),
         bucket_elems=draw(st.none() | st.integers(1, 30)),
         param_order=draw(st.none() | st.sampled_from(_PARAM_ORDERS)),
-    )
-
-
-def _expecting_overlap(scenario: Scenario) -> Scenario:
-    """The case with a floor for its overlap, where a pipeline that overlaps is sure to reach it.
-
-    Two blocks of which most params have a bucket each: the first reduction is in flight while the
-    gradients of all other params are computed, and the last gather while all other modules run.
-    """
-    model, system = scenario.model, scenario.system
-    is_sure = (
-        model.name == "mlp"
-        and model.blocks == 2
-        and not model.freeze
-        and scenario.reload is None
-        and system.bucket_elems is not None
-        and system.bucket_elems <= _EXPANSION * model.hidden
-    )
-    if not is_sure:
-        return scenario
-    takes_steps = scenario.run.steps > 1 and scenario.data.nan is None
-    return replace(
-        scenario,
-        expect=ExpectSpec(
-            overlap_grads_min=_OVERLAP_MIN if system.overlap_grads else None,
-            overlap_params_min=_OVERLAP_MIN if system.overlap_params and takes_steps else None,
-        ),
     )

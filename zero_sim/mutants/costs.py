@@ -55,6 +55,49 @@ def gathers_serialised(patch: Patches) -> None:
         self.finish()
 
 
+@mutant("V10", "VOLUME", "B2", seen_in="class VOLUME", kill="overlap")
+def reductions_issued_at_the_end(patch: Patches) -> None:
+    """Reductions are issued once backward is done, all together."""
+
+    @patch(GradPipeline, "_issue_ready")
+    def wrong(right, self):
+        return
+
+
+@mutant("V11", "VOLUME", "B2", seen_in="class VOLUME", kill="overlap")
+def reductions_issued_one_gradient_late(patch: Patches) -> None:
+    """A bucket is looked at before its last gradient is counted, not after."""
+
+    @patch(GradPipeline, "mark_ready")
+    def wrong(right, self, param):
+        bucket = self._bucket_of.get(param)
+        if self.running and bucket is not None:
+            self._issue_ready()
+            self._missing[bucket].discard(param)
+
+
+@mutant("V12", "VOLUME", "B2 FZ", seen_in="class VOLUME", kill="overlap")
+def frozen_params_are_waited_for(patch: Patches) -> None:
+    """A bucket with a param that is frozen for now waits for its gradient, which never comes."""
+
+    @patch(GradPipeline, "begin")
+    def wrong(right, self):
+        self._missing = {bucket: set() for bucket in self._buckets}
+        for param, bucket in self._bucket_of.items():
+            self._missing[bucket].add(param)
+        self.running = True
+        self._issue_ready()
+
+
+@mutant("V13", "VOLUME", "B2", seen_in="class VOLUME", kill="overlap")
+def first_forward_waits_for_all(patch: Patches) -> None:
+    """The first module that runs waits for all gathers, not for its own."""
+
+    @patch(ParamPipeline, "_before_forward")
+    def wrong(right, self, needed, module, args):
+        return right(self, self._buckets, module, args)
+
+
 @mutant("V02", "VOLUME", "", seen_in="DeepSpeed#3306", kill="memory", core=True)
 def full_masters_on_every_rank(patch: Patches) -> None:
     """Every rank keeps a whole fp32 copy of the params beside its shard of masters."""

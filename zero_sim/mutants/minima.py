@@ -171,8 +171,8 @@ _NUMBERS = {
     # Faults that cost time or memory and change no number.
     "M111": (1, 1, 1, 1, 0),
     "M113": (1, 1, 1, 1, 0),
-    "M115": (1, 2, 1, 1, 2),
-    "V01": (1, 4, 13, 2, 3),
+    "M115": (1, 2, 1, 1, 1),
+    "V01": (1, 1, 1, 1, 1),
     "V02": (1, 1, 1, 1, 1),
     "V03": (1, 1, 1, 1, 0),
     "V04": (1, 1, 1, 2, 2),
@@ -181,6 +181,11 @@ _NUMBERS = {
     "V07": (1, 1, 1, 1, 0),
     "V08": (1, 1, 1, 1, 0),
     "V09": (1, 1, 1, 1, 0),
+    "V10": (1, 2, 1, 1, 1),
+    "V11": (1, 2, 1, 1, 1),
+    # With a step more an element is enough, which the search does not go to from here.
+    "V12": (1, 2, 2, 1, 2),
+    "V13": (1, 4, 13, 2, 2),
 }
 """Ranks, params, elements, steps, features."""
 

@@ -93,7 +93,7 @@ def render_calls(log: EventLog, finding: Finding) -> list[str]:
     nearby = calls_near(log, finding)
     if nearby is None:
         return []
-    lines = [f"calls of rank {nearby.rank}, those that carry what differs marked >:"]
+    lines = [f"calls of rank {nearby.rank}, suspects marked >:"]
     if not any(call.suspect for call in nearby.calls):
         lines = [f"calls of rank {nearby.rank}:"]
     left_out, said = nearby.left_out, ""

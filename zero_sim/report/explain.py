@@ -242,6 +242,24 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
+        check="invariant.overlap",
+        meaning="Each reduction was on its way as soon as its bucket's gradients were there, and "
+        "no reduction or gather was waited for before it had to be.",
+        why="A pipeline that issues late or waits early has the right numbers and costs what it "
+        "was made to save; the usual cure of a race does just that. When a call is due follows "
+        "from when gradients arrive and modules begin, and from which params share a bucket.",
+        causes=(
+            "a wait right behind the call",
+            "buckets that are issued only at the end of backward",
+            "one bucket that waits for a param of another, or for one that is frozen",
+            "gathers that are all waited for before the first forward",
+        ),
+        seen_in=(
+            "DeepSpeed#7371: a fix for a race that serialised the pipeline",
+            "DeepSpeed#1219: another one",
+        ),
+    ),
+    Explanation(
         check="invariant.volume",
         meaning="In every step, each rank calls exactly the collectives that its stage needs: "
         "their kinds, groups and elements follow from the sizes of the params in closed form.",

@@ -21,16 +21,18 @@ from zero_sim.targets import Numerics, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 from zero_sim.verify import findings, invariants
 from zero_sim.verify.facts import Facts
+from zero_sim.verify.forms import ParamSize
 from zero_sim.verify.group import Group
 from zero_sim.verify.harness import AskedEngine
 from zero_sim.verify.holders import Holders
 from zero_sim.verify.memory import bytes_held, check_memory
 from zero_sim.verify.owed import Row, count_rows
 from zero_sim.verify.owing import AnyReference, AnyStep, owing_of
+from zero_sim.verify.pace import Pace
 from zero_sim.verify.records import Finding, Strip
 from zero_sim.verify.seen import Seen
 from zero_sim.verify.strips import build_strip
-from zero_sim.verify.volume import ParamSize, StepWindow
+from zero_sim.verify.volume import StepWindow
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 
@@ -78,6 +80,8 @@ class Judge:
         """Where the steps of all ranks lie in the event log."""
         self.sizes: dict[int, Sequence[ParamSize]] = {}
         """What each rank trains, if it is one that closed forms hold for."""
+        self.paces: dict[int, Pace] = {}
+        """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
         self._observed = dict.fromkeys(ranks, first_step - 1)
         """By rank that is shown: the last step at which it was."""
@@ -171,14 +175,19 @@ class Judge:
                 self.first_step, self._holders.check(self.first_step, tell_parts=tell_parts)
             )
 
-    def hold_to_costs(self, rank: int, sizes: Sequence[ParamSize]) -> None:
+    def hold_to_costs(
+        self, rank: int, sizes: Sequence[ParamSize], *, pace: Pace | None = None
+    ) -> None:
         """Hold a rank to the closed forms of its stage.
 
         Args:
             rank: The rank, within the group.
             sizes: What it trains, as it was before its engine had it.
+            pace: What it will do between its calls; left out where that is not looked at.
         """
         self.sizes[rank] = sizes
+        if pace is not None:
+            self.paces[rank] = pace
         self._calls_seen[rank] = self._call_count()
 
     @property

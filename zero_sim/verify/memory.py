@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero_sim.scenario.spec import Scenario
+from zero_sim.verify.forms import ParamSize, bucket_forms
 from zero_sim.verify.records import Finding
-from zero_sim.verify.volume import ParamSize, bucket_forms
 
 _FP32_BYTES = 4
 

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.errors import UsageError
-from zero_sim.scenario.overlap import overlaps_params
+from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Engine, Target, complete
 from zero_sim.verify.cells import Cell
 from zero_sim.verify.facts import Facts, facts_of
+from zero_sim.verify.forms import ParamSize, sizes_of
 from zero_sim.verify.harness import AskedEngine, Excused, ours
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.pace import Clock, Pace, watch_pace
 from zero_sim.verify.positions import check_told
-from zero_sim.verify.volume import ParamSize, sizes_of
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
 
@@ -102,6 +103,7 @@ def build_program(
     outcome: Outcome,
     excused: Excused = _never_timed,
     tell: Tell | None = None,
+    clock: Clock | None = None,
 ) -> Callable[[int], None]:
     """The program of one segment.
 
@@ -113,6 +115,7 @@ def build_program(
         excused: How the world is told that a rank's time is the harness's; left out where no world
             counts it.
         tell: How judges hear of a rank's engine; left out where all ranks have the same judges.
+        clock: The time of the world's log; left out where there is none.
     """
 
     def program(world_rank: int) -> None:
@@ -123,8 +126,8 @@ def build_program(
             mine = next(i for i, seat in enumerate(seats) if world_rank in seat.cell.ranks)
             group, seat = groups[mine], seats[mine]
         assert isinstance(group, dist.ProcessGroup)
-        engine, sizes = _build(segment, seat, target=target, group=group, excused=excused)
-        asked = AskedEngine(engine, excused=excused)
+        built = _build(segment, seat, target=target, group=group, excused=excused, clock=clock)
+        asked = AskedEngine(built.engine, excused=excused)
         with ours(excused):
             facts = facts_of(asked, with_start=segment.scenario.model.distinct_start)
         # What the user is to mend, and no failure of the judge that would hear of it.
@@ -135,38 +138,57 @@ def build_program(
             with ours(excused):
                 seat.judge.hear(group.rank(), facts)
         if asked.tells_costs:
-            seat.judge.hold_to_costs(group.rank(), sizes)
-        _train(segment, seat, engine=engine, group=group, outcome=outcome, excused=excused)
+            seat.judge.hold_to_costs(group.rank(), built.sizes, pace=built.pace)
+        _train(segment, seat, built=built, group=group, outcome=outcome, excused=excused)
 
     return program
 
 
-def _build(
-    segment: Segment, seat: Seat, *, target: Target, group: dist.ProcessGroup, excused: Excused
-) -> tuple[CompletedEngine, tuple[ParamSize, ...]]:
-    """Build a rank's engine, from a checkpoint where the segment starts with one.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Built:
+    """A rank's engine, and what the harness knows of it."""
 
-    Returns:
-        The engine, and what it trains.
-    """
+    engine: CompletedEngine
+    sizes: tuple[ParamSize, ...]
+    """What it trains."""
+    pace: Pace | None
+    """What it does between its calls, where it is held to costs and overlaps anything."""
+
+
+def _build(
+    segment: Segment,
+    seat: Seat,
+    *,
+    target: Target,
+    group: dist.ProcessGroup,
+    excused: Excused,
+    clock: Clock | None,
+) -> _Built:
+    """Build a rank's engine, from a checkpoint where the segment starts with one."""
     scenario = seat.cell.scenario
     with ours(excused):
         module = build_module(seat.workload, expert_index=group.rank() % scenario.topology.ep)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         sizes = sizes_of(module)
+        names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
     engine = complete(target.build(module, scenario=scenario, group=group))
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
-    return engine, sizes
+    pace = None
+    overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
+    if clock is not None and overlaps and engine.costed is not None:
+        with ours(excused):
+            pace = watch_pace(module, names=names, clock=clock)
+    return _Built(engine=engine, sizes=sizes, pace=pace)
 
 
 def _train(
     segment: Segment,
     seat: Seat,
     *,
-    engine: CompletedEngine,
+    built: _Built,
     group: dist.ProcessGroup,
     outcome: Outcome,
     excused: Excused,
@@ -176,7 +198,7 @@ def _train(
     What the judge reads is not charged to the system, whatever is in flight.
     """
     scenario, workload, judge = seat.cell.scenario, seat.workload, seat.judge
-    rank = group.rank()
+    rank, engine, pace = group.rank(), built.engine, built.pace
     asked = AskedEngine(engine, excused=excused)
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
@@ -194,11 +216,15 @@ def _train(
             with ours(excused):
                 batch = _draw(workload, scenario, step, rank, micro)
             last_micro = micro == scenario.run.micro_batches - 1
+            if pace is not None:
+                pace.start(step, micro)
             losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
             if deferred and micro == 0 and step > segment.start:
                 with ours(excused):
                     judge.observe_params(rank, step - 1, asked)
         result = engine.step(lr_factor=lr_factor(scenario, step))
+        if pace is not None:
+            pace.end(step)
         with ours(excused):
             judge.observe(rank, step, losses, result, asked)
         if not deferred:

@@ -31,6 +31,7 @@ from zero_sim.verify.cells import check_crossing
 from zero_sim.verify.conclude import Account, conclude
 from zero_sim.verify.harness import JudgeFailed
 from zero_sim.verify.judge import Judge
+from zero_sim.verify.overlap import check_overlap
 from zero_sim.verify.owing import AnyReference
 from zero_sim.verify.program import Outcome, Seat, Segment, build_program, segments_of
 from zero_sim.verify.records import CaseResult, Finding
@@ -173,7 +174,12 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
         replay = Replay(trial.turns[len(trial.logs)], strict=False)
         world.configure(schedule=replay)
     program = build_program(
-        segment, seats=seats, target=target, outcome=trial.outcome, excused=world.excused
+        segment,
+        seats=seats,
+        target=target,
+        outcome=trial.outcome,
+        excused=world.excused,
+        clock=lambda: len(world.log.moments),
     )
     try:
         world.run(program)
@@ -190,14 +196,25 @@ def _run_segment(segment: Segment, trial: _Trial, *, worlds: WorldPool, target: 
     # Behind a wrong number the calls are that number's doing, and a planned fault is no call.
     if not trial.findings() and not segment.scenario.faults:
         for seat in seats:
-            trial.failures.extend(_check_volume(seat, world.log))
+            trial.failures.extend(_check_costs(seat, world.log))
 
 
-def _check_volume(seat: Seat, log: EventLog) -> Iterator[Finding]:
-    judge = seat.judge
-    if len(judge.sizes) == len(judge.world_ranks):
-        yield from check_volume(
-            log.collectives, judge.windows, sizes=judge.sizes, scenario=seat.cell.scenario
+def _check_costs(seat: Seat, log: EventLog) -> Iterator[Finding]:
+    judge, scenario = seat.judge, seat.cell.scenario
+    if len(judge.sizes) < len(judge.world_ranks):
+        return
+    volume = list(
+        check_volume(log.collectives, judge.windows, sizes=judge.sizes, scenario=scenario)
+    )
+    yield from volume
+    # Calls that are too many or too few are not on time either.
+    if not volume:
+        yield from check_overlap(
+            log,
+            judge.paces,
+            world_ranks=judge.world_ranks,
+            sizes=judge.sizes,
+            scenario=scenario,
         )
 
 

@@ -7,137 +7,17 @@ params alone; they share no code with the layout that they judge.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
+from zero_sim.verify.forms import Call, ParamSize, bucket_forms, in_words
 from zero_sim.verify.records import Finding
 
 NORM_ELEMS = 3
 """What ranks tell each other for the norm: sum of squares, zeros, overflows."""
-
-Call = tuple[str, int, int]
-"""Kind of a collective, size of its group, and the elements that a rank contributes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParamSize:
-    """One param as far as costs depend on it."""
-
-    kind: str
-    """`dense`, or `expert`: what lies below a module named `experts`."""
-    dtype: str
-    elems: int
-    param_bytes: int
-    """Size of an element."""
-    grad_bytes: int
-    """Size of an element of its gradient, as autograd gives it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketForm:
-    """One bucket with elements, as one rank sees it."""
-
-    elems: int
-    """With its padding."""
-    payload_elems: int
-    shard_elems: int
-    """Of this rank's shard, padding included."""
-    shard_start: int
-    group_size: int
-    """Ranks that shard it; those that sum it with stage 0."""
-    replica_count: int
-    is_even: bool
-    param_bytes: int
-    grad_bytes: int
-
-    @property
-    def owns_elems(self) -> bool:
-        """Whether a param reaches into this rank's shard."""
-        return self.shard_elems > 0 and self.shard_start < self.payload_elems
-
-
-def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
-    """The trained params of a module, in registration order; before anybody wrapped it."""
-    return tuple(
-        ParamSize(
-            kind="expert" if "experts" in name.split(".") else "dense",
-            dtype=str(param.dtype),
-            elems=param.numel(),
-            param_bytes=param.element_size(),
-            grad_bytes=(getattr(param, "grad_dtype", None) or param.dtype).itemsize,
-        )
-        for name, param in module.named_parameters()
-        if param.requires_grad
-    )
-
-
-def bucket_forms(
-    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
-) -> tuple[BucketForm, ...]:
-    """The buckets with elements that a layout has to have, in no order that matters.
-
-    Args:
-        sizes: The params that the rank trains, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
-    """
-    buffers: dict[tuple[str, str], list[ParamSize]] = {}
-    for size in sizes:
-        buffers.setdefault((size.kind, size.dtype), []).append(size)
-    return tuple(
-        form
-        for members in buffers.values()
-        for bucket in _cut(members, scenario=scenario)
-        if (form := _form(bucket, scenario=scenario, rank=rank)).elems
-    )
-
-
-def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[ParamSize]]:
-    """A bucket closes as soon as it holds enough; a param without elements opens none."""
-    system = scenario.system
-    bucket: list[ParamSize] = []
-    for size in members if system.param_order == "registration" else members[::-1]:
-        held = sum(member.elems for member in bucket)
-        if system.bucket_elems is not None and held >= system.bucket_elems and size.elems:
-            yield bucket
-            bucket = []
-        bucket.append(size)
-    yield bucket
-
-
-def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> BucketForm:
-    system, ways = scenario.system, scenario.topology.ep
-    holders, place = scenario.world.size, rank
-    if bucket[0].kind == "expert":
-        holders, place = holders // ways, rank // ways
-    group_size = holders // system.redundancy
-    shards = group_size if system.stage else 1
-    payload = sum(size.elems for size in bucket)
-    param_bytes = bucket[0].param_bytes
-    elems = payload
-    if system.partition == "padded":
-        aligned = system.align_bytes // math.gcd(system.align_bytes, param_bytes)
-        unit = shards * math.lcm(system.align_elems, aligned)
-        elems = -(-payload // unit) * unit
-    shortest, longer_count = divmod(elems, shards)
-    shard = place % shards
-    return BucketForm(
-        elems=elems,
-        payload_elems=payload,
-        shard_elems=shortest + (shard < longer_count),
-        shard_start=shard * shortest + min(shard, longer_count),
-        group_size=group_size,
-        replica_count=system.redundancy,
-        is_even=longer_count == 0,
-        param_bytes=param_bytes,
-        grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
-    )
 
 
 def calls_of_step(
@@ -160,11 +40,9 @@ def calls_of_step(
         calls["all_reduce", world_size, 1] += 1
     sums = scenario.run.micro_batches if system.sync == "every" else 1
     for form in bucket_forms(sizes, scenario=scenario, rank=rank):
-        if not system.stage:
-            calls["all_reduce", form.group_size, form.elems] += sums
+        calls[form.sum_call] += sums
+        if not form.is_sharded:
             continue
-        reduced_by = "reduce_scatter" if form.is_even else "reduce_scatter_list"
-        calls[reduced_by, form.group_size, form.elems] += sums
         if form.replica_count > 1 and form.shard_elems:
             calls["all_reduce", form.replica_count, form.shard_elems] += sums
         if not skipped:
@@ -240,13 +118,10 @@ def check_volume(
 
 
 def _difference(made: Counter[Call], owed: Counter[Call]) -> str:
-    parts = [f"{_in_words(made - owed)} too many" if made - owed else ""]
-    parts.append(f"{_in_words(owed - made)} missing" if owed - made else "")
+    parts = [f"{_listed(made - owed)} too many" if made - owed else ""]
+    parts.append(f"{_listed(owed - made)} missing" if owed - made else "")
     return "; ".join(part for part in parts if part)
 
 
-def _in_words(calls: Counter[Call]) -> str:
-    return ", ".join(
-        f"{count} x {kind} of {elems} elements on {ranks} ranks"
-        for (kind, ranks, elems), count in sorted(calls.items())
-    )
+def _listed(calls: Counter[Call]) -> str:
+    return ", ".join(f"{count} x {in_words(call)}" for call, count in sorted(calls.items()))

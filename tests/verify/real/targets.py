@@ -107,6 +107,9 @@ class _Hides(_Engine):
 class _Tells(_Engine):
     """Appends a hash of all it holds to a file of its rank, before every step and at the end."""
 
+    # To tell, it waits for gathers before their time: no claim to the costs of the textbook.
+    held_bytes = None
+
     def zero_grad(self):
         self.tell()
         super().zero_grad()

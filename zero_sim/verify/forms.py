@@ -1,0 +1,164 @@
+"""The buckets that a layout of the textbook's ZeRO has to have, in closed form.
+
+They follow from the scenario and the sizes of the params alone, and share no code with the layout
+that is judged by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero_sim.scenario.spec import Scenario
+
+Call = tuple[str, int, int]
+"""Kind of a collective, size of its group, and the elements that a rank contributes."""
+
+
+def in_words(call: Call) -> str:
+    """The call as findings name it."""
+    kind, ranks, elems = call
+    return f"{kind} of {elems} elements on {ranks} ranks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamSize:
+    """One param as far as costs depend on it."""
+
+    name: str
+    kind: str
+    """`dense`, or `expert`: what lies below a module named `experts`."""
+    dtype: str
+    elems: int
+    param_bytes: int
+    """Size of an element."""
+    grad_bytes: int
+    """Size of an element of its gradient, as autograd gives it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketForm:
+    """One bucket with elements, as one rank sees it."""
+
+    names: tuple[str, ...]
+    """Its params, in registration order."""
+    names_with_elems: tuple[str, ...]
+    """Those of them that have elements."""
+    elems: int
+    """With its padding."""
+    payload_elems: int
+    shard_elems: int
+    """Of this rank's shard, padding included."""
+    shard_start: int
+    group_size: int
+    """Ranks that shard it; those that sum it with stage 0."""
+    replica_count: int
+    is_even: bool
+    is_sharded: bool
+    """Whether each rank has a shard of it; with stage 0 each has all."""
+    param_bytes: int
+    grad_bytes: int
+
+    @property
+    def sum_call(self) -> Call:
+        """The call that reduces it, the first of two where there are copies of its shards."""
+        if not self.is_sharded:
+            return ("all_reduce", self.group_size, self.elems)
+        kind = "reduce_scatter" if self.is_even else "reduce_scatter_list"
+        return (kind, self.group_size, self.elems)
+
+    @property
+    def owns_elems(self) -> bool:
+        """Whether a param reaches into this rank's shard."""
+        return self.shard_elems > 0 and self.shard_start < self.payload_elems
+
+
+def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
+    """The trained params of a module, in registration order; before anybody wrapped it."""
+    return tuple(
+        ParamSize(
+            name=name,
+            kind="expert" if "experts" in name.split(".") else "dense",
+            dtype=str(param.dtype),
+            elems=param.numel(),
+            param_bytes=param.element_size(),
+            grad_bytes=(getattr(param, "grad_dtype", None) or param.dtype).itemsize,
+        )
+        for name, param in module.named_parameters()
+        if param.requires_grad
+    )
+
+
+def bucket_forms(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
+) -> tuple[BucketForm, ...]:
+    """The buckets with elements that a layout has to have, in no order that matters.
+
+    Args:
+        sizes: The params that the rank trains, in registration order.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+    """
+    buffers: dict[tuple[str, str], list[ParamSize]] = {}
+    for size in sizes:
+        buffers.setdefault((size.kind, size.dtype), []).append(size)
+    return tuple(
+        form
+        for members in buffers.values()
+        for bucket in _cut(members, scenario=scenario)
+        if (form := _form(bucket, scenario=scenario, rank=rank)).elems
+    )
+
+
+def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[ParamSize]]:
+    """A bucket closes as soon as it holds enough; a param without elements opens none."""
+    system = scenario.system
+    bucket: list[ParamSize] = []
+    for size in _in_order(members, scenario=scenario):
+        held = sum(member.elems for member in bucket)
+        if system.bucket_elems is not None and held >= system.bucket_elems and size.elems:
+            yield bucket
+            bucket = []
+        bucket.append(size)
+    yield bucket
+
+
+def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> BucketForm:
+    system, ways = scenario.system, scenario.topology.ep
+    holders, place = scenario.world.size, rank
+    if bucket[0].kind == "expert":
+        holders, place = holders // ways, rank // ways
+    group_size = holders // system.redundancy
+    shards = group_size if system.stage else 1
+    payload = sum(size.elems for size in bucket)
+    param_bytes = bucket[0].param_bytes
+    elems = payload
+    if system.partition == "padded":
+        aligned = system.align_bytes // math.gcd(system.align_bytes, param_bytes)
+        unit = shards * math.lcm(system.align_elems, aligned)
+        elems = -(-payload // unit) * unit
+    shortest, longer_count = divmod(elems, shards)
+    shard = place % shards
+    members = _in_order(bucket, scenario=scenario)
+    return BucketForm(
+        names=tuple(size.name for size in members),
+        names_with_elems=tuple(size.name for size in members if size.elems),
+        elems=elems,
+        payload_elems=payload,
+        shard_elems=shortest + (shard < longer_count),
+        shard_start=shard * shortest + min(shard, longer_count),
+        group_size=group_size,
+        replica_count=system.redundancy,
+        is_even=longer_count == 0,
+        is_sharded=system.stage > 0,
+        param_bytes=param_bytes,
+        grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
+    )
+
+
+def _in_order(members: Sequence[ParamSize], *, scenario: Scenario) -> Sequence[ParamSize]:
+    """From registration order to that in a buffer, or back."""
+    return members if scenario.system.param_order == "registration" else members[::-1]
