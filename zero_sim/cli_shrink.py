@@ -74,10 +74,12 @@ def shrink(
 
     PATH is a scenario file or a bundle, ID a bundle's. First fewer ranks, then fewer params,
     smaller ones, fewer steps and fewer features, until nothing smaller that is tried fails. What is
-    left is a bundle of its own.
+    left is a bundle of its own. Ctrl-C ends the search after the case at hand, with the smallest
+    case so far; a second one at once, with nothing.
 
-    Exit status: 1 it fails, and here is the smallest such case; 0 it passes; 2 the usage is wrong,
-    or the case is refused; 3 it is inconclusive; 4 this machine cannot run it.
+    Exit status: 1 it fails, and here is the smallest such case, or the smallest so far; 0 it
+    passes; 2 the usage is wrong, or the case is refused; 3 it is inconclusive; 4 this machine
+    cannot run it; 130 interrupted before there was anything to shrink, or twice.
     """
     scenario = _case_of(name, expression=expression, bundles=bundles)
     with packages_needed():
@@ -100,7 +102,7 @@ def shrink(
     if as_json:
         echo_json(done.as_dict(bundle=bundle))
     else:
-        _show(done, seconds=seconds, replay=bundle and replay_command(bundle, bundles=bundles))
+        _show(done, replay=bundle and replay_command(bundle, bundles=bundles))
     ctx.exit(done.exit_status)
 
 
@@ -133,6 +135,7 @@ class _Done:
             "cases": 0 if small is None else small.cases,
             "seconds": 0.0 if small is None else small.seconds,
             "complete": None if small is None else small.complete,
+            "stopped": None if small is None else small.stopped,
             "bundle": bundle or None,
             "result": self.result.as_dict(),
             "exit_status": self.exit_status,
@@ -167,7 +170,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
         UsageError: What was found is found for the case's own size.
     """
     with packages_needed():
-        from zero_sim.launch import WorldPool
+        from zero_sim.launch import Stop, WorldPool, interrupts_ask
         from zero_sim.shrink import Limits, key_of, may_shrink, shrink_finding
         from zero_sim.targets import refusals
         from zero_sim.verify import run_case
@@ -182,13 +185,16 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
                 f"expected a finding that smaller cases can have, got {key[0]}, which is about "
                 "what this case expects at its own size. Try `zero-sim run`."
             )
-        reduced, best = shrink_finding(
-            scenario,
-            result,
-            judge=partial(run_case, pool=pool, target=target),
-            may_ask=lambda other: not refusals(target, other),
-            limits=Limits(seconds=seconds),
-        )
+        stop = Stop()
+        with interrupts_ask(stop):
+            reduced, best = shrink_finding(
+                scenario,
+                result,
+                judge=partial(run_case, pool=pool, target=target),
+                may_ask=lambda other: not refusals(target, other),
+                limits=Limits(seconds=seconds),
+                is_over=lambda: stop.asked,
+            )
     return _Done(scenario=scenario, result=best, reduced=reduced)
 
 
@@ -201,17 +207,13 @@ def _write(scenario: Scenario, path: Path) -> None:
         raise UsageError(f"{path}: expected to write a scenario, got: {error.strerror}.") from None
 
 
-def _show(done: _Done, *, seconds: float, replay: str) -> None:
-    from zero_sim.report.text import render_case
+def _show(done: _Done, *, replay: str) -> None:
+    from zero_sim.report.text import render_case, render_reduced
     from zero_sim.scenario.dump import to_chosen_toml
-    from zero_sim.shrink import size_of
 
     text = render_case(done.result, replay=replay)
     click.echo(coloured(text, done.result.verdict))
     small = done.reduced
     if small is None:
         return
-    limit = "" if small.complete else f"; stopped after {seconds:g} s, more may be possible"
-    click.echo(f"  before      {size_of(done.scenario)}")
-    click.echo(f"  smallest    {small.size}; {small.cases} cases, {small.seconds:.1f} s{limit}")
-    click.echo(f"\n{to_chosen_toml(small.scenario)}", nl=False)
+    click.echo(f"{render_reduced(small)}\n\n{to_chosen_toml(small.scenario)}", nl=False)

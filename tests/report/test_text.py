@@ -15,8 +15,11 @@ from zero_sim.report.text import (
     render_facts,
     render_finding,
     render_measurements,
+    render_reduced,
     render_summary,
 )
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
+from zero_sim.shrink import Reduced, Size
 from zero_sim.sim import CollectiveRecord, EventLog
 from zero_sim.verify.records import CaseResult, Finding
 
@@ -240,3 +243,22 @@ def test_records_turn_into_plain_objects() -> None:
     assert plain["notes"] == []
     assert plain["findings"][0]["index"] == [1, 17]
     assert plain["findings"][0]["shard_stop"] == 1536
+
+
+def test_what_a_search_came_to() -> None:
+    """Both sizes, what it took, and why it ended before its end."""
+    scenario = Scenario(schema=1, model=ModelSpec(name="mlp"), run=RunSpec(steps=1))
+    reduced = Reduced(
+        scenario=scenario,
+        size=Size(ranks=1, params=1, elements=2, steps=1, features=0),
+        before=Size(ranks=3, params=4, elements=50, steps=2, features=5),
+        cases=1,
+        seconds=0.25,
+        stopped=None,
+    )
+    assert render_reduced(reduced) == (
+        "  before      3 ranks, 4 params, 50 elements, 2 steps, 5 features\n"
+        "  smallest    1 rank, 1 param, 2 elements, 1 step, 0 features; 1 case, 0.2 s"
+    )
+    cut_short = dataclasses.replace(reduced, stopped="cases")
+    assert render_reduced(cut_short).endswith("; stopped after so many cases, more may be possible")

@@ -168,13 +168,20 @@ def test_a_case_that_cannot_be_smaller_is_what_it_was():
     assert (small.scenario, small.size) == (start, size_of(start))
 
 
-@pytest.mark.parametrize("limits", [Limits(cases=3), Limits(seconds=0.0)])
-def test_a_limit_ends_it_and_says_so(limits):
+@pytest.mark.parametrize(
+    ("limits", "stopped"), [(Limits(cases=3), "cases"), (Limits(seconds=0.0), "seconds")]
+)
+def test_a_limit_ends_it_and_says_so(limits, stopped):
     small = shrink(case(), fails=lambda scenario: False, limits=limits)
-    assert not small.complete
+    assert (small.complete, small.stopped) == (False, stopped)
     assert small.cases <= 3
 
 
 def test_whoever_asked_can_end_it():
     small = shrink(case(), fails=lambda scenario: True, is_over=lambda: True)
-    assert (small.scenario, small.complete, small.cases) == (case(), False, 0)
+    assert (small.scenario, small.stopped, small.cases) == (case(), "asked", 0)
+
+
+def test_a_case_that_may_not_be_run_counts_for_nothing():
+    small = shrink(case(), fails=lambda scenario: True, may_ask=lambda scenario: False)
+    assert (small.scenario, small.complete, small.cases) == (case(), True, 0)

@@ -1,6 +1,7 @@
 """The conformance helper judges within the capabilities, finds what is planted, and says where."""
 
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from zero_sim.errors import Problem
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import OptimizerName
 from zero_sim.targets import find_target, refusals, target_names
@@ -60,6 +62,59 @@ def test_what_fails_shrinks_to_one_rank_and_one_element():
         conformance(Idle(), cases=20)()
     scenario = failed.value.scenario
     assert (scenario.world.size, scenario.model.shapes, scenario.run.steps) == (1, ((1,),), 1)
+
+
+def test_what_was_before_and_how_many_cases_it_took_is_said():
+    with pytest.raises(NotConformant) as failed:
+        conformance(Idle(), cases=20)()
+    text = str(failed.value)
+    assert re.search(r"\n  before      \d+ ranks?, \d+ params?, ", text)
+    assert re.search(r"\n  smallest    1 rank, 1 param, 1 element, .*; \d+ cases, \d\.\d s\n", text)
+
+
+def test_a_search_that_has_no_time_says_so():
+    with pytest.raises(NotConformant, match=r"; 0 cases, 0\.0 s; stopped after so long, more may"):
+        conformance(Idle(), cases=20, shrink_seconds=0)()
+
+
+def test_drawing_ends_with_the_first_case_that_fails(monkeypatch):
+    judged = []
+
+    def judge(scenario, **_):
+        judged.append(scenario)
+        return CaseResult(
+            id=scenario.name, verdict="pass" if len(judged) < 4 else "fail", seconds=0
+        )
+
+    monkeypatch.setattr(conformance_module, "run_case", judge)
+    with pytest.raises(NotConformant) as failed:
+        conformance(Idle(), cases=20, shrink_seconds=0)()
+    assert len(judged) == 4
+    assert failed.value.scenario == judged[-1]
+
+
+def test_no_case_that_a_target_refuses_is_tried():
+    class Picky(Idle):
+        def refuses(self, scenario):
+            ranks = scenario.world.size
+            return () if ranks >= 2 else (Problem(path="world.size", message="too few"),)
+
+    with pytest.raises(NotConformant) as failed:
+        conformance(Picky(), cases=40)()
+    assert failed.value.scenario.world.size == 2
+
+
+def test_a_case_that_could_not_be_judged_is_shown_as_it_is(monkeypatch):
+    judged = []
+
+    def judge(scenario, **_):
+        judged.append(scenario)
+        return CaseResult(id=scenario.name, verdict="error", seconds=0.0, error="no such thing")
+
+    monkeypatch.setattr(conformance_module, "run_case", judge)
+    with pytest.raises(NotConformant, match="no such thing\n\nThe case, as a scenario file"):
+        conformance(Idle(), cases=20)()
+    assert len(judged) == 1
 
 
 def test_the_same_seed_draws_the_same_cases():

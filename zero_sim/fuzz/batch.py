@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import signal
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.errors import HypothesisException
@@ -24,7 +21,7 @@ from zero_sim.fuzz.coverage import Grid, features_of
 from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.launch import WorldPool
+from zero_sim.launch import Stop, WorldPool, interrupts_ask
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
@@ -38,20 +35,6 @@ Judge = Callable[[Scenario], CaseResult]
 
 class _Enough(BaseException):
     """Ends a run of Hypothesis, which takes no exception of this kind for a failure."""
-
-
-@dataclass(slots=True)
-class Stop:
-    """When to begin no further case."""
-
-    deadline: float | None = None
-    """On the clock of `time.monotonic`."""
-    asked: bool = False
-
-    @property
-    def now(self) -> bool:
-        """Whether that is now."""
-        return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)
 
 
 def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -> BatchReport:
@@ -71,7 +54,7 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
     deadline = None if job.seconds is None else time.monotonic() + job.seconds
     stop = Stop(deadline=deadline)
     target = import_target(job.target)
-    with _interrupts(stop), WorldPool() as pool, _settled_memory():
+    with interrupts_ask(stop), WorldPool() as pool, _settled_memory():
         drawn = scenarios(target) if cases_from is None else cases_from
         batch = _Batch(
             job=job,
@@ -211,25 +194,6 @@ def _judge(scenario: Scenario, *, pool: WorldPool, target: Target) -> CaseResult
         return CaseResult(
             id=scenario.name, verdict="error", seconds=0.0, error=what, findings=(finding,)
         )
-
-
-@contextlib.contextmanager
-def _interrupts(stop: Stop) -> Iterator[None]:
-    """Take an interrupt as a wish to end after the case at hand."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
-            raise KeyboardInterrupt
-        stop.asked = True
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zero_sim.errors import ScenarioError
     from zero_sim.report.explain import Explanation
     from zero_sim.report.records import Fact, Measurement
+    from zero_sim.shrink import Reduced
     from zero_sim.sim import EventLog
     from zero_sim.verify.records import CaseResult, Finding, Strip
 
@@ -28,6 +29,13 @@ FINDINGS_SHOWN = 5
 """Findings printed in full for one case; the first one is nearly always the cause."""
 DETAIL_LINES_MAX = 60
 CASE_LINES_MAX = 40
+
+_STOPPED = {
+    "cases": "; stopped after so many cases, more may be possible",
+    "seconds": "; stopped after so long, more may be possible",
+    "asked": "; stopped by hand, more may be possible",
+    None: "",
+}
 
 _ID_WIDTH_MAX = 72
 _TEXT_WIDTH = 100
@@ -179,6 +187,15 @@ def render_replay(replayed: Replayed) -> str:
     lines.extend(f"  note: {note}" for note in result.notes)
     lines.extend(f"  differs: {difference}" for difference in replayed.differences)
     return "\n".join(lines)
+
+
+def render_reduced(reduced: Reduced) -> str:
+    """How large a case was, how small it is now, and what that took."""
+    took = f"{_count(reduced.cases, 'case')}, {reduced.seconds:.1f} s"
+    return (
+        f"  before      {reduced.before}\n"
+        f"  smallest    {reduced.size}; {took}{_STOPPED[reduced.stopped]}"
+    )
 
 
 def render_finding(finding: Finding) -> str:

@@ -1,6 +1,6 @@
 """Making a failing case as small as it goes: what small means, what is tried, and the search."""
 
-from zero_sim.shrink.reduce import Limits, Reduced, shrink
+from zero_sim.shrink.reduce import Limits, Reduced, Stopped, shrink
 from zero_sim.shrink.same import Key, key_of, may_shrink, shrink_finding
 from zero_sim.shrink.size import Size, size_of
 
@@ -9,6 +9,7 @@ __all__ = [
     "Limits",
     "Reduced",
     "Size",
+    "Stopped",
     "key_of",
     "may_shrink",
     "shrink",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import Scenario
@@ -12,6 +13,9 @@ from zero_sim.shrink.candidates import PASSES
 from zero_sim.shrink.size import Order, Size, order_of, size_of
 
 CASES_MAX = 2000
+
+Stopped = Literal["cases", "seconds", "asked"]
+"""What ended a search before its end: one of its limits, or somebody."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +34,25 @@ class Reduced:
     scenario: Scenario
     """The smallest case that fails, of those that were tried."""
     size: Size
+    before: Size
+    """Of the case that the search began with."""
     cases: int
     """Cases that were run."""
     seconds: float
-    complete: bool
-    """Whether nothing smaller that would be tried fails; False where a limit ended the search."""
+    stopped: Stopped | None
+    """None where nothing smaller that would be tried fails."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing smaller that would be tried fails."""
+        return self.stopped is None
 
 
 def shrink(
     scenario: Scenario,
     *,
     fails: Callable[[Scenario], bool],
+    may_ask: Callable[[Scenario], bool] = lambda other: True,
     limits: Limits | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Reduced:
@@ -55,11 +67,13 @@ def shrink(
     Args:
         scenario: A case for which `fails` is true; it is not run again.
         fails: Whether a valid case has the finding that is being shrunk.
+        may_ask: Whether a valid case may be run at all; one that may not counts for nothing.
         limits: When to end, whatever has come of it.
         is_over: Asked before each case, whether to end now.
     """
     search = _Search(
         fails=fails,
+        may_ask=may_ask,
         limits=limits or Limits(),
         is_over=is_over,
         best=scenario,
@@ -69,9 +83,10 @@ def shrink(
     return Reduced(
         scenario=search.best,
         size=size_of(search.best),
+        before=size_of(scenario),
         cases=search.cases,
         seconds=time.monotonic() - search.started,
-        complete=not search.is_spent,
+        stopped=search.stopped,
     )
 
 
@@ -80,19 +95,20 @@ class _Search:
     """A search while it runs."""
 
     fails: Callable[[Scenario], bool]
+    may_ask: Callable[[Scenario], bool]
     limits: Limits
     is_over: Callable[[], bool]
     best: Scenario
     order: Order
     cases: int = 0
-    is_spent: bool = False
+    stopped: Stopped | None = None
     known: set[Scenario] = field(default_factory=set)
-    """Cases that were tried; all but the smallest so far do not fail, or are larger."""
+    """Cases that were tried, or may not be; none is to be tried again."""
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         before: Scenario | None = None
-        while before != self.best and not self.is_spent:
+        while before != self.best and self.stopped is None:
             before = self.best
             for candidates in PASSES:
                 while any(map(self._is_better, candidates(self.best))):
@@ -100,22 +116,27 @@ class _Search:
 
     def _is_better(self, candidate: Scenario) -> bool:
         """Try a case, unless that is pointless; whether it is the smallest so far."""
-        if candidate in self.known or self.is_spent:
+        if candidate in self.known or self.stopped is not None:
             return False
         order = order_of(candidate)
         if order >= self.order or check_scenario(candidate):
             return False
-        self.is_spent = self._must_end()
-        if self.is_spent:
+        self.stopped = self._why_end()
+        if self.stopped is not None:
             return False
         self.known.add(candidate)
+        if not self.may_ask(candidate):
+            return False
         self.cases += 1
         if not self.fails(candidate):
             return False
         self.best, self.order = candidate, order
         return True
 
-    def _must_end(self) -> bool:
+    def _why_end(self) -> Stopped | None:
+        if self.is_over():
+            return "asked"
+        if self.cases >= self.limits.cases:
+            return "cases"
         elapsed = time.monotonic() - self.started
-        limits = self.limits
-        return self.cases >= limits.cases or elapsed > limits.seconds or self.is_over()
+        return "seconds" if elapsed > self.limits.seconds else None

@@ -61,8 +61,6 @@ def shrink_finding(
 
     def has_it(other: Scenario) -> bool:
         nonlocal best
-        if not may_ask(other):
-            return False
         judged = judge(other)
         if key_of(judged) != key:
             return False
@@ -70,7 +68,7 @@ def shrink_finding(
         best = judged
         return True
 
-    reduced = shrink(scenario, fails=has_it, limits=limits, is_over=is_over)
+    reduced = shrink(scenario, fails=has_it, may_ask=may_ask, limits=limits, is_over=is_over)
     return reduced, best
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis.strategies import SearchStrategy
 
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
-from zero_sim.report.text import render_case
+from zero_sim.report.text import render_case, render_reduced
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, import_target
+from zero_sim.shrink import Limits, key_of, may_shrink, shrink_finding
+from zero_sim.targets import Target, import_target, refusals
 from zero_sim.verify import run_case
+from zero_sim.verify.records import CaseResult
+
+SHRINK_SECONDS = 60.0
+Judge = Callable[[Scenario], CaseResult]
 
 
 class NotConformant(AssertionError):
@@ -25,6 +32,17 @@ class NotConformant(AssertionError):
         super().__init__(text)
 
 
+class _Met(BaseException):
+    """Brings the first case that fails past Hypothesis, which takes this for no failure of a test.
+
+    A failure it would run again and again.
+    """
+
+    def __init__(self, scenario: Scenario, result: CaseResult) -> None:
+        self.scenario, self.result = scenario, result
+        super().__init__(scenario.name)
+
+
 def conformance(
     target: Target | str,
     *,
@@ -32,13 +50,15 @@ def conformance(
     seed: int | None = 0,
     world_size_max: int = 6,
     steps_max: int = 3,
+    shrink_seconds: float = SHRINK_SECONDS,
 ) -> Callable[[], None]:
     """Make a test, for pytest or any other runner, of a target over drawn scenarios.
 
         test_mine = conformance(MyTarget())
 
     Every case runs on a simulated world and all that the target tells is compared, bit for bit,
-    with a reference on one device, after every step.
+    with a reference on one device, after every step. The first case that fails is made as small as
+    it goes, as `zero-sim shrink` does it, as long as it has the same finding.
 
     Args:
         target: What is judged; or its name, a registered one or `module:name`.
@@ -47,6 +67,9 @@ def conformance(
             time, but for Hypothesis's profiles that derandomise.
         world_size_max: Most ranks of a case.
         steps_max: Most optimizer steps of a case.
+        shrink_seconds: After so long no smaller case is tried, so that a slow target does not keep
+            a test suite waiting; 0 to be shown the first case that fails as it is. Only where this
+            ends the search, which the message then says, can two runs show different cases.
 
     Returns:
         A function without arguments. It raises `NotConformant` with the findings of the smallest
@@ -60,21 +83,18 @@ def conformance(
     def test_conformance() -> None:
         __tracebackhide__ = True
         verdicts: Counter[str] = Counter()
+        failed: NotConformant | None = None
         with WorldPool() as pool:
-            check = _build_check(
-                judged,
-                pool=pool,
-                verdicts=verdicts,
-                cases=cases,
-                seed=seed,
-                world_size_max=world_size_max,
-                steps_max=steps_max,
-            )
+            judge = partial(run_case, pool=pool, target=judged)
+            drawn = scenarios(judged, ranks_max=world_size_max, steps_max=steps_max)
+            judge_all = _build_drawing(judge, drawn, verdicts=verdicts, cases=cases, seed=seed)
             try:
-                check()
-            except NotConformant as failed:
-                # As it is, without the way through Hypothesis, which helps nobody here.
-                raise failed.with_traceback(None) from None
+                judge_all()
+            except _Met as met:
+                limits = Limits(seconds=shrink_seconds)
+                failed = _shrunk(met, judge=judge, target=judged, limits=limits)
+        if failed is not None:
+            raise failed
         if not verdicts["pass"]:
             raise AssertionError(
                 f"expected target {judged.name!r} to pass in some of {cases} cases, got "
@@ -85,33 +105,27 @@ def conformance(
     return test_conformance
 
 
-def _build_check(
-    target: Target,
+def _build_drawing(
+    judge: Judge,
+    drawn: SearchStrategy[Scenario],
     *,
-    pool: WorldPool,
     verdicts: Counter[str],
     cases: int,
     seed: int | None,
-    world_size_max: int,
-    steps_max: int,
 ) -> Callable[[], None]:
-    drawn = scenarios(target, ranks_max=world_size_max, steps_max=steps_max)
+    """What draws cases and judges them, until one fails: that is raised as `_Met`."""
 
     def check(scenario: Scenario) -> None:
-        result = run_case(scenario, pool=pool, target=target)
+        result = judge(scenario)
         verdicts[result.verdict] += 1
         if result.verdict not in ("pass", "inconclusive"):
-            raise NotConformant(
-                f"{render_case(result)}\n\nThe smallest case that was found, as a scenario "
-                f"file:\n\n{to_chosen_toml(scenario)}",
-                scenario=scenario,
-            )
+            raise _Met(scenario, result)
 
     chosen = settings(
         max_examples=cases,
         deadline=None,
         database=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate,),
         print_blob=False,
         report_multiple_bugs=False,
         # The case is shown as TOML, not as the repr of a record.
@@ -120,3 +134,26 @@ def _build_check(
     )
     property_test = chosen(given(scenario=drawn)(check))
     return property_test if seed is None else hypothesis.seed(seed)(property_test)
+
+
+def _shrunk(met: _Met, *, judge: Judge, target: Target, limits: Limits) -> NotConformant:
+    """Make a case that fails smaller; one that could not be judged is shown as it is."""
+    key = key_of(met.result)
+    if key is None or met.result.verdict == "error" or not may_shrink(key):
+        return NotConformant(
+            f"{render_case(met.result)}\n\nThe case, as a scenario file:\n\n"
+            f"{to_chosen_toml(met.scenario)}",
+            scenario=met.scenario,
+        )
+    reduced, result = shrink_finding(
+        met.scenario,
+        met.result,
+        judge=judge,
+        may_ask=lambda other: not refusals(target, other),
+        limits=limits,
+    )
+    return NotConformant(
+        f"{render_case(result)}\n{render_reduced(reduced)}\n\nThe smallest case that was found, as "
+        f"a scenario file:\n\n{to_chosen_toml(reduced.scenario)}",
+        scenario=reduced.scenario,
+    )

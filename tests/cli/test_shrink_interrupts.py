@@ -1,0 +1,149 @@
+"""Ctrl-C while `zero-sim shrink` searches: what was found so far is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+import zero_sim.verify
+from zero_sim.scenario.load import load_scenario
+from zero_sim.scenario.spec import Scenario
+from zero_sim.shrink import size_of
+from zero_sim.verify.records import CaseResult
+
+Invoke = Callable[..., Result]
+
+WAITING = """
+import time
+from pathlib import Path
+
+import torch
+
+from zero_sim.cli import main
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+right, calls = DistributedOptimizer.step, []
+
+
+def undivided(self):
+    calls.append(self)
+    if len(calls) == 12:
+        Path("waits").touch()
+    while len(calls) >= 12 and not Path("goes-on").exists():
+        time.sleep(0.01)
+    with torch.no_grad():
+        self.ddp.divisor.fill_(1.0)
+    return right(self)
+
+
+DistributedOptimizer.step = undivided
+main()
+"""
+"""The command line over a system that does not divide, and that waits in the midst of a search."""
+LIMIT_SECONDS = 60.0
+
+
+@contextmanager
+def at_work(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is in the midst of a search, with what it says."""
+    (folder / "one.toml").write_text(
+        'schema = 1\n[model]\nname = "mlp"\n[run]\nsteps = 1\nstall_seconds = 600.0\n'
+        "[world]\nsize = 3\n"
+    )
+    command = [sys.executable, "-c", WAITING, "shrink", "one.toml", "--output", "small.toml"]
+    with subprocess.Popen(
+        [*command, "--seconds", "600"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:  # fmt: skip
+        try:
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while not (folder / "waits").exists():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a process left that was interrupted once, in a case, and what it said."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    with at_work(folder) as process:
+        process.send_signal(signal.SIGINT)
+        (folder / "goes-on").touch()
+        stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    (folder / "said").write_text(f"{stdout}{stderr}{process.returncode}\n")
+    return folder
+
+
+def test_it_ends_with_the_status_of_a_case_that_fails(folder: Path) -> None:
+    """And with its text."""
+    said = (folder / "said").read_text()
+    assert said.startswith("FAIL  one "), said
+    assert said.endswith("\n1\n")
+
+
+def test_it_is_said(folder: Path) -> None:
+    """In the line of the smallest case."""
+    said = (folder / "said").read_text()
+    assert re.search("  smallest .* s; stopped by hand, more may be possible\n", said)
+
+
+def test_it_costs_nothing_of_what_was_found(folder: Path) -> None:
+    """The smallest case so far is written, and smaller than the first one."""
+    small = load_scenario(folder / "small.toml")
+    assert size_of(small) < size_of(load_scenario(folder / "one.toml"))
+
+
+def test_it_leaves_a_bundle_of_it(folder: Path) -> None:
+    """Its case is the one that is written."""
+    (bundle,) = (folder / ".zero-sim/bundles").iterdir()
+    small = load_scenario(folder / "small.toml")
+    assert load_scenario(bundle / "case.toml").model == small.model
+
+
+def test_it_is_told_to_programs(
+    invoke: Invoke,
+    broken: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the JSON, with what was found so far."""
+    broken(True)
+    judge, count = zero_sim.verify.run_case, 0
+
+    def interrupting(scenario: Scenario, **options: object) -> CaseResult:
+        nonlocal count
+        count += 1
+        if count == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return judge(scenario, **options)
+
+    monkeypatch.setattr(zero_sim.verify, "run_case", interrupting)
+    told = json.loads(invoke("shrink", "one.toml", "--json").stdout)
+    assert (told["stopped"], told["complete"], told["cases"]) == ("asked", False, 3)
+
+
+def test_a_second_one_ends_it_at_once(tmp_path: Path) -> None:
+    """In the midst of a case, with the status of an interrupt."""
+    with at_work(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        # Two that come at once are one.
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=2.0)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    assert (process.returncode, stderr) == (130, "Interrupted.\n")
+    assert not (tmp_path / "small.toml").exists()
