@@ -29,14 +29,17 @@ SIZES = [
 class Story:
     """One rank's log and pace, as a test tells them event by event."""
 
-    def __init__(self):
+    def __init__(self, *, group_size=2):
+        self.group_size = group_size
         self.log = EventLog()
         self.pace = Pace(lambda: len(self.log.moments))
         self.pace.start(0, 0)
 
     def issue(self, kind, elems):
+        size = self.group_size if kind == "reduce_scatter" else 2
+        group = tuple(range(size))
         record = CollectiveRecord(
-            0, kind, "world", (0, 1), 0, "float32", elems, 4, "SUM", True, "f.py", 1
+            0, kind, "world", group, 0, "float32", elems, 4, "SUM", True, "f.py", 1
         )
         self.log.add(record)
         self.log.note(0, "issue", len(self.log.collectives) - 1)
@@ -53,6 +56,8 @@ class Story:
         self.pace.begins.setdefault(step, []).append(sight)
 
     def found(self, **parts):
+        if 0 not in self.pace.ends:
+            self.pace.end(0)
         scenario = Scenario(
             schema=1,
             model=parts.pop("model", ModelSpec(name="mlp")),
@@ -140,6 +145,7 @@ def test_the_count_of_tokens_is_waited_for(divide_by, late):
         world=WorldSpec(size=2),
         system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by=divide_by),
     )
+    story.pace.end(0)
     found = check_overlap(
         story.log, {0: story.pace}, world_ranks=[0], sizes={0: sizes}, scenario=scenario
     )
@@ -192,13 +198,33 @@ def test_what_nobody_reads_may_be_waited_for_at_once():
     assert not story.found(overlap_grads=False, overlap_params=True)
 
 
+def copied(story, *, together):
+    for name in ("c", "b", "a"):
+        story.arrive(name)
+        story.issue("reduce_scatter", 2 if name == "c" else 4)
+    story.arrive("a")
+    records = [story.issue("all_reduce", elems) for elems in (2, 4)]
+    if not together:
+        story.wait(records[0])
+    story.issue("all_reduce", 4)
+    story.pace.end(0)
+    return story.found(**grads(redundancy=2))
+
+
+def test_copies_are_summed_together():
+    (message,) = copied(Story(group_size=1), together=False)
+    assert "1 of 3 sums over copies of the shards were waited for" in message
+    assert not copied(Story(group_size=1), together=True)
+
+
 FROZEN = ModelSpec(name="mlp", freeze=(FreezeSpec(param="0.down.bias", start=0, stop=2),))
 
 
-@pytest.mark.parametrize("id", ["M115", "V01", "V10", "V11", "V12", "V13"])
+@pytest.mark.parametrize("id", ["M115", "V01", "V10", "V11", "V12", "V13", "V14"])
 def test_a_pipeline_that_is_late_or_waits_early(judged, id):
-    system = SystemSpec(bucket_elems=1, overlap_grads=True, overlap_params=True)
-    parts = {"system": system, "run": RunSpec(steps=2), "model": FROZEN}
+    copies = 2 if id == "V14" else 1
+    system = SystemSpec(bucket_elems=1, overlap_grads=True, overlap_params=True, redundancy=copies)
+    parts = {"system": system, "run": RunSpec(steps=2), "model": FROZEN, "world": WorldSpec(size=2)}
     assert judged(**parts).verdict == "pass"
     (mutant,) = find_mutants([id])
     with mutant.apply():

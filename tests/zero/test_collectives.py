@@ -181,6 +181,21 @@ class TestBroadcast:
         _, log = run_ranks(2, program)
         assert [(r.kind, r.elems) for r in log.of_rank(0)] == [("broadcast", 15), ("broadcast", 1)]
 
+    def test_a_large_tensor_travels_alone(self, run_ranks):
+        """More than a megabyte is a broadcast of its own, from the group's first rank."""
+        large = (1 << 18) + 1
+
+        def program(rank):
+            group = dist.new_group([1, 2])
+            tensors = [torch.full((large,), float(rank)), torch.full((3,), float(rank))]
+            if rank:
+                broadcast_from_first(tensors, group=group)
+            return [tensor.unique().tolist() for tensor in tensors]
+
+        results, log = run_ranks(3, program)
+        assert results == [[[0], [0]], [[1], [1]], [[1], [1]]]
+        assert [r.elems for r in log.of_rank(1) if r.kind == "broadcast"] == [large, 3]
+
     def test_starts_at_the_first_of_the_group(self, run_ranks):
         """In a group without global rank 0, its own first rank is the source."""
 

@@ -98,6 +98,16 @@ def first_forward_waits_for_all(patch: Patches) -> None:
         return right(self, self._buckets, module, args)
 
 
+@mutant("V14", "VOLUME", "B2 K", seen_in="class VOLUME", kill="overlap")
+def copies_summed_one_by_one(patch: Patches) -> None:
+    """The copies of one bucket's shards are summed before those of the next are issued."""
+
+    @patch(Bucket, "chain_reduce")
+    def wrong(right, self):
+        right(self)
+        self._wait_reduce()
+
+
 @mutant("V02", "VOLUME", "", seen_in="DeepSpeed#3306", kill="memory", core=True)
 def full_masters_on_every_rank(patch: Patches) -> None:
     """Every rank keeps a whole fp32 copy of the params beside its shard of masters."""

@@ -186,6 +186,7 @@ _NUMBERS = {
     # With a step more an element is enough, which the search does not go to from here.
     "V12": (1, 2, 2, 1, 2),
     "V13": (1, 4, 13, 2, 2),
+    "V14": (2, 2, 2, 1, 2),
 }
 """Ranks, params, elements, steps, features."""
 

@@ -71,6 +71,13 @@ class BucketForm:
         return (kind, self.group_size, self.elems)
 
     @property
+    def copies_call(self) -> Call | None:
+        """The call that sums the copies of its shard; None without copies, or without elements."""
+        if not self.is_sharded or self.replica_count == 1 or not self.shard_elems:
+            return None
+        return ("all_reduce", self.replica_count, self.shard_elems)
+
+    @property
     def owns_elems(self) -> bool:
         """Whether a param reaches into this rank's shard."""
         return self.shard_elems > 0 and self.shard_start < self.payload_elems

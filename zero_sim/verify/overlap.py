@@ -11,8 +11,9 @@ are reduced in one order, that in which backward is expected to complete them: t
 param is registered last comes first. A bucket is due once all its gradients are there and all
 buckets before it are due; one with a param that takes no part in this backward is never due before
 the end, nor are those behind it. What is due has to be issued by the next gradient, and not waited
-for before the last one. Gathers are all issued when the optimizer's step comes back, and waited for
-when a module begins that reads of the bucket, not before.
+for before the last one. Sums over copies of the shards, which come behind, are all issued before
+the first of them is waited for. Gathers are all issued when the optimizer's step comes back, and
+waited for when a module begins that reads of the bucket, not before.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
     for (step, micro), arrivals in rank.pace.arrivals.items():
         if sync == "every" or micro == run.micro_batches - 1:
             yield from _check_backward(rank, step=step, micro=micro, arrivals=arrivals)
+            yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
 
 
 def _check_backward(
@@ -184,6 +186,27 @@ def _check_backward(
             span=(start, stop),
         )
         return
+
+
+def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator[Finding]:
+    """The sums over copies of the shards, which follow the last gradient."""
+    left = Counter(form.copies_call for form in rank.forms if form.copies_call is not None)
+    stop = rank.pace.starts.get((step, micro + 1), rank.pace.ends[step])
+    copies: list[_Timed] = []
+    for call in rank.issued_in(start, stop):
+        if left[call.call]:
+            left[call.call] -= 1
+            copies.append(call)
+    waited = sum(call.waited < copies[-1].issued for call in copies)
+    if waited:
+        yield rank.finding(
+            f"{waited} of {len(copies)} sums over copies of the shards were waited for before the "
+            f"last of them was issued, in micro-batch {micro}",
+            step=step,
+            phase="reduce",
+            param=None,
+            span=(rank.pace.starts[step, micro], stop),
+        )
 
 
 def _due(rank: _Rank, *, step: int, arrivals: Sequence[Sight]) -> Iterator[tuple[int, BucketForm]]:

@@ -43,8 +43,8 @@ def calls_of_step(
         calls[form.sum_call] += sums
         if not form.is_sharded:
             continue
-        if form.replica_count > 1 and form.shard_elems:
-            calls["all_reduce", form.replica_count, form.shard_elems] += sums
+        if form.copies_call is not None:
+            calls[form.copies_call] += sums
         if not skipped:
             gathered = ("all_gather", form.group_size, form.shard_elems)
             sent_to_all = ("all_to_all", form.group_size, form.shard_elems * form.group_size)
