@@ -117,6 +117,36 @@ def test_experts_stay_where_they_matter():
     assert (small.scenario.model.hidden, small.scenario.model.experts) == (1, 2)
 
 
+def test_two_cells_of_one_rank_are_traded_for_a_network():
+    """What needs two parts of a model needs no model that has them by itself."""
+    small = shrink(
+        case(MOE),
+        fails=lambda case: case.topology.ep > 1 or case.topology.pp * case.topology.tp > 1,
+    )
+    assert small.size == Size(ranks=2, params=1, elements=0, steps=1, features=1)
+
+
+def test_a_watch_with_something_in_flight_is_traded_for_all_other_features():
+    def fails(scenario):
+        watched = scenario.world.races and scenario.system.bucket_elems is not None
+        return watched or (scenario.optimizer.name == "rmsprop" and scenario.run.micro_batches == 3)
+
+    small = shrink(case(), fails=fails)
+    assert (small.scenario.world.races, small.scenario.system.bucket_elems) == (True, 1)
+    assert small.size.features == 2
+
+
+def test_a_feature_may_go_with_another_draw_of_the_data():
+    """Here it was there for its rounding alone, which another seed has too."""
+
+    def fails(scenario):
+        grouped, seed = bool(scenario.optimizer.groups), scenario.run.seed
+        return scenario.model.dtype == "bf16" and (seed == 17 if grouped else seed == 21)
+
+    small = shrink(case(), fails=fails)
+    assert (small.scenario.optimizer.groups, small.scenario.run.seed) == ((), 21)
+
+
 def test_a_world_that_only_a_reload_has_becomes_the_only_one():
     def fails(scenario):
         after = scenario.reload

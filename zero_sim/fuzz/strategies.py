@@ -32,7 +32,7 @@ from zero_sim.targets import EVERYTHING, Capabilities, Target, capabilities_of, 
 
 RANKS_MAX = 8
 STEPS_MAX = 4
-_FEW_RANKS = 4
+_FEW_RANKS = 3
 _FEW_STEPS = 2
 _MOSTLY_FEW = st.integers(0, 3)
 

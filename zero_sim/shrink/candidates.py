@@ -71,12 +71,15 @@ def _scaled(scenario: Scenario, *, by: int) -> Scenario:
 def leaps(scenario: Scenario) -> Iterator[Scenario]:
     """The case with next to no model in next to no world, after which all is cheap.
 
-    First without any feature, then with those of its system, then with all that it has.
+    First without any feature, then with a watch on memory and something in flight, with the
+    features of its system, with all that it has.
     """
     dropped = [section for section in _SECTIONS if section not in ("world", "system")]
     plain = replace(scenario, reload=None, faults=(), model=replace(scenario.model, freeze=()))
     of_system = reduce(_plain, dropped, plain)
-    for base in (reduce(_plain, ("world", "system"), of_system), of_system, scenario):
+    bare = reduce(_plain, ("world", "system"), of_system)
+    watched = changed(changed(bare, "world.races", True), "system.bucket_elems", 1)
+    for base in (bare, watched, of_system, scenario):
         for ranks in (1, 2):
             fewer = fitted(changed(base, "world.size", ranks))
             for sizes in TINY:
@@ -103,8 +106,7 @@ def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
     for section in _SECTIONS:
         yield fitted(_plain(scenario, section))
     for path in _blocks(scenario):
-        nothing = () if isinstance(_at(scenario, path), tuple) else None
-        yield fitted(changed(scenario, path, nothing))
+        yield fitted(changed(scenario, path, _nothing(scenario, path)))
         yield from _shorter(scenario, path)
     yield from with_params_reversed(scenario)
     yield from (fitted(changed(scenario, *one)) for one in _defaults(scenario))
@@ -127,10 +129,15 @@ def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
-    """Fewer and smaller params once more, with other seeds: rounding may hide in one draw."""
+    """What is smaller once more, with other seeds: rounding may hide in one draw."""
     for smaller in (fewer_params, smaller_params, fewer_steps):
         for candidate in smaller(scenario):
             yield from _other_seeds(candidate)
+    if size_of(scenario).elements <= _TINY_ELEMS:
+        for path in _blocks(scenario):
+            yield from _other_seeds(fitted(changed(scenario, path, _nothing(scenario, path))))
+        for path, default in _defaults(scenario):
+            yield from _other_seeds(fitted(changed(scenario, path, default)))
 
 
 def _other_seeds(scenario: Scenario) -> Iterator[Scenario]:
@@ -152,6 +159,10 @@ def _blocks(scenario: Scenario) -> Iterator[str]:
     paths = ("reload", "data.nan", "optimizer.loss_scale", "optimizer.groups", "model.freeze",
              "topology.shared", "topology.tied", "faults")  # fmt: skip
     return (path for path in paths if _at(scenario, path))
+
+
+def _nothing(scenario: Scenario, path: str) -> object:
+    return () if isinstance(_at(scenario, path), tuple) else None
 
 
 def _shorter(scenario: Scenario, path: str) -> Iterator[Scenario]:

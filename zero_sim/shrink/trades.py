@@ -119,6 +119,7 @@ _CHANGES: tuple[Change, ...] = (
     _setting("system.divide", "none"),
     _setting("system.divide_by", "tokens"),
     _setting("system.sync", "every"),
+    _setting("topology.pp", 2),
     _setting("world.races", True),
     _setting("world.timing", "lazy"),
     _setting("model.dtype", "bf16"),
