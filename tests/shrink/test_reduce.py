@@ -147,6 +147,16 @@ def test_a_feature_may_go_with_another_draw_of_the_data():
     assert (small.scenario.optimizer.groups, small.scenario.run.seed) == ((), 21)
 
 
+def test_what_rounds_in_some_draws_is_looked_for_in_one_element():
+    def fails(scenario):
+        elems = sum(elems_of(scenario))
+        rounds = elems and scenario.optimizer.lr == 0.1 and scenario.run.seed == 19
+        return scenario.world.size > 2 and (elems > 20 or rounds)
+
+    small = shrink(case(), fails=fails)
+    assert (small.size.ranks, small.size.params, small.size.elements) == (3, 1, 1)
+
+
 def test_a_world_that_only_a_reload_has_becomes_the_only_one():
     def fails(scenario):
         after = scenario.reload

@@ -17,6 +17,7 @@ AFTER = 2
 """Calls shown of those after the finding."""
 
 _MARKED = {
+    "backward": ("reduce",),
     "reduce": ("reduce",),
     "norm": ("all_reduce",),
     "write-back": ("gather",),

@@ -30,6 +30,8 @@ _RANKS_TRIED = 8
 """Up to so many every number is tried, and of more only some."""
 _SEEDS = range(4)
 _TINY_ELEMS = 2
+_FEW_ELEMS = (1, 2, 8)
+_LARGE_LR = 0.1
 _MORE_SEEDS = range(24)
 """For cases that cost next to nothing."""
 
@@ -140,6 +142,19 @@ def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
             yield from _other_seeds(fitted(changed(scenario, path, default)))
 
 
+def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
+    """One bare param of few elements, with other seeds and a large step, where there are more.
+
+    What rounds wrongly does so in some draws only, and in a large step it is seen in more of them.
+    """
+    if size_of(scenario).elements <= _TINY_ELEMS:
+        return
+    for elems in _FEW_ELEMS:
+        bare = fitted(with_bare_params(scenario, [(elems,)]))
+        for candidate in (bare, changed(bare, "optimizer.lr", _LARGE_LR)):
+            yield from _other_seeds(candidate)
+
+
 def _other_seeds(scenario: Scenario) -> Iterator[Scenario]:
     is_tiny = size_of(scenario).elements <= _TINY_ELEMS
     seeds = _MORE_SEEDS if is_tiny else _SEEDS
@@ -220,4 +235,5 @@ PASSES: tuple[Callable[[Scenario], Iterator[Scenario]], ...] = (
     trades,
     plainer_values,
     with_other_numbers,
+    bare_with_other_numbers,
 )
