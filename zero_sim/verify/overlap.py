@@ -154,21 +154,22 @@ def _check_backward(
 ) -> Iterator[Finding]:
     start, stop = rank.pace.starts[step, micro], arrivals[-1].time
     made = rank.issued_in(start, stop)
-    due = list(_due(rank, step=step, arrivals=arrivals))
-    for index, arrival in enumerate(arrivals):
-        owed = Counter(form.sum_call for when, form in due if when < index)
-        late = owed - Counter(call.call for call in made if call.issued < arrival.time)
-        if late:
-            form = next(form for _, form in due if form.sum_call in late)
-            (param,) = arrival.names
+    issued: dict[Call, list[int]] = {}
+    for call in made:
+        issued.setdefault(call.call, []).append(call.issued)
+    for when, form in _due(rank, step=step, arrivals=arrivals):
+        if when + 1 == len(arrivals):
+            break
+        following, times = arrivals[when + 1], issued.get(form.sum_call, [])
+        if not times or times.pop(0) >= following.time:
             yield rank.finding(
-                f"the gradient of {param} arrived in micro-batch {micro} before "
-                f"{late.total()} of {owed.total()} reductions that were due had been issued, the "
-                f"first of {in_words(form.sum_call)}, the bucket of {_some(form.names)}",
+                f"{in_words(form.sum_call)}, which reduces the bucket of {_some(form.names)}, was "
+                f"due in micro-batch {micro}, but not issued before the next gradient arrived, "
+                f"that of {_some(sorted(following.names))}",
                 step=step,
                 phase="backward",
                 param=form.names[0],
-                span=(start, arrival.time),
+                span=(start, following.time),
             )
             return
     early = Counter(call.call for call in made if call.waited < stop)
