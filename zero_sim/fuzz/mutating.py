@@ -41,7 +41,6 @@ OWN_MODULES = (
     "zero_sim.zero.step_count",
 )
 """What is changed where nobody says what: the project's own system, without its checkpoints."""
-OWN_TARGET = "zero_sim"
 _CHUNK_CHANGES = 10
 
 
@@ -50,7 +49,7 @@ class Mutating:
     """What a campaign changes, and how long it looks for it."""
 
     modules: tuple[str, ...] = OWN_MODULES
-    target: str = OWN_TARGET
+    target: str = "zero_sim"
     """Registered, or `module:name`; has to run the modules' code."""
     cases_max: int = 60
     """Cases that a change may survive."""

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
@@ -60,9 +61,11 @@ class _Rank:
     issues: Sequence[int]
     """When any rank issued each call of the log."""
 
-    def issued_in(self, start: int, stop: float) -> list[_Timed]:
+    def issued_in(self, start: int, stop: int) -> Sequence[_Timed]:
         """The calls of a half-open stretch of time."""
-        return [call for call in self.calls if start <= call.issued < stop]
+        issued = attrgetter("issued")
+        first = bisect_left(self.calls, start, key=issued)
+        return self.calls[first : bisect_left(self.calls, stop, key=issued)]
 
     def finding(
         self, message: str, *, step: int, phase: str, param: str | None, span: tuple[int, int]
@@ -101,6 +104,8 @@ def check_overlap(
     Returns:
         The first finding, if there is any: one of the earliest step.
     """
+    if not paces:
+        return  # The log of a case that overlaps nothing need not be walked through.
     found: list[Finding] = []
     issues = [time for time, moment in enumerate(log.moments) if moment.what == "issue"]
     calls = _calls_of_ranks(log)
