@@ -6,10 +6,12 @@ import signal
 import pytest
 
 from zero_sim.bundle import read_bundle
+from zero_sim.fuzz import batch
 from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.records import Job, batch_seed
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.scenario.dump import to_toml
+from zero_sim.verify import run_case
 
 SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense")
@@ -86,20 +88,21 @@ def test_no_case_is_begun_after_its_time(tmp_path):
     assert not report.complete
 
 
-def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path):
+def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     count = 0
 
-    def interrupting(case):
+    def interrupting(*args, **options):
         nonlocal count
         count += 1
-        if count == 4:
+        if count == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return case
+        return run_case(*args, **options)
 
-    report = run_batch(job(tmp_path), cases_from=SMALL.map(interrupting))
+    monkeypatch.setattr(batch, "run_case", interrupting)
+    report = run_batch(job(tmp_path), cases_from=SMALL)
     assert not report.complete
-    assert report.cases == 3
+    assert report.cases == count == 3
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -132,8 +132,10 @@ def _zero_hash(dtype):
 
 
 def test_hashes_take_all_three_values_and_pass_gradients_through():
-    weight = torch.randn(3000, requires_grad=True)
+    weight = torch.randn(3000, generator=torch.Generator().manual_seed(0)).requires_grad_()
     hashed = HashedTernary.apply(weight)
-    assert [round(float((hashed == v).float().mean()), 1) for v in (-1, 0, 1)] == [0.3] * 3
+    counts = [int((hashed == value).sum()) for value in (-1, 0, 1)]
+    assert sum(counts) == 3000
+    assert all(900 < count < 1100 for count in counts)
     (hashed * torch.arange(3000.0)).sum().backward()
     assert torch.equal(weight.grad, torch.arange(3000.0))

@@ -9,13 +9,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
-from hypothesis.errors import HypothesisException
 from hypothesis.strategies import SearchStrategy
 
 from zero_sim.bundle import write_bundle
+from zero_sim.drawing import draws
 from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.coverage import Grid, features_of
 from zero_sim.fuzz.plans import layouts_of
@@ -31,10 +31,6 @@ from zero_sim.verify import run_case
 from zero_sim.verify.records import CaseResult, Finding
 
 Judge = Callable[[Scenario], CaseResult]
-
-
-class _Enough(BaseException):
-    """Ends a run of Hypothesis, which takes no exception of this kind for a failure."""
 
 
 def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -> BatchReport:
@@ -106,30 +102,12 @@ class _Batch:
 
     def _explore_all(self) -> None:
         """Draw the batch's cases, always the same ones, and judge them."""
-
-        # A case per call: all that Hypothesis would print or remember is kept here instead.
-        @seed(self.job.seed)
-        @settings(
-            max_examples=self.job.cases,
-            phases=(Phase.generate,),
-            database=None,
-            deadline=None,
-            derandomize=False,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-            verbosity=Verbosity.quiet,
-            print_blob=False,
-        )
-        @given(scenario=self.cases_from)
-        def cases(scenario: Scenario) -> None:
+        for scenario in islice(draws(self.cases_from, seed=str(self.job.seed)), self.job.cases):
+            if self.stop.now:
+                return
             self._explore(scenario)
 
-        with contextlib.suppress(_Enough, HypothesisException):
-            cases()
-
     def _explore(self, scenario: Scenario) -> None:
-        if self.stop.now:
-            raise _Enough
         result = self.judge(scenario)
         self.verdicts[result.verdict] += 1
         self.grid.add(features_of(layouts_of(scenario), redundancy=scenario.system.redundancy))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from random import Random
 from typing import Protocol
 
-from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
-from hypothesis.errors import NoSuchExample
 
+from zero_sim.drawing import draws
 from zero_sim.launch import WorldPool
 from zero_sim.launch.lifeline import end_with_parent
 from zero_sim.mutants.cases import campaign_cases
@@ -34,7 +32,6 @@ SHRINK_CASES_MAX = 2000
 _MORE_CASES_MIN = 100
 _MORE_TIMES = 5
 """So many cases more, and so many times as many, are drawn for a case to begin shrinking with."""
-_BATCH_CASES = 6
 REFUSED = "refused"
 """What found it, where the broken system refuses a valid case before it begins."""
 DRAWING = "drawing"
@@ -91,63 +88,31 @@ class _Hunt:
     seconds: float = 0.0
     check: str = ""
     found: Scenario | None = None
-    batch: int = 0
-    is_running: bool = False
-    """Whether a case is; once one raised, for good."""
-    known: dict[Scenario, bool] = field(default_factory=dict)
-    """Cases that were run, and whether they found it: Hypothesis draws some again and again."""
+    drawn: Iterator[Scenario] | None = None
 
     def search(self, *, cases_max: int) -> None:
         """Draw cases until one finds it, or so many were run."""
-        chosen = settings(
-            max_examples=_BATCH_CASES,
-            phases=[Phase.generate],
-            database=None,
-            deadline=None,
-            derandomize=False,
-            suppress_health_check=list(HealthCheck),
-        )
-        self.is_running = False
-        # In small batches: within one, Hypothesis varies what it drew before, so that cases are
-        # alike and a third of them the same. All begin with the simplest case, which is run once.
-        while self.found is None and self.check != DRAWING and self.cases < cases_max:
-            self.batch += 1
-            with suppress(NoSuchExample), self._drawing():
-                find(
-                    self.strategy,
-                    lambda scenario: self._finds(scenario, cases_max=cases_max),
-                    settings=chosen,
-                    random=Random(f"{self.budget.seed}/{self.series}/{self.batch}"),
-                )
+        if self.drawn is None:
+            self.drawn = draws(self.strategy, seed=f"{self.budget.seed}/{self.series}")
+        while self.found is None and self.cases < cases_max:
+            try:
+                scenario = next(self.drawn, None)
+            # Whatever a broken layout raises; the generator itself raises nothing.
+            except Exception:  # noqa: BLE001
+                self.check = DRAWING
+                return
+            if scenario is None:
+                return
+            self._try(scenario)
 
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        try:
-            yield
-        except (NoSuchExample, HarnessFailed):
-            raise
-        # Whatever a broken layout raises; the generator itself raises nothing.
-        except Exception:
-            if self.is_running:
-                raise
-            self.check = DRAWING
-
-    def _finds(self, scenario: Scenario, *, cases_max: int) -> bool:
-        """Run a case, unless it is known; whether it is one that finds the mutant."""
-        if scenario in self.known:
-            return self.known[scenario]
-        if self.found is not None or self.cases >= cases_max:
-            return False
+    def _try(self, scenario: Scenario) -> None:
+        """Run a case, and keep it if it finds the mutant."""
         started = time.process_time()
-        self.is_running = True
         check = found_by(self.run(scenario))
-        self.is_running = False
-        self.known[scenario] = bool(check)
         self.cases += 1
         self.seconds += time.process_time() - started
         if check:
             self.check, self.found = check, scenario
-        return bool(check)
 
     def run(self, scenario: Scenario) -> CaseResult:
         """Run a case, against whatever is broken now."""
@@ -155,8 +120,6 @@ class _Hunt:
 
     def pass_over(self) -> None:
         """Go on as if the case that found it had not."""
-        if self.found is not None:
-            self.known[self.found] = False
         self.found = None
 
 

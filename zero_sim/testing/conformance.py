@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
-import hypothesis
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from hypothesis.strategies import SearchStrategy
+from hypothesis import settings
 
+from zero_sim.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case, render_reduced
@@ -30,17 +31,6 @@ class NotConformant(AssertionError):
     def __init__(self, text: str, *, scenario: Scenario) -> None:
         self.scenario = scenario
         super().__init__(text)
-
-
-class _Met(BaseException):
-    """Brings the first case that fails past Hypothesis, which takes this for no failure of a test.
-
-    A failure it would run again and again.
-    """
-
-    def __init__(self, scenario: Scenario, result: CaseResult) -> None:
-        self.scenario, self.result = scenario, result
-        super().__init__(scenario.name)
 
 
 def conformance(
@@ -87,12 +77,13 @@ def conformance(
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = scenarios(judged, ranks_max=world_size_max, steps_max=steps_max)
-            judge_all = _build_drawing(judge, drawn, verdicts=verdicts, cases=cases, seed=seed)
-            try:
-                judge_all()
-            except _Met as met:
-                limits = Limits(seconds=shrink_seconds)
-                failed = _shrunk(met, judge=judge, target=judged, limits=limits)
+            for scenario in islice(draws(drawn, seed=_series(seed)), cases):
+                result = judge(scenario)
+                verdicts[result.verdict] += 1
+                if result.verdict not in ("pass", "inconclusive"):
+                    limits = Limits(seconds=shrink_seconds)
+                    failed = _shrunk(scenario, result, judge=judge, target=judged, limits=limits)
+                    break
         if failed is not None:
             raise failed
         if not verdicts["pass"]:
@@ -105,49 +96,26 @@ def conformance(
     return test_conformance
 
 
-def _build_drawing(
-    judge: Judge,
-    drawn: SearchStrategy[Scenario],
-    *,
-    verdicts: Counter[str],
-    cases: int,
-    seed: int | None,
-) -> Callable[[], None]:
-    """What draws cases and judges them, until one fails: that is raised as `_Met`."""
-
-    def check(scenario: Scenario) -> None:
-        result = judge(scenario)
-        verdicts[result.verdict] += 1
-        if result.verdict not in ("pass", "inconclusive"):
-            raise _Met(scenario, result)
-
-    chosen = settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        print_blob=False,
-        report_multiple_bugs=False,
-        # The case is shown as TOML, not as the repr of a record.
-        verbosity=Verbosity.quiet,
-        suppress_health_check=list(HealthCheck),
-    )
-    property_test = chosen(given(scenario=drawn)(check))
-    return property_test if seed is None else hypothesis.seed(seed)(property_test)
+def _series(seed: int | None) -> str:
+    """What cases are drawn from: the seed, or one of this time where nothing asks for the same."""
+    if seed is None and not settings().derandomize:
+        seed = secrets.randbits(64)
+    return str(seed or 0)
 
 
-def _shrunk(met: _Met, *, judge: Judge, target: Target, limits: Limits) -> NotConformant:
+def _shrunk(
+    scenario: Scenario, result: CaseResult, *, judge: Judge, target: Target, limits: Limits
+) -> NotConformant:
     """Make a case that fails smaller; one that could not be judged is shown as it is."""
-    key = key_of(met.result)
-    if key is None or met.result.verdict == "error" or not may_shrink(key):
+    key = key_of(result)
+    if key is None or result.verdict == "error" or not may_shrink(key):
         return NotConformant(
-            f"{render_case(met.result)}\n\nThe case, as a scenario file:\n\n"
-            f"{to_chosen_toml(met.scenario)}",
-            scenario=met.scenario,
+            f"{render_case(result)}\n\nThe case, as a scenario file:\n\n{to_chosen_toml(scenario)}",
+            scenario=scenario,
         )
     reduced, result = shrink_finding(
-        met.scenario,
-        met.result,
+        scenario,
+        result,
         judge=judge,
         may_ask=lambda other: not refusals(target, other),
         limits=limits,

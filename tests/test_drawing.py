@@ -1,0 +1,55 @@
+"""Drawing: every value once, the same ones for a seed."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import strategies as st
+
+from zero_sim.drawing import draws
+from zero_sim.fuzz.strategies import scenarios
+
+NUMBERS = st.integers(0, 10**6)
+
+
+def drawn(values_from, count, *, seed="0"):
+    return list(islice(draws(values_from, seed=seed), count))
+
+
+def test_no_scenario_comes_twice():
+    cases = drawn(scenarios(), 300)
+    assert len(set(cases)) == len(cases) == 300
+
+
+def test_few_scenarios_differ_by_what_hypothesis_repeats():
+    """Cases of one long run of Hypothesis share their random seed with others, mostly."""
+    seeds = [case.run.seed for case in drawn(scenarios(), 200)]
+    assert len(set(seeds)) > 150
+
+
+def test_the_simplest_comes_first_and_once():
+    assert drawn(NUMBERS, 100)[0] == 0
+    assert drawn(NUMBERS, 100).count(0) == 1
+
+
+def test_a_seed_decides_all_and_a_longer_series_begins_with_a_shorter_one():
+    assert drawn(NUMBERS, 40)[:25] == drawn(NUMBERS, 25)
+    assert drawn(NUMBERS, 25, seed="1") != drawn(NUMBERS, 25)
+
+
+def test_a_strategy_with_few_values_ends_after_them():
+    assert sorted(drawn(st.sampled_from("abcde"), 100)) == list("abcde")
+    assert drawn(st.just(3), 100) == [3]
+
+
+def test_a_strategy_without_values_ends_at_once():
+    assert drawn(st.integers().filter(lambda _: False), 100) == []
+
+
+def test_what_a_strategy_raises_comes_after_what_it_drew():
+    def broken(number):
+        return number if number % 5 else 1 // 0
+
+    values = draws(st.integers(1, 10**6).map(broken), seed="0")
+    assert next(values) == 1
+    with pytest.raises(ZeroDivisionError):
+        list(islice(values, 100))
