@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,7 @@ from typing import Self
 
 from zero_sim.errors import ZeroSimError
 from zero_sim.launch import WorldPool
-from zero_sim.launch.hands import Hand
+from zero_sim.launch.hands import share_out
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
 from zero_sim.verify import CaseResult, run_case
@@ -86,20 +86,17 @@ class JobsJudge:
         check_device(chosen.device)
         if chosen.target is not None:
             import_target(chosen.target)
-        self._scenarios = scenarios
-        self._chosen = chosen
-        self._hands = [Hand[bytes]() for _ in range(min(jobs, len(scenarios)))]
-        self._begun: dict[int, Future[bytes]] = {}
-        """By place in the order: cases that are begun and not told yet."""
-        self._begun_count = 0
+        tasks = [(scenario, chosen) for scenario in scenarios]
+        self._ended = share_out(_judge, tasks, jobs=jobs)
+        self._untold: dict[int, Future[bytes]] = {}
+        """By place in the order: cases that ended before an earlier one did."""
         self._told_count = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for hand in self._hands:
-            hand.close()
+        self._ended.close()
 
     def __call__(self, scenario: Scenario) -> CaseResult:
         """The result of the next case.
@@ -109,25 +106,16 @@ class JobsJudge:
         """
         place = self._told_count
         self._told_count += 1
-        self._begin()
-        while not self._begun[place].done():
-            wait([each for each in self._begun.values() if not each.done()], None, FIRST_COMPLETED)
-            self._begin()
+        while place not in self._untold:
+            ended, future = next(self._ended)
+            self._untold[ended] = future
         try:
-            answer: _Answer = pickle.loads(self._begun.pop(place).result())
+            answer: _Answer = pickle.loads(self._untold.pop(place).result())
         except BrokenExecutor as error:
             return _died(scenario, error)
         if answer.result is None:
             raise _Told(answer.error, exit_status=answer.exit_status)
         return answer.result
-
-    def _begin(self) -> None:
-        """Give every process that is free the next case."""
-        for hand in self._hands:
-            if hand.is_free and self._begun_count < len(self._scenarios):
-                scenario = self._scenarios[self._begun_count]
-                self._begun[self._begun_count] = hand.submit(_judge, scenario, self._chosen)
-                self._begun_count += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass
 
 import torch
 
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.launch import WorldPool
-from zero_sim.launch.hands import Hand
+from zero_sim.launch.hands import share_out
 from zero_sim.mutants.campaign import Budget, hunt
 from zero_sim.mutants.changes import Change
 from zero_sim.mutants.records import ChangeTrial, Trial
@@ -93,19 +93,9 @@ def try_changes(
     chunks = [
         changes[start : start + _CHUNK_CHANGES] for start in range(0, len(changes), _CHUNK_CHANGES)
     ]
-    hands = [Hand[list[ChangeTrial]]() for _ in range(min(jobs, len(chunks)))]
-    running: dict[Future[list[ChangeTrial]], Sequence[Change]] = {}
-    try:
-        while chunks or running:
-            for hand in hands:
-                if hand.is_free and chunks:
-                    chunk = chunks.pop(0)
-                    running[hand.submit(_try_chunk, chunk, mutating)] = chunk
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                yield from _tried(done, running.pop(done))
-    finally:
-        for hand in hands:
-            hand.close()
+    tasks = [(chunk, mutating) for chunk in chunks]
+    for place, done in share_out(_try_chunk, tasks, jobs=jobs):
+        yield from _tried(done, chunks[place])
 
 
 def _tried(done: Future[list[ChangeTrial]], changes: Sequence[Change]) -> Sequence[ChangeTrial]:

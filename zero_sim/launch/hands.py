@@ -6,8 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from typing import Generic, TypeVar
 
 from zero_sim.launch.lifeline import end_with_parent
@@ -58,6 +58,40 @@ class Hand(Generic[Answer]):
         if self._pid.done() and self._pid.exception() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid.result(), number)
+
+
+def share_out(
+    call: Callable[..., Answer], tasks: Sequence[tuple[object, ...]], *, jobs: int
+) -> Generator[tuple[int, Future[Answer]], None, None]:
+    """Make calls on several processes at once; yield each as it ends.
+
+    Closing the iterator ends the processes; a call is begun only while it is asked for the next.
+
+    Args:
+        call: A function of a module; what it takes and gives can be pickled.
+        tasks: What each call takes, in the order in which they are begun.
+        jobs: Most processes.
+
+    Yields:
+        The place of a call in `tasks`, and its future, which is done: it raises `BrokenExecutor`
+        if the process died with it.
+    """
+    hands = [Hand[Answer]() for _ in range(min(jobs, len(tasks)))]
+    running: dict[Future[Answer], int] = {}
+    waiting = iter(enumerate(tasks))
+    try:
+        while True:
+            for hand in hands:
+                if hand.is_free and (task := next(waiting, None)) is not None:
+                    place, arguments = task
+                    running[hand.submit(call, *arguments)] = place
+            if not running:
+                return
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(done), done
+    finally:
+        for hand in hands:
+            hand.close()
 
 
 def _start() -> tuple[Executor, Future[int]]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Protocol
 
+import torch
 from hypothesis import strategies as st
 
 from zero_sim.drawing import draws
 from zero_sim.launch import WorldPool
-from zero_sim.launch.lifeline import end_with_parent
+from zero_sim.launch.hands import share_out
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.minima import MINIMA
@@ -226,7 +226,7 @@ def run_campaign(
     Args:
         ids: Of the mutants.
         budget: For each of them.
-        jobs: Processes; 1 for this one.
+        jobs: Processes; 1 for this one. One that dies costs the mutant that it was given.
     """
     budget = budget or Budget()
     if jobs == 1 or len(ids) < 2:
@@ -234,27 +234,17 @@ def run_campaign(
             for mutant in find_mutants(ids):
                 yield hunt(mutant, pool=pool, budget=budget)
         return
-    # Not forked: rank threads do not survive it.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_calm) as executor:
-        pending = [executor.submit(hunt_one, one, budget=budget) for one in ids]
+    for place, done in share_out(_hunt_one, [(id, budget) for id in ids], jobs=jobs):
         try:
-            for done in as_completed(pending):
-                yield done.result()
-        finally:
-            for waiting in pending:
-                waiting.cancel()
+            yield done.result()
+        except BrokenExecutor:
+            error = "the process ended at this mutant; try --jobs 1, which shows where"
+            yield Trial(id=ids[place], killed=False, error=error)
 
 
-def _calm() -> None:
-    import torch
-
-    end_with_parent()
+def _hunt_one(id: str, budget: Budget) -> Trial:
+    """Hunt one mutant in a process that is there for nothing else, in a pool of its own."""
     torch.set_num_threads(1)
-
-
-def hunt_one(id: str, *, budget: Budget) -> Trial:
-    """Hunt one mutant in a pool of its own; for worker processes."""
     (mutant,) = find_mutants([id])
     with WorldPool() as pool:
         return hunt(mutant, pool=pool, budget=budget)
