@@ -6,7 +6,6 @@ one process.
 
 from __future__ import annotations
 
-import gc
 import pickle
 import sys
 import time
@@ -19,7 +18,7 @@ from functools import cache
 from typing import Self
 
 from zero_sim.errors import ZeroSimError
-from zero_sim.launch import WorldPool
+from zero_sim.launch import WorldPool, settle_memory
 from zero_sim.launch.hands import share_out
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
@@ -53,9 +52,7 @@ def open_worlds(chosen: Chosen) -> Iterator[Judge]:
     """
     check_device(chosen.device)
     target = None if chosen.target is None else import_target(chosen.target)
-    # What is loaded now stays: the collector need not walk through torch again and again.
-    gc.collect()
-    gc.freeze()
+    settle_memory()
     with WorldPool() as pool:
         yield lambda scenario: run_case(
             scenario,

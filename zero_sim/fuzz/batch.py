@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +19,7 @@ from zero_sim.fuzz.coverage import Grid, features_of
 from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.launch import Stop, WorldPool, interrupts_ask
+from zero_sim.launch import Stop, WorldPool, interrupts_ask, settle_memory
 from zero_sim.report.text import render_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
@@ -50,7 +48,8 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
     deadline = None if job.seconds is None else time.monotonic() + job.seconds
     stop = Stop(deadline=deadline)
     target = import_target(job.target)
-    with interrupts_ask(stop), WorldPool() as pool, _settled_memory():
+    settle_memory()
+    with interrupts_ask(stop), WorldPool() as pool:
         drawn = scenarios(target) if cases_from is None else cases_from
         batch = _Batch(
             job=job,
@@ -172,14 +171,3 @@ def _judge(scenario: Scenario, *, pool: WorldPool, target: Target) -> CaseResult
         return CaseResult(
             id=scenario.name, verdict="error", seconds=0.0, error=what, findings=(finding,)
         )
-
-
-@contextlib.contextmanager
-def _settled_memory() -> Iterator[None]:
-    """What is loaded now stays: the collector need not walk through torch again and again."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
