@@ -20,7 +20,7 @@ from hypothesis.strategies import SearchStrategy
 Value = TypeVar("Value", bound=Hashable)
 
 _RUN_VALUES = 6
-_FRUITLESS_RUNS_MAX = 100
+_FRUITLESS_RUNS_MAX = 10
 """After so many runs with nothing new, a strategy has nothing else to give."""
 _SHORT = settings(
     max_examples=_RUN_VALUES,

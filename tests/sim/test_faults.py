@@ -392,12 +392,12 @@ class TestExcused:
             pass
 
     def test_a_long_block_is_not_a_stall(self):
-        with World(2, stall_seconds=0.5) as world:
+        with World(2, stall_seconds=1.5) as world:
 
             def program(rank):
                 if rank == 0:
                     with world.excused():
-                        self.busy(1.5)
+                        self.busy(2.5)
                 dist.barrier()
                 return rank
 
