@@ -16,7 +16,8 @@ CALLS_MAX = 600
 """Calls drawn; of a longer log, those around the finding."""
 RANKS_MAX = 32
 
-_WIDTH, _LEFT, _LANE, _LANES = 1000, 60, 10, 3
+_LANES_MAX = 8
+_WIDTH, _LEFT, _TOP, _LANE, _GAP = 1000, 60, 16, 10, 6
 _CHAR_WIDTH = 6
 _KINDS = (("reduce", "reduce"), ("gather", "gather"), ("send", "mail"), ("recv", "mail"))
 
@@ -43,15 +44,17 @@ def draw_timeline(log: EventLog, finding: Finding) -> tuple[Markup, str]:
     def x(tick: float) -> float:
         return _LEFT + (min(max(tick, start), stop) - start) * scale
 
-    height = 16 + len(ranks) * (_LANES * _LANE + 6)
-    rows = {rank: 16 + i * (_LANES * _LANE + 6) for i, rank in enumerate(ranks)}
-    parts: list[Markup] = [element("text", "time, in calls", x=_LEFT, y=11, class_="tick")]
-    parts.extend(_shade(timeline.calls, finding, x=x, height=height))
-    for rank, top in rows.items():
-        parts.append(element("text", f"rank {rank}", x=0, y=top + 19, class_="label"))
-        own = [call for call in calls if call.record.rank == rank]
-        for call, lane in zip(own, _lanes(own, timeline.stop_tick), strict=True):
-            end = _end(call, timeline.stop_tick)
+    placed = [_placed(calls, rank, timeline.stop_tick) for rank in ranks]
+    lane_count = max((lane for row in placed for _, _, lane in row), default=0) + 1
+    row_height = lane_count * _LANE + _GAP
+    height = _TOP + len(ranks) * row_height
+    parts: list[Markup] = list(_shade(timeline.calls, finding, x=x, height=height))
+    parts.append(element("text", "time, in calls", x=_LEFT, y=11, class_="tick"))
+    for i, (rank, row) in enumerate(zip(ranks, placed, strict=True)):
+        top = _TOP + i * row_height
+        middle = top + lane_count * _LANE // 2 + 4
+        parts.append(element("text", f"rank {rank}", x=0, y=middle, class_="label"))
+        for call, end, lane in row:
             parts.extend(_span(call, x(call.issue_tick), x(end), top + lane * _LANE))
     svg = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", class_="timeline")
     said = f"{len(calls)} of {total} calls" if len(calls) < total else f"all {total} calls"
@@ -85,13 +88,24 @@ def _end(call: CallSpan, stop: int) -> int:
     return call.issue_tick + 1 if call.completed else stop
 
 
-def _lanes(calls: Sequence[CallSpan], stop: int) -> Iterator[int]:
-    """A lane for each call of one rank: those in flight together lie in several."""
-    free = [0] * _LANES
+def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[CallSpan, int, int]]:
+    """The calls of one rank, when each is over, and the lanes of those in flight together.
+
+    Of more than there are lanes for, the last one is shown until the next of them begins.
+    """
+    free = [0] * _LANES_MAX
+    placed: list[tuple[CallSpan, int, int]] = []
     for call in calls:
-        lane = next((i for i, tick in enumerate(free) if tick <= call.issue_tick), _LANES - 1)
-        free[lane] = _end(call, stop)
-        yield lane
+        if call.record.rank != rank:
+            continue
+        start, end = call.issue_tick, _end(call, stop)
+        lane = next((i for i, tick in enumerate(free) if tick <= start), _LANES_MAX - 1)
+        if free[lane] > start:
+            last = max(i for i, (_, _, other) in enumerate(placed) if other == lane)
+            placed[last] = (placed[last][0], start, lane)
+        free[lane] = end
+        placed.append((call, end, lane))
+    return placed
 
 
 def _shade(

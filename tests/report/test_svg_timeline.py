@@ -1,0 +1,72 @@
+"""The timeline as a picture: every call can be seen, and what it says can be read."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.report.svg_timeline import draw_timeline
+from zero_sim.verify.records import Finding
+
+FINDING = Finding(
+    check="equality.grad", message="differs", rank=0, step=0, call_start=0, call_stop=4
+)
+BAR = re.compile(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="9"')
+
+
+def in_flight(count):
+    """A program that has so many calls in flight at a time, twice."""
+
+    def program(rank):
+        for _ in range(2):
+            works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(count)]
+            for work in works:
+                work.wait()
+
+    return program
+
+
+@pytest.fixture
+def drawn(world_of):
+    def draw(count):
+        world = world_of(2, timing="lazy")
+        world.run(in_flight(count))
+        picture, _ = draw_timeline(world.log, FINDING)
+        return str(picture)
+
+    return draw
+
+
+def bars(picture):
+    """Of each lane, from the left: where its calls begin and end."""
+    lanes = {}
+    for x, y, width in BAR.findall(picture):
+        lanes.setdefault(int(y), []).append((float(x), float(x) + float(width)))
+    return {y: sorted(spans) for y, spans in lanes.items()}
+
+
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_calls_in_flight_together_lie_in_lanes_of_their_own(drawn, count):
+    lanes = bars(drawn(count))
+    assert len(lanes) == 2 * count
+    assert sum(map(len, lanes.values())) == 2 * 2 * count
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 20])
+def test_no_two_calls_overlap(drawn, count):
+    for spans in bars(drawn(count)).values():
+        # A call of no length is drawn a little longer, to be seen.
+        assert all(end <= start + 1.5 for (_, end), (start, _) in pairwise(spans))
+
+
+def test_ranks_do_not_share_lanes(drawn):
+    tops = sorted(bars(drawn(20)))
+    assert len(tops) == 2 * 8
+    assert tops[8] - tops[7] > tops[1] - tops[0]
+
+
+def test_the_axis_is_written_over_the_shaded_step(drawn):
+    picture = drawn(1)
+    assert picture.index('class="step"') < picture.index("time, in calls")
