@@ -3,16 +3,18 @@
 import math
 import random
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
+from zero_sim.drawing import draws
 from zero_sim.errors import Problem
 from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
-from zero_sim.fuzz.strategies import faulty_scenarios, scenarios
+from zero_sim.fuzz.strategies import STEPS_MAX, faulty_scenarios, scenarios
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
 from zero_sim.targets import EVERYTHING, Capabilities, find_target, refusals, target_names
@@ -28,16 +30,7 @@ QUIET = settings(
 
 
 def drawn(strategy, count, *, series=0):
-    cases = []
-
-    @seed(series)
-    @settings(QUIET, max_examples=count, phases=(Phase.generate,))
-    @given(strategy)
-    def take(case):
-        cases.append(case)
-
-    take()
-    return cases
+    return list(islice(draws(strategy, seed=str(series)), count))
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +40,21 @@ def cases():
 
 def test_cases_are_valid(cases):
     assert [check_scenario(case) for case in cases if check_scenario(case)] == []
+
+
+def test_an_overflow_leaves_a_step_on_its_side_of_a_checkpoint(cases):
+    """Or no update would be compared there."""
+    overflowing = [case for case in cases if case.data.nan]
+    assert any(case.reload for case in overflowing)
+    for case in overflowing:
+        saved = case.reload.step if case.reload else 0
+        is_before = case.data.nan.step < saved
+        assert (saved if is_before else case.run.steps - saved) > 1
+
+
+def test_no_case_has_more_steps_than_asked_for(cases):
+    assert max(case.run.steps for case in cases) == STEPS_MAX
+    assert {case.run.steps for case in drawn(scenarios(steps_max=1), 100)} == {1}
 
 
 class Plain:

@@ -85,8 +85,7 @@ def _cases(
     # fraction: broken systems are found sooner for it.
     if draw(_MOSTLY_FEW) != 3:
         ranks_max = min(_FEW_RANKS, ranks_max)
-    if draw(_MOSTLY_FEW) != 3:
-        steps_max = min(_FEW_STEPS, steps_max)
+    few_steps = min(_FEW_STEPS, steps_max) if draw(_MOSTLY_FEW) != 3 else steps_max
     # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
     ranks = draw(st.integers(1, min(ranks_max, able.world_size_max or ranks_max)))
     swarm = Swarm(draw, able=able)
@@ -107,11 +106,14 @@ def _cases(
         system=system,
         optimizer=draw(optimizers(model=model, swarm=swarm)),
         run=RunSpec(
-            steps=draw(st.integers(1, steps_max)),
+            steps=draw(st.integers(1, few_steps)),
             micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
         ),
     )
-    if scenario.optimizer.loss_scale is not None and swarm.on("overflow"):
+    if scenario.optimizer.loss_scale is not None and swarm.on("overflow", fits=steps_max > 1):
+        # With no step but the one that is skipped, no update would be compared.
+        steps = max(scenario.run.steps, 2)
+        scenario = replace(scenario, run=replace(scenario.run, steps=steps))
         nan = draw(overflows(scenario=scenario))
         scenario = replace(scenario, data=replace(scenario.data, nan=nan))
     if reload and scenario.run.steps > 1 and swarm.on("reload"):
@@ -126,7 +128,7 @@ def _cases(
                 swarm=swarm,
             )
         )
-        scenario = _within_both(replace(scenario, reload=after))
+        scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
     # Few cases: a bound shows less than bits do.
     may_hide = scenario.world.order != "linear" and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
@@ -138,12 +140,27 @@ def _cases(
     return replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
 
 
-def _within_both(scenario: Scenario) -> Scenario:
-    """The case with its NaN on a rank that exists after the checkpoint, too."""
-    nan, after = scenario.data.nan, scenario.reload
-    if nan is None or after is None or after.world_size is None or nan.rank < after.world_size:
+def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
+    """The case with its NaN on a rank that is there before the checkpoint and after it.
+
+    And with a step beside the one that is skipped, or no update would be compared on that side.
+    """
+    nan, after, steps = scenario.data.nan, scenario.reload, scenario.run.steps
+    if nan is None or after is None:
         return scenario
-    return replace(scenario, data=replace(scenario.data, nan=replace(nan, rank=0)))
+    if after.world_size is not None and nan.rank >= after.world_size:
+        nan = replace(nan, rank=0)
+    is_before = nan.step < after.step
+    if (after.step if is_before else steps - after.step) > 1:
+        return replace(scenario, data=replace(scenario.data, nan=nan))
+    if steps == steps_max:
+        return replace(scenario, data=replace(scenario.data, nan=None))
+    return replace(
+        scenario,
+        data=replace(scenario.data, nan=nan),
+        run=replace(scenario.run, steps=steps + 1),
+        reload=replace(after, step=after.step + is_before),
+    )
 
 
 @st.composite
