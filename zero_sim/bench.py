@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import hypothesis
 import torch
@@ -43,8 +42,6 @@ from zero_sim.targets import find_target
 from zero_sim.verify import run_case
 from zero_sim.verify.backends import Setup, TeamJudge
 from zero_sim.workloads import Workload, build_workload
-
-T = TypeVar("T")
 
 
 def _measured(name: str, value: float, unit: str, *, goal: float) -> Measurement:

@@ -39,8 +39,8 @@ def draws(values_from: SearchStrategy[Value], *, seed: str) -> Iterator[Value]:
     Args:
         values_from: What draws them; what it raises goes on to the caller, after the values that it
             drew before.
-        seed: What they follow from: the same ones for the same seed, and none of a longer series
-            that a shorter one does not begin with.
+        seed: What they follow from: the same ones for the same seed. How many are taken does not
+            matter.
     """
     met: set[Value] = set()
     fruitless = 0

@@ -85,7 +85,7 @@ def _cases(
     # fraction: broken systems are found sooner for it.
     if draw(_MOSTLY_FEW) != 3:
         ranks_max = min(_FEW_RANKS, ranks_max)
-    few_steps = min(_FEW_STEPS, steps_max) if draw(_MOSTLY_FEW) != 3 else steps_max
+    steps_limit = min(_FEW_STEPS, steps_max) if draw(_MOSTLY_FEW) != 3 else steps_max
     # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
     ranks = draw(st.integers(1, min(ranks_max, able.world_size_max or ranks_max)))
     swarm = Swarm(draw, able=able)
@@ -106,7 +106,7 @@ def _cases(
         system=system,
         optimizer=draw(optimizers(model=model, swarm=swarm)),
         run=RunSpec(
-            steps=draw(st.integers(1, few_steps)),
+            steps=draw(st.integers(1, steps_limit)),
             micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
         ),
     )
