@@ -1,0 +1,34 @@
+"""Drawn cases on gloo processes, judged as in the simulated world."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from zero_sim.drawing import draws
+from zero_sim.fuzz.strategies import scenarios
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.verify.backends import Setup, TeamJudge
+
+CASES = 60
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with TeamJudge(Setup(backend="gloo")) as on_gloo:
+        yield on_gloo
+
+
+def in_gloos_order(case):
+    return replace(case, world=replace(case.world, order="gloo"))
+
+
+@pytest.mark.parametrize("ordered", [lambda case: case, in_gloos_order], ids=["folded", "gloo's"])
+def test_a_right_system_passes(judge, ordered):
+    """In the order that a case names, folded locally; and in the one in which gloo adds itself."""
+    drawn = map(ordered, draws(scenarios(ranks_max=6, steps_max=3), seed="gloo"))
+    cases = islice((case for case in drawn if not check_scenario(case)), CASES)
+    results = [judge(case) for case in cases]
+    assert [result for result in results if result.verdict in ("fail", "error")] == []
+    assert Counter(result.verdict for result in results)["pass"] > CASES // 2
