@@ -29,7 +29,7 @@ def kind_of(name, tensor):
     return "expert" if name.startswith("expert") else "dense"
 
 
-def build(rank, ep, *, zeroed=False, module=None):
+def build(rank, ep, *, zeroed=False, module=None, lr=0.5, group_of=None):
     module = Part(rank % ep, ep) if module is None else module
     if zeroed:
         for param in module.parameters():
@@ -42,7 +42,9 @@ def build(rank, ep, *, zeroed=False, module=None):
         kind_of=kind_of,
         kind_groups=groups if ep > 1 else {},
     )
-    return ddp, DistributedOptimizer(ddp, optim_factory=lambda ps: torch.optim.SGD(ps, lr=0.5))
+    return ddp, DistributedOptimizer(
+        ddp, optim_factory=lambda ps: torch.optim.SGD(ps, lr=lr), group_of=group_of
+    )
 
 
 @pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
@@ -66,6 +68,25 @@ def test_load_with_other_ranks_and_shares(run_ranks, tmp_path, form, ranks, ep):
             start = 0 if name == "dense" else int(name[-1])
             assert values == [start + i for i in range(len(values))]
     assert {name for held in found for name in held} == {"dense", *(f"expert{i}" for i in range(4))}
+
+
+def test_a_param_group_that_only_other_ranks_hold_is_theirs(run_ranks, tmp_path):
+    """A rank has groups up to the last one that its own params are in."""
+
+    def group_of(name):
+        return int(name == "expert3")
+
+    def saving(rank):
+        ddp, optimizer = build(rank, 4, lr=0.25, group_of=group_of)
+        save(tmp_path / "c", ddp=ddp, optimizer=optimizer)
+
+    def loading(rank):
+        ddp, optimizer = build(rank, 4, group_of=group_of)
+        load(tmp_path / "c", ddp=ddp, optimizer=optimizer)
+        return [group["lr"] for group in optimizer.inner.param_groups]
+
+    run_ranks(4, saving)
+    assert run_ranks(4, loading) == [[0.25], [0.25], [0.25], [0.25, 0.25]]
 
 
 def test_an_expert_that_nobody_holds_is_refused(run_ranks, tmp_path):
