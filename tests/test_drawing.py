@@ -20,7 +20,7 @@ def test_no_scenario_comes_twice():
     assert len(set(cases)) == len(cases) == 300
 
 
-def test_few_scenarios_differ_by_what_hypothesis_repeats():
+def test_most_scenarios_have_a_random_seed_of_their_own():
     """Cases of one long run of Hypothesis share their random seed with others, mostly."""
     seeds = [case.run.seed for case in drawn(scenarios(), 200)]
     assert len(set(seeds)) > 150

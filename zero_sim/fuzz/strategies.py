@@ -151,15 +151,16 @@ def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
     if after.world_size is not None and nan.rank >= after.world_size:
         nan = replace(nan, rank=0)
     is_before = nan.step < after.step
-    if (after.step if is_before else steps - after.step) > 1:
-        return replace(scenario, data=replace(scenario.data, nan=nan))
-    if steps == steps_max:
-        return replace(scenario, data=replace(scenario.data, nan=None))
+    if (after.step if is_before else steps - after.step) == 1:
+        if steps < steps_max:
+            steps, after = steps + 1, replace(after, step=after.step + is_before)
+        else:
+            nan = None
     return replace(
         scenario,
         data=replace(scenario.data, nan=nan),
-        run=replace(scenario.run, steps=steps + 1),
-        reload=replace(after, step=after.step + is_before),
+        run=replace(scenario.run, steps=steps),
+        reload=after,
     )
 
 

@@ -79,21 +79,15 @@ class _Hunt:
     """One mutant's campaign while it runs."""
 
     pool: WorldPool
-    series: str
-    """What it is drawn for: of its own, or all mutants would share the luck of one series."""
-    budget: Budget
-    strategy: st.SearchStrategy[Scenario]
+    drawn: Iterator[Scenario]
     target: Target | None = None
     cases: int = 0
     seconds: float = 0.0
     check: str = ""
     found: Scenario | None = None
-    drawn: Iterator[Scenario] | None = None
 
     def search(self, *, cases_max: int) -> None:
         """Draw cases until one finds it, or so many were run."""
-        if self.drawn is None:
-            self.drawn = draws(self.strategy, seed=f"{self.budget.seed}/{self.series}")
         while self.found is None and self.cases < cases_max:
             try:
                 scenario = next(self.drawn, None)
@@ -117,10 +111,6 @@ class _Hunt:
     def run(self, scenario: Scenario) -> CaseResult:
         """Run a case, against whatever is broken now."""
         return run_case(scenario, pool=self.pool, target=self.target)
-
-    def pass_over(self) -> None:
-        """Go on as if the case that found it had not."""
-        self.found = None
 
 
 def found_by(result: CaseResult) -> str:
@@ -157,7 +147,9 @@ def hunt(
     """
     budget = budget or Budget()
     strategy = campaign_cases() if cases is None else cases
-    trial = _Hunt(pool=pool, series=mutant.id, budget=budget, strategy=strategy, target=target)
+    # A series of its own, or all mutants would share the luck of one.
+    drawn = draws(strategy, seed=f"{budget.seed}/{mutant.id}")
+    trial = _Hunt(pool=pool, drawn=drawn, target=target)
     error = ""
     with mutant.apply() as patches:
         try:
@@ -194,7 +186,7 @@ def _shrunk(trial: _Hunt, mutant: Broken) -> Reduced:
     assert trial.found is not None
     first, limit = trial.found, trial.cases + max(_MORE_CASES_MIN, _MORE_TIMES * trial.cases)
     while trial.found is not None and _verdict(trial, trial.found) != "pass":
-        trial.pass_over()
+        trial.found = None
         with mutant.apply(), suppress(HarnessFailed):
             trial.search(cases_max=limit)
     start = trial.found or first
@@ -257,7 +249,7 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
         pool: Worlds to run on.
         budget: How many cases to run.
     """
-    trial = _Hunt(pool=pool, series="none", budget=budget, strategy=campaign_cases())
+    trial = _Hunt(pool=pool, drawn=draws(campaign_cases(), seed=f"{budget.seed}/none"))
     trial.search(cases_max=budget.cases_max)
     return Trial(
         id="none",
