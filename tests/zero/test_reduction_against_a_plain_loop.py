@@ -1,6 +1,10 @@
 """Reduced gradients and gathered params against plain loops over ranks: equal bits, any config.
 
 The module has one of each awkward param; which of them a rank uses depends on rank and micro-batch.
+
+Matrix products differ in their last bits with the instructions of the machine and with where a weight
+lies, which is another question than this one. So forward and backward are in small whole numbers,
+which any product gets exactly, and a hook makes fractions of the gradients before they are added up.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ class Unusual(nn.Module):
         generator = torch.Generator().manual_seed(3)
 
         def draw(*shape):
-            return nn.Parameter(torch.randn(shape, generator=generator))
+            return nn.Parameter(torch.randint(-2, 3, shape, generator=generator).float())
 
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.empty = draw(0)
@@ -42,10 +46,14 @@ class Unusual(nn.Module):
         self.one_micro = draw(2, 2)
         self.tied = nn.Linear(3, 5, bias=False)
         self.tied.weight = self.first.weight
+        for param in (each for each in self.parameters() if each.requires_grad):
+            param.register_hook(lambda grad: grad * 0.37)
 
     def forward(self, x, *, rank, micro):
         """Use some params twice, some only here and there."""
-        hidden = self.twice(torch.tanh(self.twice(self.first(x) + self.tied(x))))
+        hidden = self.twice(
+            nn.functional.hardtanh(self.twice(self.first(x) + self.tied(x)), -9.0, 9.0)
+        )
         loss = (hidden * self.router.float()).sum() + self.frozen.sum() + self.empty.sum()
         if rank == 1:
             loss = loss + (self.one_rank * x.sum()).sum()
@@ -57,7 +65,12 @@ class Unusual(nn.Module):
 def batch_of(*, step, rank, micro):
     """Data of one micro-batch; the number of rows depends on the rank."""
     generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
-    return torch.randn(2 + rank % 3, 3, generator=generator)
+    return torch.randint(-2, 3, (2 + rank % 3, 3), generator=generator).float()
+
+
+def new_value(grad, *, step):
+    """What a param becomes: fractions only where no product follows."""
+    return -grad if step == STEPS - 1 else -grad.sign()
 
 
 def build_ddp(config):
@@ -90,7 +103,8 @@ def run_step(ddp, *, step, rank):
 def train_with_zero(config, *, rank):
     """Run the system; per step the gradients and params, and how much was overlapped.
 
-    Its optimizer takes the negative gradient for the new value of each param.
+    Its optimizer takes the negative gradient for the new value of each param, and before the last
+    step only its sign.
     """
     ddp = build_ddp(config)
     history = []
@@ -104,7 +118,7 @@ def train_with_zero(config, *, rank):
                     owned[memory.name] = (memory.fragment, grad.clone())
                     if config.divide == "post":
                         grad = grad.float() / ddp.divisor
-                    buffer.write_param_shard(param, -grad)
+                    buffer.write_param_shard(param, new_value(grad.float(), step=step))
         ddp.start_param_gather()
         ddp.zero_grad_buffer()
         history.append(owned)
@@ -160,7 +174,8 @@ def train_plainly(world_size, config):
         with torch.no_grad():
             for name, param in params.items():
                 divided = reduced[name].float()
-                param.copy_(-(divided / count if config.divide == "post" else divided))
+                divided = divided / count if config.divide == "post" else divided
+                param.copy_(new_value(divided, step=step))
         history.append(reduced)
     return history, {name: param.detach() for name, param in params.items()}
 
