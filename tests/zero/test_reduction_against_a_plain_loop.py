@@ -2,9 +2,10 @@
 
 The module has one of each awkward param; which of them a rank uses depends on rank and micro-batch.
 
-Matrix products differ in their last bits with the instructions of the machine and with where a weight
-lies, which is another question than this one. So forward and backward are in small whole numbers,
-which any product gets exactly, and a hook makes fractions of the gradients before they are added up.
+Matrix products differ in their last bits with the instructions of the machine and with where a
+weight lies, which is another question than this one. So forward and backward are in small whole
+numbers, which any product gets exactly, and a hook makes fractions of the gradients before they are
+added up.
 """
 
 from __future__ import annotations
