@@ -36,8 +36,8 @@ nightly: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest property_tests --numprocesses auto --quiet
 
 check: $(VENV)/.installed
-	$(BIN)/ruff check zero_sim tests property_tests pytorch_suites
-	$(BIN)/ruff format --check zero_sim tests property_tests pytorch_suites
+	$(BIN)/ruff check zero_sim tests property_tests
+	$(BIN)/ruff format --check zero_sim tests property_tests
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
 
@@ -47,7 +47,7 @@ fuzz: $(VENV)/.installed
 # PyTorch's own multi-rank tests: those that torch installs, and with SOURCE=/path/to/pytorch, a
 # checkout of its source, the others. More options as SUITES="--suite test_store --details".
 pytorch-suites: $(VENV)/.installed
-	$(BIN)/python -m pytorch_suites $(if $(SOURCE),--source "$(SOURCE)") \
+	$(BIN)/python -m tests.pytorch_suites $(if $(SOURCE),--source "$(SOURCE)") \
 	  --jobs $$(getconf _NPROCESSORS_ONLN) $(SUITES)
 
 # The suite with another torch, in an environment of its own: make compat TORCH=2.14.1

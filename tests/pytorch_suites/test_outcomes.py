@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pytorch_suites.outcomes import (
+from tests.pytorch_suites.outcomes import (
     RECORD,
     Outcome,
     Record,

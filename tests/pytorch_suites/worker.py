@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
-from pytorch_suites import suites
+from tests.pytorch_suites import suites
 
 BASELINE = "baseline"
 BACKENDS = (BASELINE, "eager", "hostile")
@@ -61,7 +61,7 @@ def _tell(told: TextIO, **fields: Any) -> None:
 
 
 def _load(suite: suites.Suite, backend: str) -> dict[str, unittest.TestCase]:
-    from pytorch_suites import shim
+    from tests.pytorch_suites import shim
 
     if backend == BASELINE:
         shim.fork_ranks()
@@ -76,7 +76,7 @@ def _load(suite: suites.Suite, backend: str) -> dict[str, unittest.TestCase]:
 
 def run_one(test: unittest.TestCase, backend: str) -> tuple[str, str]:
     """Run a test; its outcome, `pass`, `skip` or `fail`, and what was raised or said."""
-    from pytorch_suites import shim
+    from tests.pytorch_suites import shim
 
     def run(rank: int = 0) -> unittest.TestResult:
         result = unittest.TestResult()

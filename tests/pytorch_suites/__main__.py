@@ -1,7 +1,8 @@
 """The command: runs suites on the baseline and on simulated ranks, and compares with the record.
 
-Exits 1 where a test that passed on simulated ranks does not any more, or differs from the baseline
-for no reason that is on record.
+Nothing of PyTorch is kept here: its multi-rank tests are taken from the installed torch and from a
+checkout of its source, and run as they are. Exits 1 where a test that passed on simulated ranks
+does not any more, or differs from the baseline for no reason that is on record.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pytorch_suites import outcomes
-from pytorch_suites.outcomes import Outcome, Record
-from pytorch_suites.running import Told, run_suite
-from pytorch_suites.suites import Suite, find_suites
-from pytorch_suites.worker import BACKENDS, BASELINE
+from tests.pytorch_suites import outcomes
+from tests.pytorch_suites.outcomes import Outcome, Record
+from tests.pytorch_suites.running import Told, run_suite
+from tests.pytorch_suites.suites import Suite, find_suites
+from tests.pytorch_suites.worker import BACKENDS, BASELINE
 
 
 def main() -> int:
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pytorch_suites", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.pytorch_suites", description=__doc__)
     parser.add_argument("--source", type=Path, help="a checkout of PyTorch's source")
     parser.add_argument("--suite", action="append", help="only this one; may be given again")
     parser.add_argument("--write", action="store_true", help="note the outcomes in the record")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytorch_suites.suites import Suite
+from tests.pytorch_suites.suites import Suite
 
 CRASH = "crash"
 TIME_LIMIT = "time limit"
@@ -88,10 +88,10 @@ def _note_next(told: Told, worker: _Worker, left: list[str], limit_seconds: floa
 
 
 class _Worker:
-    """A process of `pytorch_suites.worker` with its lines."""
+    """A process of `tests.pytorch_suites.worker` with its lines."""
 
     def __init__(self, suite: Suite, backend: str) -> None:
-        command = [sys.executable, "-m", "pytorch_suites.worker", suite.name]
+        command = [sys.executable, "-m", "tests.pytorch_suites.worker", suite.name]
         command += ["--backend", backend]
         if suite.path is not None:
             command += ["--path", str(suite.path)]
@@ -102,7 +102,7 @@ class _Worker:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             # The ranks of a test are its children, and end with it.
             start_new_session=True,
         )

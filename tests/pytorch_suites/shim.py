@@ -25,7 +25,7 @@ from torch.testing._internal.common_distributed import (
     MultiThreadedTestCase,
 )
 
-from pytorch_suites import suites
+from tests.pytorch_suites import suites
 from zero_sim.sim import World
 
 STARTS_RANKS = "starts_ranks"
