@@ -15,10 +15,13 @@ from zero_sim.errors import Problem
 from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
 from zero_sim.fuzz.strategies import STEPS_MAX, faulty_scenarios, scenarios
+from zero_sim.reference.ranks import Ranks
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
 from zero_sim.targets import EVERYTHING, Capabilities, find_target, refusals, target_names
+from zero_sim.verify.cells import cells_of
 from zero_sim.verify.program import segments_of
+from zero_sim.workloads import build_workload
 
 QUIET = settings(
     phases=(Phase.generate, Phase.shrink),
@@ -40,6 +43,19 @@ def cases():
 
 def test_cases_are_valid(cases):
     assert [check_scenario(case) for case in cases if check_scenario(case)] == []
+
+
+def test_what_they_say_of_params_they_say_of_some(cases):
+    """Of those of the reference itself, which trains no others."""
+    named = [case for case in cases if names_params(case)]
+    assert {case.model.name for case in named} > {"params", "unusual", "transformer-260"}
+    for case in named:
+        for cell in cells_of(case):
+            Ranks(cell.scenario, workload=build_workload(cell.scenario))
+
+
+def names_params(case):
+    return case.model.freeze or case.optimizer.groups or case.topology.shared + case.topology.tied
 
 
 def test_an_overflow_leaves_a_step_on_its_side_of_a_checkpoint(cases):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_sim.errors import ModelError, UsageError
+from zero_sim.errors import ScenarioError, UsageError
 from zero_sim.reference import Reference, SumSite, SumSpan
 from zero_sim.reference.placement import MemoryPlace
 from zero_sim.scenario.spec import (
@@ -272,7 +272,7 @@ class TestFreeze:
     def test_unknown_param_is_refused(self, make_scenario, inject):
         """With the names that there are."""
         freeze = (FreezeSpec(param="v", start=0, stop=1),)
-        with pytest.raises(ModelError, match=r"got 'v'.*w, unused"):
+        with pytest.raises(ScenarioError, match=r"got 'v' .*w, unused"):
             Reference(make_scenario(freeze=freeze), workload=inject([[[1.0]]] * 2))
 
 
@@ -280,15 +280,15 @@ class TestGroups:
     """Learning rates and weight decays by name."""
 
     def test_first_suffix_that_matches_wins(self, make_scenario, inject):
-        """`unused`, without a gradient, decays by lr * decay: 1 - 1/4; `w` keeps lr 1."""
+        """`unused`, without a gradient, decays by lr * decay: 1 - 1/4; `w` has lr 1/8."""
         groups = (
             GroupSpec(match="sed", lr=0.5, weight_decay=0.5),
-            GroupSpec(match="unused", lr=0.125),
+            GroupSpec(match="", lr=0.125),
         )
         result = Reference(
             make_scenario(size=1, optim=sgd(groups=groups)), workload=inject([[[2.0]]])
         ).step()
-        assert result.masters["w"].item() == -1.0
+        assert result.masters["w"].item() == 0.75
         assert result.masters["unused"].tolist() == [0.75, 0.75]
 
     def test_zero_is_a_setting(self, make_scenario, inject):

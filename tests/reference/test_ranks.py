@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_sim.errors import ModelError
+from zero_sim.errors import ScenarioError
 from zero_sim.reference.placement import MemoryPlace
 from zero_sim.reference.ranks import Ranks
 from zero_sim.reference.replay import isolated
@@ -54,7 +54,7 @@ def test_what_is_frozen_sums_to_zeros():
 
 def test_to_freeze_what_is_not_there_is_refused():
     spans = (FreezeSpec(param="nobody", start=0, stop=1),)
-    with pytest.raises(ModelError, match="'nobody'"):
+    with pytest.raises(ScenarioError, match="'nobody'"):
         ranks_of(case(model={"freeze": spans}))
 
 

@@ -8,13 +8,16 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from zero_sim.fuzz.swarm import Swarm
+from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import (
     GroupSpec,
     LossScaleSpec,
+    ModelName,
     ModelSpec,
     OptimizerName,
     OptimizerSpec,
 )
+from zero_sim.shrink.size import params_of
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 NO_FOREACH = ("nadam", "radam", "asgd")
@@ -23,6 +26,14 @@ _WITH_MOMENTUM = ("sgd", "rmsprop")
 _WITH_AMSGRAD = ("adam", "adamw")
 _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 _WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
+_ENDINGS: dict[ModelName, tuple[str, str]] = {
+    "params": ("0", "1"),
+    "lattice": ("0", "1"),
+    "bit-hash": ("0", "1"),
+    "moe": ("1.linear.weight", "bias"),
+    "unusual": ("twice", "unused"),
+}
+"""Ends of names of params, by model; of all others biases and weights."""
 _SETTINGS = st.none() | st.sampled_from([0.0, 0.01])
 
 
@@ -76,11 +87,9 @@ def param_groups(draw: st.DrawFn, *, model: ModelSpec, decay: bool = True) -> tu
         model: The model.
         decay: Whether the optimizer has weight decay.
     """
-    endings = {"mlp": ("bias", "weight"), "fp8": ("bias", "weight")}.get(model.name, ("0", "1"))
-    if model.name == "moe":
-        endings = ("1.linear.weight", "bias")
-    chosen = endings[: draw(st.integers(1, 2))]
-    return tuple(
+    chosen = _ENDINGS.get(model.name, ("bias", "weight"))[: draw(st.integers(1, 2))]
+    groups = tuple(
         GroupSpec(match=ending, lr=draw(_SETTINGS), weight_decay=draw(_SETTINGS) if decay else None)
         for ending in chosen
     )
+    return matching_groups(groups, [name for name, _ in params_of(model)])

@@ -20,6 +20,7 @@ from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
 from zero_sim.scenario.conditions import why_order_matters
+from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
     ExpectSpec,
     FaultSpec,
@@ -29,6 +30,7 @@ from zero_sim.scenario.spec import (
     Scenario,
 )
 from zero_sim.scenario.unused import without_unused
+from zero_sim.shrink.size import params_of
 from zero_sim.targets import EVERYTHING, Capabilities, Target, capabilities_of, refusals
 
 RANKS_MAX = 8
@@ -139,7 +141,8 @@ def _cases(
     for feature in sorted(swarm.chosen):
         event(feature)
     scenario = replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
-    return without_unused(scenario)
+    names = [name for name, _ in params_of(model)]
+    return without_unused(with_known_names(scenario, names))
 
 
 def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:

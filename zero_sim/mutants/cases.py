@@ -14,6 +14,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from zero_sim.mutants.records import FLAGS, Flag
+from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -34,6 +35,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.scenario.unused import without_unused
+from zero_sim.shrink.size import params_of
 
 _WIDE_RANKS = (11, 12)
 _RANKS_MAX = 6
@@ -98,7 +100,8 @@ def campaign_cases(draw: st.DrawFn) -> Scenario:
     # By the seed, not by a draw of its own, which would make other cases of all.
     if scenario.run.seed % _DISTINCT_EVERY == 0:
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
-    scenario = without_unused(scenario)
+    names = [name for name, _ in params_of(model)]
+    scenario = without_unused(with_known_names(scenario, names))
     assert not check_scenario(scenario), check_scenario(scenario)
     return scenario
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zero_sim.errors import ModelError, UsageError
+from zero_sim.errors import ModelError, ScenarioError, UsageError
 from zero_sim.reference.adding import SumSpan
 from zero_sim.reference.division import Division, count_contributions
 from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
 from zero_sim.reference.quantization import decode, encode, find_scales
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer
+from zero_sim.scenario.names import check_names
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Workload, build_module
 
@@ -101,7 +102,8 @@ class Ranks:
         workload: Its workload.
 
     Raises:
-        ModelError: The module has no param to train, or not one that is to be frozen.
+        ModelError: The module has no param to train.
+        ScenarioError: It has none of a name that the scenario says something of.
     """
 
     def __init__(self, scenario: Scenario, *, workload: Workload) -> None:
@@ -115,7 +117,9 @@ class Ranks:
             )
         self._seat(shares)
         self._names = list(self.params())
-        _check_freeze(scenario, names=self._names)
+        problems = tuple(check_names(scenario, self._names))
+        if problems:
+            raise ScenarioError(scenario.name or "scenario", problems)
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
@@ -263,13 +267,3 @@ class Ranks:
             rows=sum(replay.rows for replay in replays),
         )
         return Division(how=system.divide, count=count)
-
-
-def _check_freeze(scenario: Scenario, *, names: Collection[str]) -> None:
-    for freeze in scenario.model.freeze:
-        if freeze.param not in names:
-            raise ModelError(
-                f"Expected model.freeze to name a trained param of model "
-                f"{scenario.model.name!r}, but got {freeze.param!r}. "
-                f"Try one of {', '.join(names)}."
-            )

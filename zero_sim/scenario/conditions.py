@@ -30,6 +30,8 @@ class Condition:
     message: str
     """What was expected; `{got}` stands for the value of the first field."""
     suggestion: str
+    holds_after: bool = False
+    """Whether it is asked of the case after its checkpoint, too."""
 
     def check(self, scenario: Scenario) -> Iterator[Problem]:
         """Give the problem, if the condition is broken."""
@@ -147,6 +149,7 @@ CONDITIONS = (
         message=f"expected at most {_BF16_UNITS} ranks times micro-batches, among which the units "
         "that bf16 adds exactly are shared, got more with model {got}.",
         suggestion='Try dtype = "fp32".',
+        holds_after=True,
     ),
     Condition(
         reads=("topology.order",),
@@ -233,12 +236,14 @@ CONDITIONS = (
         broken=lambda s: s.system.redundancy > 1 and s.system.stage == 0,
         message="stage 0 shards nothing that could be held in copies, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
+        holds_after=True,
     ),
     Condition(
         reads=("system.partition", "system.stage"),
         broken=lambda s: s.system.partition == "uneven" and s.system.stage == 0,
         message="stage 0 has no partition, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
+        holds_after=True,
     ),
     Condition(
         reads=("system.partition", "system.align_elems", "system.align_bytes"),
@@ -248,6 +253,7 @@ CONDITIONS = (
         ),
         message="expected no alignment, which is made by padding, got {got} with it.",
         suggestion='Leave align_elems and align_bytes out, or write partition = "padded".',
+        holds_after=True,
     ),
     Condition(
         reads=("system.divide_by", "system.divide", "system.sync"),
@@ -265,6 +271,7 @@ CONDITIONS = (
         broken=lambda s: s.system.overlap_params is True and s.system.stage == 0,
         message="stage 0 gathers no params, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
+        holds_after=True,
     ),
     Condition(
         reads=("expect.overlap_grads_min", "system.overlap_grads", "system.bucket_elems"),

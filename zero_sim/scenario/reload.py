@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from zero_sim.errors import Problem
+from zero_sim.scenario.conditions import CONDITIONS, Condition
+from zero_sim.scenario.fields import default_at, show
 from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 _PATHS = {
@@ -17,6 +20,9 @@ _PATHS = {
     "param_order": "system.param_order",
 }
 """What a reload can change: its field, and the path of what it takes the place of."""
+
+_OF_STAGE_1 = ("redundancy", "partition")
+"""What stage 0 has no use for."""
 
 
 def after_reload(scenario: Scenario) -> Scenario:
@@ -47,6 +53,46 @@ def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
         if _PATHS[name] == problem.path:
             return dataclasses.replace(problem, path=f"reload.{name}")
     return problem
+
+
+def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
+    """Check that what goes together before a checkpoint does so after it, too.
+
+    Args:
+        scenario: The case.
+    """
+    if scenario.reload is None:
+        return
+    after = after_reload(scenario)
+    for condition in CONDITIONS:
+        if condition.holds_after and not condition.broken(scenario):
+            for problem in condition.check(after):
+                placed = placed_in_reload(problem, scenario.reload)
+                if placed.path == problem.path:
+                    placed = _left_as_it_was(problem, condition, scenario.reload)
+                yield _with_what_is_used(placed, after)
+
+
+def _left_as_it_was(problem: Problem, condition: Condition, reload: ReloadSpec) -> Problem:
+    """A problem with a setting that a reload does not name, at the one that it does."""
+    made_by = next(name for name in _changed_by(reload) if _PATHS[name] in condition.reads)
+    own = next((name for name, path in _PATHS.items() if path == problem.path), None)
+    if own is None:
+        return dataclasses.replace(problem, path=f"reload.{made_by}")
+    return Problem(
+        path=f"reload.{made_by}",
+        message=f"{problem.message.removesuffix('.')}, as {problem.path} is before.",
+        suggestion=f"Write {own} = {show(default_at(problem.path))} beside it, or leave it out.",
+    )
+
+
+def _with_what_is_used(problem: Problem, after: Scenario) -> Problem:
+    if after.system.stage != 0 or problem.path not in [f"reload.{name}" for name in _OF_STAGE_1]:
+        return problem
+    fields = (field.name for field in dataclasses.fields(ReloadSpec))
+    used = ", ".join(name for name in fields if name not in _OF_STAGE_1)
+    message = f"{problem.message.removesuffix('.')}; a reload to stage 0 uses {used}."
+    return dataclasses.replace(problem, message=message)
 
 
 def _changed_by(reload: ReloadSpec | None) -> list[str]:

@@ -21,6 +21,7 @@ from zero_sim.scenario.conditions import (
 from zero_sim.scenario.costs import check_costs
 from zero_sim.scenario.expectations import check_faults, check_finding
 from zero_sim.scenario.fields import describe_value, values_at
+from zero_sim.scenario.reload import check_after_reload
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.texts import check_texts
 from zero_sim.scenario.unused import UNUSED, check_freeze_begins
@@ -292,6 +293,10 @@ def _accuracy(scenario: Scenario) -> Iterator[Problem]:
         )
 
 
+_BEFORE_AND_AFTER = (
+    "reload",
+    *(read for each in CONDITIONS if each.holds_after for read in each.reads),
+)
 RULES = (
     Rule(reads=(), check=check_texts),
     Rule(reads=tuple(LISTS), check=_lists),
@@ -309,6 +314,7 @@ RULES = (
     Rule(reads=("model.name", "expect.accuracy_min"), check=_accuracy),
     Rule(reads=("expect.finding",), check=check_finding),
     Rule(reads=("model.freeze", "run.steps"), check=check_freeze_begins),
+    Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
     *(Rule(reads=(unused.path, *unused.reads), check=unused.check) for unused in UNUSED),
     *(Rule(reads=condition.reads, check=condition.check) for condition in CONDITIONS),
 )

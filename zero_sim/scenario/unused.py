@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import default_at, describe_value
+from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import ModelName, ModelSpec, OptimizerName, OptimizerSpec, Scenario
 
 _USED_BY_MODELS: dict[str, tuple[ModelName, ...]] = {
@@ -92,8 +93,9 @@ def _value(unused: Unused, scenario: Scenario) -> object:
 
 
 def _is_set(unused: Unused, scenario: Scenario) -> bool:
-    is_default = _value(unused, scenario) == default_at(unused.path)
-    return not is_default and not unused.is_used(scenario)
+    if _value(unused, scenario) == default_at(unused.path):
+        return False
+    return not (unused.is_used(scenario) or unused.is_used(after_reload(scenario)))
 
 
 def _of_model(name: str, users: tuple[ModelName, ...]) -> Unused:
@@ -157,7 +159,7 @@ UNUSED = (
     ),
     Unused(
         path="topology.order",
-        reads=("topology.tp", "topology.cp", "topology.pp", "world.size"),
+        reads=("topology.tp", "topology.cp", "topology.pp", "world.size", "reload"),
         is_used=lambda scenario: _axes(scenario) > 1,
         why=lambda scenario: (
             "expected two of tp, cp, pp and dp to be more than 1, for axes to have an order",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import GroupSpec, ModelSpec, ReloadSpec, Scenario, TopologySpec
 from zero_sim.scenario.unused import without_unused
 from zero_sim.shrink.size import params_of
@@ -122,7 +123,8 @@ def with_model(
         for each in scenario.model.freeze
         if each.param in heirs
     )
-    groups = tuple(_regrouped(scenario.optimizer.groups, before, heirs))
+    regrouped = _regrouped(scenario.optimizer.groups, before, heirs)
+    groups = matching_groups(regrouped, list(heirs.values()))
     topology = replace(
         scenario.topology,
         shared=_renamed(scenario.topology.shared, before, heirs),

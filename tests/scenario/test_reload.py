@@ -1,0 +1,91 @@
+"""What a case says of the world after its checkpoint is held to the rules of any world."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+
+
+def case(*, reload, **parts):
+    return Scenario(
+        schema=1,
+        world=WorldSpec(size=4),
+        run=RunSpec(steps=2),
+        reload=ReloadSpec(step=1, **reload),
+        **({"model": ModelSpec(name="mlp")} | parts),
+    )
+
+
+SET_AFTER = {
+    "reload.redundancy": case(system=SystemSpec(stage=0), reload={"redundancy": 2}),
+    "reload.partition": case(reload={"stage": 0, "partition": "uneven"}),
+}
+LEFT_AS_IT_WAS = {
+    "Write redundancy = 1 beside it": case(system=SystemSpec(redundancy=2), reload={"stage": 0}),
+    "Write partition = 'padded' beside it": case(
+        system=SystemSpec(partition="uneven"), reload={"stage": 0}
+    ),
+    "Leave it out, or write stage = 1.": case(
+        system=SystemSpec(overlap_params=True), reload={"stage": 0}
+    ),
+}
+BIT_HASH = ModelSpec(name="bit-hash", dtype="bf16", shapes=((4,),))
+SOUND = [
+    case(reload={"stage": 0, "redundancy": 1, "partition": "padded"}),
+    case(system=SystemSpec(stage=0), reload={"stage": 1, "redundancy": 2}),
+    case(system=SystemSpec(redundancy=2), reload={"stage": 0, "redundancy": 1}),
+    case(model=BIT_HASH, reload={"world_size": 256}),
+]
+
+
+@pytest.mark.parametrize("path", SET_AFTER)
+def test_what_the_stage_after_it_has_no_use_for_is_refused_with_what_it_uses(path):
+    (problem,) = check_scenario(SET_AFTER[path])
+    assert problem.path == path
+    assert "a reload to stage 0 uses step, form, weights_only, world_size" in problem.message
+
+
+@pytest.mark.parametrize("suggestion", LEFT_AS_IT_WAS)
+def test_what_it_leaves_as_it_was_is_refused_at_what_it_changes(suggestion):
+    (problem,) = check_scenario(LEFT_AS_IT_WAS[suggestion])
+    assert problem.path == "reload.stage"
+    assert problem.suggestion.startswith(suggestion)
+
+
+def test_alignment_and_uneven_shards_do_not_go_together_after_it_either():
+    scenario = case(system=SystemSpec(align_elems=4), reload={"partition": "uneven"})
+    assert [problem.path for problem in check_scenario(scenario)] == ["reload.partition"]
+
+
+def test_no_more_ranks_after_it_than_a_model_can_add_for():
+    scenario = case(model=BIT_HASH, reload={"world_size": 257})
+    assert [problem.path for problem in check_scenario(scenario)] == ["reload.world_size"]
+
+
+@pytest.mark.parametrize("scenario", SOUND)
+def test_what_the_world_after_it_uses_is_not_refused(scenario):
+    assert check_scenario(scenario) == []
+
+
+def test_a_setting_that_only_the_world_after_it_uses_is_used():
+    """With tp = 2 of two ranks there is one axis, of four there are two."""
+    topology = TopologySpec(tp=2, order="dp-tp-cp-pp")
+    scenario = Scenario(
+        schema=1,
+        model=ModelSpec(name="mlp"),
+        world=WorldSpec(size=2),
+        topology=topology,
+        run=RunSpec(steps=2),
+        reload=ReloadSpec(step=1, world_size=4),
+    )
+    assert check_scenario(scenario) == []

@@ -1,0 +1,101 @@
+"""Names of params in a scenario, held against those that its model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from zero_sim.errors import Problem
+from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.spec import GroupSpec, Scenario
+
+_NAMES_SHOWN = 12
+
+
+def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]:
+    """Check that all that a case says of params by their names is said of some.
+
+    Args:
+        scenario: A valid case.
+        names: Of all params that its model trains, on any rank.
+    """
+    known = _some(names)
+    for index, freeze in enumerate(scenario.model.freeze):
+        if freeze.param not in names:
+            yield Problem(
+                path=f"model.freeze[{index}].param",
+                message=f"expected the name of a param that the model trains, got "
+                f"{describe_value(freeze.param)}.",
+                suggestion=f"Try one of {known}.",
+            )
+    left = list(names)
+    for index, group in enumerate(scenario.optimizer.groups):
+        matched = {name for name in names if name.endswith(group.match)}
+        if matched.isdisjoint(left):
+            taken = "groups before it have all that do" if matched else "no name does"
+            yield Problem(
+                path=f"optimizer.groups[{index}].match",
+                message="expected the end of the name of a param that the model trains and that no "
+                f"group before it has, got {describe_value(group.match)}; {taken}.",
+                suggestion=f"Leave the group out, or try the end of one of {_some(left)}."
+                if left
+                else "Leave the group out.",
+            )
+        left = [name for name in left if name not in matched]
+    for field in ("shared", "tied"):
+        for index, ending in enumerate(getattr(scenario.topology, field)):
+            if not any(name.endswith(ending) for name in names):
+                yield Problem(
+                    path=f"topology.{field}[{index}]",
+                    message="expected the end of the name of a param that the model trains, got "
+                    f"{describe_value(ending)}.",
+                    suggestion=f"Leave it out, or try the end of one of {known}.",
+                )
+
+
+def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
+    """The case without what it says of params that its model does not train.
+
+    Args:
+        scenario: A case.
+        names: Of all params that its model trains, on any rank.
+    """
+    topology = replace(
+        scenario.topology,
+        shared=_known(scenario.topology.shared, names),
+        tied=_known(scenario.topology.tied, names),
+    )
+    freeze = tuple(each for each in scenario.model.freeze if each.param in names)
+    groups = matching_groups(scenario.optimizer.groups, names)
+    return replace(
+        scenario,
+        model=replace(scenario.model, freeze=freeze),
+        optimizer=replace(scenario.optimizer, groups=groups),
+        topology=topology,
+    )
+
+
+def matching_groups(groups: Sequence[GroupSpec], names: Collection[str]) -> tuple[GroupSpec, ...]:
+    """The param groups that have a param, each param being in the first one that matches.
+
+    Args:
+        groups: In order.
+        names: Of the params.
+    """
+    kept, left = [], set(names)
+    for group in groups:
+        matched = {name for name in left if name.endswith(group.match)}
+        if matched:
+            kept.append(group)
+        left -= matched
+    return tuple(kept)
+
+
+def _known(endings: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
+    return tuple(e for e in endings if any(name.endswith(e) for name in names))
+
+
+def _some(names: Collection[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    some = ", ".join(list(names)[:_NAMES_SHOWN])
+    return f"{some} and {more} more" if more > 0 else some
