@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from zero_sim.sim import meshes
 from zero_sim.sim.facade import present_devices
 from zero_sim.sim.process_group import SimProcessGroup
+from zero_sim.sim.torch_stores import StoreWaits
 
 
 class RankState(threading.local):
@@ -38,9 +39,11 @@ class RankState(threading.local):
     join: Callable[[], None] | None = None
     make_group: Callable[[str, list[int], int], SimProcessGroup] | None = None
     announce: Callable[[str, list[int]], None] | None = None
+    stores: StoreWaits | None = None
 
     def forget(self) -> None:
         """Be no rank any more."""
+        self.stores = None
         self.rank = self.leave = self.c10d_world = None
         self.join = self.make_group = self.announce = None
 
@@ -256,6 +259,7 @@ def enter_rank_thread(
     join: Callable[[], None],
     make_group: Callable[[str, list[int], int], SimProcessGroup],
     announce: Callable[[str, list[int]], None],
+    stores: StoreWaits,
 ) -> None:
     """Make the calling thread a rank: its own c10d state, and autograd's work done in place."""
     torch.autograd.set_multithreading_enabled(False)
@@ -265,6 +269,7 @@ def enter_rank_thread(
     rank_state.join = join
     rank_state.make_group = make_group
     rank_state.announce = announce
+    rank_state.stores = stores
     meshes.begin_program()
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from torch.distributed import distributed_c10d as torch_c10d
 
 from zero_sim.errors import UsageError
-from zero_sim.sim import profilers
+from zero_sim.sim import profilers, torch_stores
 from zero_sim.sim.c10d import rank_state
 
 _forked_by: int | None = None
@@ -122,6 +122,7 @@ def install() -> None:
         os._exit = _exit
         torch_c10d._get_default_group = _get_default_group
         profilers.install(lambda: rank_state.rank)
+        torch_stores.install(rank_state)
 
 
 def uninstall() -> None:
@@ -134,3 +135,4 @@ def uninstall() -> None:
         os._exit = _originals["_exit"]
         torch_c10d._get_default_group = _originals["_get_default_group"]
         profilers.uninstall()
+        torch_stores.uninstall()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from zero_sim.sim.failures import BadArgument, TimedOut
 
@@ -82,6 +82,32 @@ class StoreTimedOut(TimedOut, DistStoreError):
 def store_timed_out(error: TimedOut, keys: Sequence[str]) -> StoreTimedOut:
     """What a rank gets whose time was over in a wait for keys, in torch's words."""
     message = f"wait timeout after {error.seconds * 1000:g}ms, keys: {', '.join(keys)}"
+    return StoreTimedOut(
+        error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
+    )
+
+
+class ConnectTimedOut(TimedOut, DistNetworkError):
+    """A rank's time-out was over before anybody listened where it wants to connect."""
+
+
+def connect_timed_out(error: TimedOut, host: str, port: int) -> ConnectTimedOut:
+    """What a rank gets that finds nobody at an address, in torch's words."""
+    message = (
+        f"The client socket has timed out after {error.seconds * 1000:g}ms while trying to "
+        f"connect to ({host}, {port})."
+    )
+    return ConnectTimedOut(
+        error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
+    )
+
+
+def clients_timed_out(error: TimedOut, joined: int, count: int) -> StoreTimedOut:
+    """What a rank gets to whose store not all have come that it waits for, in torch's words."""
+    message = (
+        f"Timed out after {error.seconds:g} seconds waiting for clients. {joined}/{count} clients "
+        "joined."
+    )
     return StoreTimedOut(
         error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
     )

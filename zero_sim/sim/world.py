@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import c10d, outside, profilers
-from zero_sim.sim.baton import Baton, RankLocal
+from zero_sim.sim.baton import Awaited, Baton, RankLocal
 from zero_sim.sim.callsite import here, program_traceback, raising_site, site_of
 from zero_sim.sim.cluster import SimCluster
 from zero_sim.sim.failures import RankEnded, RankFailed, RankStalled, WorldFailure
@@ -29,8 +29,9 @@ from zero_sim.sim.races import RaceDetector
 from zero_sim.sim.randomness import Randomness
 from zero_sim.sim.run import Run
 from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
-from zero_sim.sim.store import KeyWait, SimStore
+from zero_sim.sim.store import SimStore
 from zero_sim.sim.timing import TIMINGS, Timing
+from zero_sim.sim.torch_stores import StoreWaits
 
 WORLD_SIZE_MAX = 4096
 _UNWIND_SECONDS = 10.0
@@ -123,6 +124,11 @@ class World:
         self._process_state = ProcessState()
         self._gates = [threading.Lock() for _ in range(world_size)]
         self._store = SimStore(self._wait_in_store, lambda waited: self._baton.finish(waited))
+        self._torch_stores = StoreWaits(
+            wait=self._wait_in_store,
+            poll=self._poll_store,
+            wake=lambda waited: self._baton.finish(waited),
+        )
         self._program: Callable[[int], Any] | None = None
         self._results: list[Any] = []
         self._closed = False
@@ -230,6 +236,7 @@ class World:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         self._run = self._cluster.run = self._new_run()
         self._store.clear()
+        self._torch_stores.begin()
         # Names of groups depend on the program, so only the default group outlives it.
         self._groups = {
             name: group for name, group in self._groups.items() if name == DEFAULT_GROUP
@@ -347,6 +354,7 @@ class World:
             join=lambda: self._join_as_asked(rank),
             make_group=lambda name, ranks, group_rank: self._make_group(name, ranks, group_rank),
             announce=lambda name, ranks: self._announce_group(rank, name, ranks),
+            stores=self._torch_stores,
         )
         while True:
             self._gates[rank].acquire()
@@ -438,10 +446,15 @@ class World:
         failure.__cause__ = error
         return self._run.fail(failure)
 
-    def _wait_in_store(self, waited: KeyWait, site: str, timeout_seconds: float | None) -> None:
+    def _wait_in_store(self, waited: Awaited, site: str, timeout_seconds: float | None) -> None:
         baton = self._baton
         baton.advance()
         baton.wait_for(baton.holder, waited, site, timeout_seconds=timeout_seconds)
+
+    def _poll_store(self, waited: Awaited, site: str) -> None:
+        baton = self._baton
+        baton.advance()
+        baton.poll(baton.holder, waited, site)
 
     def _await_end(self) -> None:
         """Wait until every rank has ended; a rank that never lets go is interrupted and named."""

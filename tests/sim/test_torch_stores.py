@@ -1,0 +1,207 @@
+"""Stores of torch that a rank makes itself: what waits in one lets the other ranks run."""
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.sim import Deadlock, World
+
+SECOND = timedelta(seconds=1)
+KINDS = ("hash", "file", "tcp", "prefix")
+
+
+@pytest.fixture(params=KINDS)
+def shared_store(request, tmp_path):
+    """What gives each of two ranks a store of one kind that they share."""
+    shared = dist.HashStore()
+    tcp = dist.TCPStore("localhost", 0, None, True) if request.param == "tcp" else None
+
+    def open_store():
+        if request.param == "file":
+            return dist.FileStore(str(tmp_path / "store"), 2)
+        if tcp is not None:
+            return dist.TCPStore("localhost", tcp.port, None, False)
+        return dist.PrefixStore("a", shared) if request.param == "prefix" else shared
+
+    return open_store
+
+
+def test_a_rank_that_gets_a_key_waits_for_the_rank_that_sets_it(world_of, shared_store):
+    def program(rank):
+        store = shared_store()
+        if rank == 0:
+            return store.get("key")
+        store.set("key", "value")
+        return b"set"
+
+    assert world_of(2).run(program) == [b"value", b"set"]
+
+
+def test_a_wait_for_several_keys_ends_with_the_last_of_them(world_of, shared_store):
+    order = []
+
+    def program(rank):
+        store = shared_store()
+        if rank == 0:
+            store.wait(["a", "b"])
+            order.append("waited")
+            return store.multi_get(["a", "b"])
+        store.set("a", "1")
+        dist.barrier(dist.new_group([1], use_local_synchronization=True))
+        order.append("sets b")
+        store.multi_set(["b"], ["2"])
+        return None
+
+    assert world_of(2).run(program)[0] == [b"1", b"2"]
+    assert order == ["sets b", "waited"]
+
+
+def test_a_barrier_of_a_store_waits_for_all(world_of, shared_store):
+    came = []
+
+    def program(rank):
+        store = shared_store()
+        came.append(rank)
+        store.barrier("here", 2)
+        return len(came)
+
+    assert world_of(2).run(program) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda store: store.check(["key"]),
+        lambda store: store.add("count", 0) == 1,
+        lambda store: store.compare_set("key", "value", "taken") == b"taken",
+    ],
+)
+def test_a_rank_that_asks_in_a_loop_lets_the_others_run(world_of, shared_store, ask):
+    def program(rank):
+        store = shared_store()
+        if rank == 0:
+            while not ask(store):
+                pass
+        else:
+            store.add("count", 1)
+            store.set("key", "value")
+
+    world_of(2).run(program)
+
+
+def test_a_rank_that_asks_in_a_loop_for_what_nobody_sets_is_a_deadlock(world_of, shared_store):
+    def program(rank):
+        store = shared_store()
+        while rank == 0 and not store.check(["key"]):
+            pass
+
+    with pytest.raises(Deadlock, match=r"rank 0: asks whether key 'key' of a .*Store is set at"):
+        world_of(2).run(program)
+
+
+def test_queues_wait_for_what_another_rank_pushes(world_of):
+    store = dist.HashStore()
+
+    def program(rank):
+        if rank == 2:
+            store.queue_push("queue", "first")
+            store.queue_push("queue", "second")
+            return b""
+        return store.queue_pop("queue")
+
+    assert sorted(world_of(3).run(program)) == [b"", b"first", b"second"]
+
+
+def test_a_wait_times_out_in_the_time_of_its_store(world_of, shared_store):
+    def program(rank):
+        store = shared_store()
+        store.set_timeout(SECOND)
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="wait timeout after 1000ms, keys: key"):
+                store.get("key")
+            with pytest.raises(RuntimeError, match="wait timeout after 2000ms, keys: key"):
+                store.wait(["key"], 2 * SECOND)
+            with pytest.raises(RuntimeError, match="wait timeout after 1000ms, keys: here"):
+                store.barrier("here", 2)
+
+    world_of(2).run(program)
+
+
+def test_a_time_out_that_nobody_catches_is_the_deadlock(world_of, shared_store):
+    def program(rank):
+        if rank == 0:
+            shared_store().get("key")
+
+    with pytest.raises(Deadlock, match=r"rank 0: waits for key 'key' of a .*Store at "):
+        world_of(2).run(program)
+
+
+def test_a_tcp_store_waits_for_its_clients_and_they_for_it(world_of):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+
+    def program(rank):
+        # Rank 0 comes first, and finds nobody there.
+        store = dist.TCPStore("localhost", port, 2, is_master=rank == 1)
+        kept.append(store)
+        store.set(str(rank), "here")
+        return store.get(str(1 - rank))
+
+    kept = []  # Who ends first would take the store away.
+    assert world_of(2).run(program) == [b"here", b"here"]
+
+
+def test_a_tcp_store_times_out_without_its_clients(world_of):
+    def program(rank):
+        if rank:
+            return
+        with pytest.raises(
+            dist.DistStoreError, match=r"1 seconds waiting for clients. 1/2 clients"
+        ):
+            dist.TCPStore("localhost", 0, 2, True, SECOND)
+        with pytest.raises(dist.DistNetworkError, match="timed out after 1000ms while trying"):
+            dist.TCPStore("localhost", 1, 2, False, SECOND)
+
+    world_of(2).run(program)
+
+
+def test_a_thread_that_a_rank_started_may_end_its_wait(world_of):
+    store = dist.HashStore()
+
+    def program(rank):
+        go = threading.Event()
+        setter = threading.Thread(target=lambda: (go.wait(), store.set(f"key{rank}", "value")))
+        setter.start()
+        go.set()
+        value = store.get(f"key{rank}")
+        setter.join()
+        return value
+
+    assert world_of(2).run(program) == [b"value", b"value"]
+
+
+def test_torch_has_its_own_methods_back_when_the_last_world_closes():
+    before = {name: getattr(dist.Store, name) for name in ("get", "set", "wait", "barrier")}
+    connect = dist.TCPStore.__init__
+    with World(1):
+        pass
+    assert {name: getattr(dist.Store, name) for name in before} == before
+    assert dist.TCPStore.__init__ == connect
+
+
+def test_a_group_may_be_made_with_a_store_of_torch(world_of, tmp_path):
+    def program(rank):
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        store.set(f"{rank}", "done")
+        store.wait(["0", "1"])
+        return total.item()
+
+    assert world_of(2).run(program) == [2.0, 2.0]
