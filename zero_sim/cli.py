@@ -167,13 +167,14 @@ def main() -> None:
     "--trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write a Chrome trace: a file for one case, a folder for several.",
+    help="Write a Chrome trace: a file for one case, a folder for several; to a pipe only where "
+    "somebody reads it.",
 )
 @click.option(
     "--junit",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write JUnit XML, for CI services.",
+    help="Write JUnit XML, for CI services; to a pipe only where somebody reads it.",
 )
 @click.option(
     "--stall-seconds",
@@ -331,7 +332,8 @@ def replay(
     "--chrome",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Chrome trace, for Perfetto; compressed where FILE ends in .gz.",
+    help="Chrome trace, for Perfetto; compressed where FILE ends in .gz. To a pipe only where "
+    "somebody reads it.",
 )
 @click.option(
     "--flight-recorder",

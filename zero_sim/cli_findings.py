@@ -63,7 +63,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
     default=Path("zero-sim.html"),
     show_default=True,
     metavar="FILE",
-    help="The page.",
+    help="The page; a pipe is written to only where somebody reads it.",
 )
 def report(names: tuple[str, ...], bundles: Path, output: Path) -> None:
     """Write one self-contained HTML page about some bundles; about all, if none is named."""

@@ -79,8 +79,8 @@ class _Shard(click.ParamType):
     "--corpus",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep everything in DIR, and go on from what is there.  [default: a folder by target and "
-    f"seed in {DEFAULT_CORPUS}, begun anew]",
+    help="Keep everything in DIR, and go on from what is there; a link in it is refused.  "
+    f"[default: a folder by target and seed in {DEFAULT_CORPUS}, begun anew]",
 )
 @click.option("--pairs", is_flag=True, help="Also show which pairs of layout features were met.")
 @json_option

@@ -59,7 +59,7 @@ DEFAULT_SECONDS = 60.0
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the smaller case as a scenario file, too.",
+    help="Write the smaller case as a scenario file, too; to a pipe only where somebody reads it.",
 )
 @json_option
 @click.pass_context

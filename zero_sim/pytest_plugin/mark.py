@@ -14,7 +14,7 @@ import pytest
 MARK = "world_size"
 WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
 _HINT = f"Try @pytest.mark.{MARK}(4)."
-_KINDS: Mapping[str, tuple[str, tuple[type[Any], ...]]] = {
+KINDS: Mapping[str, tuple[str, tuple[type[Any], ...]]] = {
     "order": ("a name", (str,)),
     "schedule": ("a name or a recipe", (object,)),
     "timing": ("a name", (str,)),
@@ -85,9 +85,9 @@ def _closest(item: pytest.Item) -> list[pytest.Mark]:
 def _read(item: pytest.Item, mark: pytest.Mark) -> Wanted:
     got = _show(mark)
     for name, value in mark.kwargs.items():
-        if name not in _KINDS:
+        if name not in KINDS:
             raise Refused(item, f"{got}: there is no setting {name!r}{_meant(name)}")
-        expected, kinds = _KINDS[name]
+        expected, kinds = KINDS[name]
         # A bool is an int to Python, but no seed.
         if not isinstance(value, kinds) or (isinstance(value, bool) and int in kinds):
             raise Refused(item, f"{got}: expected {name} to be {expected}, got {value!r}.")
@@ -102,10 +102,10 @@ def _read(item: pytest.Item, mark: pytest.Mark) -> Wanted:
 
 
 def _meant(name: str) -> str:
-    known = ", ".join(_KINDS)
+    known = ", ".join(KINDS)
     if name in _SIZE_WORDS:
         return f". The number of ranks comes first and without a name. {_HINT}"
-    near = difflib.get_close_matches(name.lower(), list(_KINDS), n=1)
+    near = difflib.get_close_matches(name.lower(), list(KINDS), n=1)
     return f"; did you mean {near[0]!r}? It takes {known}." if near else f". It takes {known}."
 
 

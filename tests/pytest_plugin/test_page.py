@@ -1,0 +1,21 @@
+"""The page on tests of ranks shows tests that pass, and every setting of the mark."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zero_sim.pytest_plugin.mark import KINDS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tests-on-ranks.md").read_text()
+
+
+def test_the_tests_that_it_shows_pass(pytester, run):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    pytester.makepyfile(code)
+    run().assert_outcomes(passed=4, skipped=1)
+
+
+def test_it_says_of_every_setting_what_processes_make_of_it():
+    rows = re.findall(r"^\| (`.*?) \|", PAGE, flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(KINDS)
