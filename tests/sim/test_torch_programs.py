@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from zero_sim.sim import ContractViolation
 
@@ -169,3 +171,34 @@ def test_a_work_that_a_program_drops_is_to_be_waited_for(world_of, timing):
 
     with pytest.raises(ContractViolation, match="without having waited for 1 asynchronous call"):
         world_of(2, timing=timing).run(program)
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [_Mode, lambda: torch.device("cpu")])
+def test_under_a_function_mode_a_work_is_whose_it_was(world_of, mode):
+    """Functions of c10d go through such modes, so that frames of these lie in between."""
+    from torch.distributed.algorithms.join import Join
+
+    def joining(rank):
+        with mode():
+            model = DistributedDataParallel(torch.nn.Linear(1, 1))
+            with Join([model]):
+                for _ in range(2 + rank):
+                    model.zero_grad()
+                    model(torch.ones(1, 1)).sum().backward()
+        return model.module.bias.grad.item()
+
+    # The last step of rank 1 alone is divided by two, as if the other had added zeros.
+    assert world_of(2).run(joining) == [1.0, 0.5]
+
+    def dropping(rank):
+        with mode():
+            dist.all_reduce(torch.zeros(3), async_op=True)
+            dist.barrier()
+
+    with pytest.raises(ContractViolation, match="without having waited for 1 asynchronous call"):
+        world_of(2).run(dropping)

@@ -50,7 +50,11 @@ def call_site() -> tuple[str, int]:
     return unnamed
 
 
-_FACES = (join(_TORCH, "distributed", "distributed_c10d.py"), join(_TORCH, "distributed", "c10d_"))
+_FACES = (
+    join(_TORCH, "distributed", "distributed_c10d.py"),
+    join(_TORCH, "distributed", "c10d_"),
+    join(_TORCH, "overrides.py"),
+)
 """Where torch's functions for programs stand, and what wraps them."""
 
 
@@ -58,8 +62,11 @@ def is_of_torch() -> bool:
     """Whether the running call was made by torch's own code, and not by a program through it."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not (name.startswith((_HERE, "<", *_FACES)) or basename(name) in _WRAPPERS):
+        code = frame.f_code
+        name = code.co_filename
+        # A mode, anybody's, that c10d's functions go through hands on what others call.
+        is_between = code.co_name == "__torch_function__" or basename(name) in _WRAPPERS
+        if not (is_between or name.startswith((_HERE, "<", *_FACES))):
             return name.startswith(_TORCH)
         frame = frame.f_back
     return False
