@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from zero_sim.errors import UsageError
-from zero_sim.sim import ContractViolation, RankFailed
+from zero_sim.sim import ContractViolation, RankFailed, World
 
 
 def test_a_thread_that_a_rank_starts_is_told_that_it_is_none(world_of):
@@ -17,7 +18,56 @@ def test_a_thread_that_a_rank_starts_is_told_that_it_is_none(world_of):
 
     with pytest.raises(RankFailed, match="is no rank: while a") as failure:
         world_of(2).run(program)
-    assert isinstance(failure.value.error, ValueError)
+    assert isinstance(failure.value.error, UsageError)
+
+
+def test_a_thread_that_a_rank_starts_sees_its_groups(world_of):
+    def look():
+        return dist.is_initialized(), dist.get_rank(), dist.get_world_size()
+
+    def look_from_another():
+        return asyncio.run(asyncio.to_thread(look))
+
+    def program(rank):
+        dist.barrier()
+        return asyncio.run(asyncio.to_thread(look_from_another))
+
+    assert world_of(2).run(program) == [(True, 0, 2), (True, 1, 2)]
+    assert asyncio.run(asyncio.to_thread(dist.is_initialized)) is False
+
+
+def test_what_a_thread_is_refused_ends_the_world_though_nobody_looks(world_of):
+    def program(rank):
+        if rank == 1:
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(dist.all_reduce, torch.ones(1))
+
+    with pytest.raises(RankFailed, match=r"rank 1 raised UsageError: This thread, .* is no rank"):
+        world_of(2).run(program)
+    assert world_of(2).run(lambda rank: rank) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*async_save:UserWarning")
+def test_a_checkpoint_is_not_written_by_each_rank_as_if_it_were_alone(world_of, tmp_path):
+    """DCP's asynchronous save asks in a thread of its own whether there are groups."""
+    from torch.distributed.checkpoint import async_save
+
+    def program(rank):
+        saved = async_save({"rank": torch.tensor(rank)}, checkpoint_id=tmp_path / "saved")
+        saved.result()
+
+    with pytest.raises(RankFailed, match="is no rank: while a"):
+        world_of(2).run(program)
+
+
+def test_a_thread_cannot_make_the_default_group_of_its_rank():
+    world = World(2, initialized=False)
+
+    def program(rank):
+        asyncio.run(asyncio.to_thread(dist.init_process_group, "gloo"))
+
+    with world, pytest.raises(RankFailed, match="is no rank: while a"):
+        world.run(program)
 
 
 def test_a_thread_that_was_handed_a_group_is_told_too(world_of):

@@ -2,10 +2,11 @@
 
 [Note: rank-local c10d]
 torch keeps one "world" (default group, group names, tags) per process. While any simulated world is
-open, that object is replaced by one that looks up the running thread: a rank thread sees its own,
-every other thread sees the original. Two functions are wrapped the same way: inside a rank,
-`init_process_group` joins the simulated world whatever backend it names, and groups asked for with
-`backend="gloo"` or `"nccl"` are simulated ones. Checked against torch 2.13.
+open, that object is replaced by one that looks up the running thread: a rank thread and the threads
+that it starts see the rank's own, every other thread sees the original. Two functions are wrapped
+the same way: inside a rank, `init_process_group` joins the simulated world whatever backend it
+names, and groups asked for with `backend="gloo"` or `"nccl"` are simulated ones. Checked against
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,33 +24,12 @@ from torch._C import _distributed_c10d as c_bindings
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
+from zero_sim.errors import UsageError
 from zero_sim.sim import meshes
 from zero_sim.sim.facade import present_devices
 from zero_sim.sim.process_group import SimProcessGroup
+from zero_sim.sim.rank_threads import no_rank, rank_state, start_thread, starter
 from zero_sim.sim.torch_stores import StoreWaits
-
-
-class RankState(threading.local):
-    """Which rank the running thread is, if it is one."""
-
-    rank: int | None = None
-    leave: Callable[[int], None] | None = None
-    """Ends the world because the rank would end the process with a status."""
-    c10d_world: RankC10dWorld | None = None
-    join: Callable[[], None] | None = None
-    make_group: Callable[[str, list[int], int], SimProcessGroup] | None = None
-    announce: Callable[[str, list[int]], None] | None = None
-    stores: StoreWaits | None = None
-
-    def forget(self) -> None:
-        """Be no rank any more."""
-        self.stores = None
-        self.rank = self.leave = self.c10d_world = None
-        self.join = self.make_group = self.announce = None
-
-
-rank_state = RankState()
-"""The running thread's rank; empty in a thread that is no rank."""
 
 
 class RankC10dWorld:
@@ -90,10 +70,17 @@ class _ThreadWorld:
         object.__setattr__(self, "_original", original)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(rank_state.c10d_world or self._original, name)
+        return getattr(self._running(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(rank_state.c10d_world or self._original, name, value)
+        setattr(self._running(), name, value)
+
+    def _running(self) -> Any:
+        if rank_state.c10d_world is not None:
+            return rank_state.c10d_world
+        by = starter()
+        # A process's threads see its groups; what they do with these is refused where they do it.
+        return self._original if by is None else by.c10d_world
 
 
 def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
@@ -119,6 +106,8 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if starter() is not None:
+            raise UsageError(no_rank())
         if rank_state.join is None:
             return original(*args, **kwargs)
         asked = signature.bind(*args, **kwargs).arguments
@@ -227,6 +216,8 @@ def install() -> None:
         _originals.update(
             world=c10d._world, init=c10d.init_process_group, helper=c10d._new_process_group_helper
         )
+        _originals["start"] = threading.Thread.start
+        threading.Thread.start = start_thread(_originals["start"])
         c10d._world = _ThreadWorld(c10d._world)  # pyrefly: ignore [bad-assignment]
         c10d._new_process_group_helper = _wrap_helper(_originals["helper"])
         wrapped = _wrap_init(_originals["init"])
@@ -244,6 +235,7 @@ def uninstall() -> None:
         _open_count -= 1
         if _open_count:
             return
+        threading.Thread.start = _originals["start"]
         c10d._world = _originals["world"]
         c10d._new_process_group_helper = _originals["helper"]
         c10d.init_process_group = dist.init_process_group = _originals["init"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zero_sim.errors import UsageError
 from zero_sim.sim.callsite import call_site, here, is_of_torch, site_of
 from zero_sim.sim.collectives import IN_PLACE, SPARSE, Call
 from zero_sim.sim.failures import WorldFailure
@@ -17,6 +18,7 @@ from zero_sim.sim.log import CollectiveRecord
 from zero_sim.sim.meeting import DEFAULT_GROUP, Group, Message, deliver
 from zero_sim.sim.outside import running_rank
 from zero_sim.sim.races import unwatched
+from zero_sim.sim.rank_threads import starter
 from zero_sim.sim.run import Run
 from zero_sim.sim.work import Leg, SimWork
 
@@ -95,7 +97,12 @@ class SimCluster:
             ContractViolation: It is another rank's.
             UsageError: The thread that calls is no rank.
         """
-        caller = running_rank()
+        try:
+            caller = running_rank()
+        except UsageError as error:
+            if (by := starter()) is not None and by.run is self.run:
+                self.run.refuse(by.rank, error)
+            raise
         if caller != rank:
             raise self.run.fail(foreign_group(caller, rank, group.label, f"{kind} at {here()}"))
 

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as torch_c10d
 
 from zero_sim.errors import UsageError
 from zero_sim.sim import profilers, torch_stores
-from zero_sim.sim.c10d import rank_state
+from zero_sim.sim.rank_threads import no_rank, rank_state
 
 _forked_by: int | None = None
 """In a process that a rank forked, that rank."""
@@ -86,16 +86,7 @@ def _get_default_group() -> Any:
         check_not_forked()
         if rank_state.rank is not None or threading.current_thread() is threading.main_thread():
             raise
-        raise ValueError(f"{error} {_no_rank()}") from error
-
-
-def _no_rank() -> str:
-    return (
-        f"This thread, {threading.current_thread().name!r}, is no rank: while a zero_sim.World "
-        "runs, a rank is a thread, and one that it starts (threading.Thread, asyncio.to_thread, an "
-        "executor) has no groups. Call torch.distributed in the rank's own thread, and hand "
-        "results over."
-    )
+        raise ValueError(f"{error} {no_rank()}") from error
 
 
 def running_rank() -> int:
@@ -106,7 +97,7 @@ def running_rank() -> int:
     """
     if rank_state.rank is None:
         check_not_forked()
-        raise UsageError(_no_rank())
+        raise UsageError(no_rank())
     return rank_state.rank
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 
+from zero_sim.errors import UsageError
 from zero_sim.sim.baton import Baton
-from zero_sim.sim.failures import ContractViolation, WorldFailure
+from zero_sim.sim.callsite import hide_simulator
+from zero_sim.sim.failures import ContractViolation, RankFailed, WorldFailure
 from zero_sim.sim.faults import Injector
 from zero_sim.sim.flight import Flights
 from zero_sim.sim.groups import GroupBook
@@ -28,6 +31,23 @@ class Run:
     races: bool
     book: GroupBook = field(default_factory=GroupBook)
     promises: Promises = field(default_factory=Promises)
+    _refused: list[tuple[int, UsageError]] = field(default_factory=list)
+
+    def refuse(self, rank: int, error: UsageError) -> None:
+        """Note what a thread that a rank started was refused, since nobody may look at its error.
+
+        Args:
+            rank: The rank.
+            error: What was raised in the thread.
+        """
+        self._refused.append((rank, error))
+
+    def check_threads(self) -> None:
+        """Fail where a thread of a rank was refused something, which a process's would have had."""
+        if self.baton.failure is None and self._refused:
+            rank, error = self._refused[0]
+            hide_simulator(error)
+            self.fail(RankFailed(rank, error, "".join(traceback.format_exception(error))))
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
         """End the world; a violation of the contract is told the last calls of its ranks."""

@@ -257,6 +257,7 @@ class World:
             self._run.injector.close()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
+        self._run.check_threads()
         if self.strict:
             self._run.check_ended(group_count=len(self._groups))
         if self._baton.failure is not None:
@@ -367,6 +368,7 @@ class World:
         try:
             try:
                 baton.enter(rank)
+                c10d.rank_state.run = self._run
                 c10d.use_one_compute_thread()
                 if self.initialized:
                     self._join(rank)
