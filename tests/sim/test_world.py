@@ -3,13 +3,14 @@
 import random
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.errors import UsageError
+from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.sim import ContractViolation, Deadlock, RankFailed, RankStalled, World
 from zero_sim.sim.baton import Baton
 
@@ -337,3 +338,20 @@ def test_the_group_is_the_programs_to_make(world_of):
     assert world.run(program) == world.run(program) == [(False, True, 2.0)] * 2
     world.configure(initialized=True)
     assert world.run(lambda rank: dist.is_initialized()) == [True, True]
+
+
+def test_threads_that_cannot_be_started_are_a_problem_of_the_machine(monkeypatch):
+    """Those that could be are ended, and torch is left as it was."""
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_two(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(EnvironmentProblem, match=r"expected to start 4 threads.* after 2 of them"):
+        World(4)
+    assert not any(thread.is_alive() for thread in started)
+    assert not dist.is_initialized()

@@ -270,7 +270,9 @@ class World:
             return
         self._closed = True
         for gate in self._gates:
-            gate.release()
+            # Open where a thread that was to wait there could not be started.
+            if gate.locked():
+                gate.release()
         for thread in self._threads:
             thread.join(_UNWIND_SECONDS)
         outside.uninstall()
