@@ -26,7 +26,7 @@ from torch.testing._internal.common_distributed import (
 )
 
 from tests.pytorch_suites import suites
-from zero_sim.sim import World
+from zero_sim.sim import World, c10d
 
 STARTS_RANKS = "starts_ranks"
 """Attribute of a test's function that starts ranks by itself, as its base class does not."""
@@ -40,6 +40,7 @@ class Rank(threading.local):
     world: World | None = None
     index = 0
     barriers = 0
+    groups = 0
 
 
 rank_state = Rank()
@@ -54,11 +55,16 @@ def fork_ranks() -> None:
     MultiProcessTestCase._spawn_processes = start
 
 
-def simulate_ranks(timing: str) -> None:
-    """Let suites run their ranks as those of a `World`, under one of its timings."""
+def simulate_ranks(timing: str, *, strict: bool) -> None:
+    """Let suites run their ranks as those of a `World`, under one of its timings.
+
+    Args:
+        timing: Its name.
+        strict: Whether the world refuses what gloo accepts and NCCL does not.
+    """
 
     def run(world_size: int, program: Callable[[int], Any]) -> list[Any]:
-        return run_ranks(world_size, program, timing=timing)
+        return run_ranks(world_size, program, timing=timing, strict=strict)
 
     MultiProcessTestCase._spawn_processes = lambda self: None
     MultiProcessTestCase._join_processes = functools.partialmethod(_join_processes, run)
@@ -67,6 +73,7 @@ def simulate_ranks(timing: str) -> None:
     MultiThreadedTestCase.join_or_run = functools.partialmethod(_join_threads_or_run, run)
     MultiThreadedTestCase.run_test_with_threaded_pg = _run_test_with_threaded_group
     common_distributed.spawn_threads_and_init_comms = functools.partial(_threads_decorator, run)
+    dist.ProcessGroupGloo = GlooOfRank
     torch.autograd.profiler.profile = NoProfile
     torch.profiler.profile = NoProfile
 
@@ -104,11 +111,13 @@ def starts_ranks(test: unittest.TestCase) -> bool:
     )
 
 
-def run_ranks(world_size: int, program: Callable[[int], Any], *, timing: str) -> list[Any]:
+def run_ranks(
+    world_size: int, program: Callable[[int], Any], *, timing: str, strict: bool = True
+) -> list[Any]:
     """Run a program on the ranks of a fresh world; what each returned, or exited with."""
 
     def enter(rank: int) -> Any:
-        rank_state.world, rank_state.index = world, rank
+        rank_state.world, rank_state.index, rank_state.groups = world, rank, 0
         try:
             return program(rank)
         except SystemExit as ended:
@@ -116,7 +125,7 @@ def run_ranks(world_size: int, program: Callable[[int], Any], *, timing: str) ->
         except unittest.SkipTest:
             return TEST_SKIPS["generic"].exit_code
 
-    with World(world_size, timing=timing, initialized=False) as world:
+    with World(world_size, timing=timing, strict=strict, initialized=False) as world:
         return world.run(enter)
 
 
@@ -210,6 +219,25 @@ class _OsOfRank:
     def getpid(self) -> int:
         """A number of the rank's own."""
         return os.getpid() + rank_state.index
+
+
+class GlooOfRank:
+    """Makes a simulated group of all ranks where a test makes gloo's object by its constructor.
+
+    That one connects to its peers in C++, which ranks of one process cannot do by turns.
+    """
+
+    _Options = dist.ProcessGroupGloo._Options
+    create_device = dist.ProcessGroupGloo.create_device
+
+    def __new__(cls, store: Any, rank: int, size: int, *options: Any) -> Any:
+        """The calling rank's next one."""
+        assert c10d.rank_state.make_group is not None
+        rank_state.groups += 1
+        name = f"gloo {rank_state.groups}"
+        group = c10d.rank_state.make_group(name, list(range(size)), rank)
+        group.ask_for("gloo", timeout=options[0]._timeout if options else None)
+        return group
 
 
 class NoProfile(contextlib.AbstractContextManager):

@@ -82,6 +82,11 @@ class Suite:
         """Whether it was written for GPUs, and runs with a CPU put in their place."""
         return self.name.startswith(_FOR_GPUS)
 
+    @property
+    def is_of_gloo(self) -> bool:
+        """Whether it tests gloo itself, with what NCCL would refuse and gloo does not."""
+        return self.name == "test_c10d_gloo"
+
 
 def find_suites(source: Path | None) -> list[Suite]:
     """The installed suite, and those of a checkout of PyTorch's source.

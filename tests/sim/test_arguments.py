@@ -88,7 +88,25 @@ REFUSED = {
     "invalid tensor type at index 1": lambda pg: pg.broadcast(
         [torch.ones(2), torch.ones(2).double()], 0
     ),
-    "requires a single-element tensor list": lambda pg: pg.allreduce([torch.ones(2)] * 2),
+    "requires a single-element tensor list": lambda pg: pg.reduce([torch.ones(2)] * 2, 0),
+    "requires a single-element input tensor list": lambda pg: pg.gather([], [], 0),
+    "requires a single-element output tensor list": lambda pg: pg.scatter([], [], 0),
+    "invalid root tensor: 0": lambda pg: pg.broadcast([], 0),
+    "unsupported reduction operation AVG": lambda pg: pg.allreduce(
+        [torch.ones(2)] * 2, ReduceOp.AVG
+    ),
+    "tensors must all have the same type": lambda pg: pg.allreduce_coalesced(
+        [torch.ones(2), torch.ones(2).double()]
+    ),
+    "invalid tensor layout at index 1": lambda pg: pg.allreduce_coalesced(
+        [torch.ones(2), torch.ones(2).to_sparse()]
+    ),
+    "output lists should be equal to world size": lambda pg: pg.allgather_coalesced(
+        [[torch.ones(2)]], [torch.ones(2)]
+    ),
+    "invalid size of output tensor at index 0": lambda pg: pg.allgather_coalesced(
+        [[torch.ones(1)]] * 3, [torch.ones(2)]
+    ),
     "requires non-empty input tensor list": lambda pg: pg.allgather([], []),
     "tensor lists to have the same length": lambda pg: pg.allgather([], [torch.ones(2)]),
     r"invalid output tensor list at index 0 \(expected length 3, got 1\)": lambda pg: pg.allgather(
@@ -115,6 +133,98 @@ def test_what_gloo_refuses_is_refused_in_its_words_and_ends_nothing(world_of, wo
         return total.item()
 
     assert world_of(RANKS).run(program) == [3.0] * 3
+
+
+OF_ONE_SIZE = {
+    "all_gather": lambda pg: pg.allgather([[*rows()[1:], torch.ones(3)]], [torch.ones(2)]),
+    "gather": lambda pg: pg.gather([[*rows()[1:], torch.ones(3)]], [torch.ones(2)], pg.rank()),
+    "scatter": lambda pg: pg.scatter([torch.ones(2)], [[*rows()[1:], torch.ones(3)]], pg.rank()),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_SIZE)
+def test_gloo_wants_one_size_for_the_tensors_of_a_list(world_of, kind):
+    def program(rank):
+        dist.init_process_group("gloo")
+        if rank == 1:
+            with pytest.raises(BadArgument, match="invalid tensor size at index 2"):
+                OF_ONE_SIZE[kind](dist.group.WORLD)
+
+    world_of(RANKS).run(program)
+
+
+def test_an_all_to_all_wants_contiguous_tensors_as_gloo_does(world_of):
+    def program(rank):
+        square = torch.ones(2, 2).t()
+        with pytest.raises(ValueError, match="Tensors must be contiguous"):
+            dist.all_to_all_single(torch.zeros(2, 2), square)
+
+    world_of(2, strict=False).run(program)
+
+
+def pair(rank, dtype=torch.float32):
+    return [torch.tensor([2 * rank + i], dtype=dtype) for i in range(2)]
+
+
+@pytest.mark.parametrize("timing", ["eager", "hostile"])
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (ReduceOp.SUM, 15.0),
+        (ReduceOp.MAX, 5.0),
+        (ReduceOp.MIN, 0.0),
+        (ReduceOp.PRODUCT, 0.0),
+        (ReduceOp.BXOR, 1),
+    ],
+)
+def test_a_rank_may_reduce_several_tensors(world_of, op, expected, timing):
+    def program(rank):
+        tensors = pair(rank, torch.float32 if isinstance(expected, float) else torch.int32)
+        opts = dist.AllreduceOptions()
+        opts.reduceOp = op
+        result = dist.group.WORLD.allreduce(tensors, opts).get_future().wait()
+        return [tensor.item() for tensor in (*tensors, *result)]
+
+    assert world_of(RANKS, timing=timing).run(program) == [[expected] * 4] * RANKS
+
+
+def test_a_rank_may_reduce_several_sparse_tensors(world_of):
+    def program(rank):
+        tensors = [tensor.to_sparse() for tensor in (torch.eye(2), torch.ones(2, 2))]
+        dist.group.WORLD.allreduce(tensors).wait()
+        return [tensor.to_dense().tolist() for tensor in tensors]
+
+    assert world_of(2).run(program) == [[[[4.0, 2.0], [2.0, 4.0]]] * 2] * 2
+
+
+@pytest.mark.parametrize("timing", ["eager", "hostile"])
+def test_a_rank_may_broadcast_one_of_several_tensors_into_all(world_of, timing):
+    def program(rank):
+        tensors, opts = pair(rank), dist.BroadcastOptions()
+        opts.rootRank, opts.rootTensor = 1, 1
+        dist.group.WORLD.broadcast(tensors, opts).wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert world_of(RANKS, timing=timing).run(program) == [[3.0, 3.0]] * RANKS
+
+
+@pytest.mark.parametrize("timing", ["eager", "hostile"])
+def test_a_rank_may_gather_several_tensors(world_of, timing):
+    def program(rank):
+        outputs = [[torch.zeros(1) for _ in range(4)] for _ in range(2)]
+        result = dist.group.WORLD.allgather(outputs, pair(rank)).get_future().wait()
+        return [[tensor.item() for tensor in row] for row in (*outputs, *result)]
+
+    assert world_of(2, timing=timing).run(program) == [[[0.0, 1.0, 2.0, 3.0]] * 4] * 2
+
+
+def test_a_tensor_that_is_twice_in_a_coalesced_call_is_reduced_once_as_by_gloo(world_of):
+    def program(rank):
+        tensor = torch.ones(1)
+        dist.group.WORLD.allreduce_coalesced([tensor, tensor]).wait()
+        return tensor.item()
+
+    assert world_of(2, strict=False).run(program) == [2.0, 2.0]
 
 
 def test_only_the_root_of_a_gather_or_scatter_has_a_list(world_of):

@@ -95,3 +95,29 @@ def test_the_fake_backend_is_torchs_own(world_of):
     world = world_of(2)
     assert world.run(program) == [(64, "fake", [1.0, 1.0])] * 2
     assert world.run(lambda rank: dist.get_world_size()) == [2, 2]
+
+
+def test_a_group_has_the_name_that_torch_would_say(world_of):
+    def program(rank):
+        before = dist.group.WORLD.name()
+        dist.init_process_group("gloo")
+        return before, dist.group.WORLD.name()
+
+    assert world_of(2).run(program) == [("custom", "gloo")] * 2
+
+
+def test_the_default_time_out_of_a_group_can_be_set(world_of):
+    def program(rank):
+        dist.group.WORLD._set_default_timeout(timedelta(seconds=23))
+        return dist.group.WORLD.options._timeout
+
+    assert world_of(1).run(program) == [timedelta(seconds=23)]
+
+
+def test_the_backend_object_makes_devices_for_options(world_of):
+    def program(rank):
+        dist.init_process_group("gloo")
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.create_device(hostname="localhost") is not None
+
+    world_of(1).run(program)

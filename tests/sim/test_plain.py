@@ -108,6 +108,19 @@ def test_tensors_inside_a_wrapper_are_moved(world_of, timing):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
+def test_a_wrapper_may_have_one_tensor_inside_twice(world_of, timing):
+    """FSDP2 gathers parts that are wrappers into parts of one plain tensor."""
+
+    def program(rank):
+        gathered = ones(2)
+        part = TwoTensor(ones(1) * rank, ones(1) * rank)
+        dist.all_gather_into_tensor(TwoTensor(gathered, gathered), part)
+        return gathered.tolist()
+
+    assert world_of(2, timing=timing).run(program) == [[0.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
 def test_the_result_of_a_functional_collective_is_waited_for(world_of, timing):
     from torch.distributed._functional_collectives import all_reduce
 

@@ -32,6 +32,43 @@ def test_a_hook_on_all_modules_is_that_of_the_rank_which_registers_it(world_of):
     assert not nn.modules.module._global_forward_hooks
 
 
+def test_a_function_of_torch_that_a_rank_replaces_is_its_own(world_of):
+    original = dist.all_reduce
+
+    def program(rank):
+        calls = []
+        replaced = dist.all_reduce
+
+        def counted(*args, **options):
+            calls.append(rank)
+            return replaced(*args, **options)
+
+        dist.all_reduce = counted
+        dist.barrier()
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+        dist.all_reduce = replaced
+        dist.all_reduce(torch.ones(1))
+        return calls
+
+    assert world_of(2).run(program) == [[0], [1]]
+    assert dist.all_reduce is original
+
+
+def test_a_static_method_that_a_rank_replaces_is_static_again(world_of):
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+
+    original = vars(RegisterPostBackwardFunction)["backward"]
+
+    def program(rank):
+        RegisterPostBackwardFunction.backward = staticmethod(lambda *_: rank)
+        dist.barrier()
+        return RegisterPostBackwardFunction.backward()
+
+    assert world_of(2).run(program) == [0, 1]
+    assert vars(RegisterPostBackwardFunction)["backward"] is original
+
+
 def test_a_hook_is_removed_by_its_handle(world_of):
     def program(rank):
         calls = []

@@ -127,11 +127,13 @@ class _Transport:
             return self._inner.recv_anysource([tensor], tag)
         return self._inner.recv([tensor], peer, tag)
 
-    def join_works(self, rank: int, works: Sequence[dist.Work]) -> dist.Work:
+    def join_works(
+        self, rank: int, works: Sequence[dist.Work], *, result: Sequence[Any] | None = None
+    ) -> dist.Work:
         """One work for several."""
         for work in works:
             work.wait()
-        return _DoneWork([])
+        return _DoneWork(result or [])
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
         """Close the transport."""

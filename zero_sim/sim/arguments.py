@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from zero_sim.sim.failures import BadArgument
+from zero_sim.sim.several import can_fold
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -43,15 +44,19 @@ def factor_of(opts: Any) -> float | Tensor | None:
     return getattr(opts, "reduceOp", opts).factor
 
 
-def root_of(kind: str, opts: Any, size: int) -> int:
+def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
     """The root, a group rank, of options or of itself; 0 where there is none.
 
+    Args:
+        kind: The method, for the message.
+        opts: The options, or the root itself.
+        size: Members of the group.
+        tensor_count: Tensors that each rank hands over.
+
     Raises:
-        BadArgument: No member of the group has that rank.
+        BadArgument: No member of the group has that rank, or that many tensors.
     """
-    if opts is None:
-        return 0
-    root = opts if isinstance(opts, int) else opts.rootRank
+    root = 0 if opts is None else opts if isinstance(opts, int) else opts.rootRank
     if not 0 <= root < size:
         raise BadArgument(
             kind,
@@ -59,14 +64,18 @@ def root_of(kind: str, opts: Any, size: int) -> int:
             f"Expected a group rank from 0 to {size - 1}; torch's functions take a world rank as "
             "src or dst, and a group rank as group_src or group_dst.",
         )
-    tensor = getattr(opts, "rootTensor", 0)
-    if tensor:
+    if not 0 <= root_tensor_of(opts) < tensor_count:
         raise BadArgument(
             kind,
-            f"invalid root tensor: {tensor}",
-            "Expected 0, since each rank has one tensor in a collective.",
+            f"invalid root tensor: {root_tensor_of(opts)}",
+            f"Expected the place of one of the {tensor_count} tensors that the rank hands over.",
         )
     return root
+
+
+def root_tensor_of(opts: Any) -> int:
+    """Which of the root's tensors is meant, by options; 0 where they do not say."""
+    return int(getattr(opts, "rootTensor", 0))
 
 
 def splits_of(splits: Sequence[int] | Tensor) -> list[int]:
@@ -74,29 +83,39 @@ def splits_of(splits: Sequence[int] | Tensor) -> list[int]:
     return splits.tolist() if isinstance(splits, Tensor) else list(splits)
 
 
-def check_one(kind: str, tensors: Sequence[Tensor], *, side: str = "") -> None:
-    """Check that a rank hands over one tensor, as it does everywhere since devices have a process.
+def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
+    """Check that a rank hands over one tensor, where gloo takes no more, either.
 
     Args:
         kind: The method, for the message.
         tensors: What was handed over.
-        side: `input` or `output` where there are both.
+        side: `input` or `output` where there are both; else empty.
 
     Raises:
         BadArgument: There are none, or several.
     """
     if len(tensors) == 1:
         return
-    if not tensors:
-        raise BadArgument(kind, "requires non-empty tensor list", "Expected one tensor, got none.")
-    check_alike(kind, tensors)
     between = f"{side} " if side else ""
     raise BadArgument(
         kind,
         f"requires a single-element {between}tensor list",
-        f"Got {len(tensors)}. The form with several tensors a rank is for a process with several "
-        "devices, which a simulated rank is not. Try a call for each, or the coalesced form.",
+        f"Got {len(tensors)}. Try a call for each, or the coalesced form.",
     )
+
+
+def check_can_fold(kind: str, op: ReduceOp.RedOpType) -> None:
+    """Check that several tensors of a rank can be reduced before those of the others.
+
+    Raises:
+        BadArgument: They cannot.
+    """
+    if not can_fold(op):
+        raise BadArgument(
+            kind,
+            f"unsupported reduction operation {op.name} of several tensors a rank",
+            "Try a call for each, or the coalesced form.",
+        )
 
 
 def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
@@ -128,12 +147,19 @@ def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
 
 
 def check_gathered(
-    kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int
+    kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int, even: bool
 ) -> None:
-    """Check the lists of an all-gather: one input, and one output a member.
+    """Check the lists of an all-gather: an output for each input of each member, once an input.
+
+    Args:
+        kind: The method, for the message.
+        rows: The outputs.
+        inputs: The inputs.
+        size: Members of the group.
+        even: Whether all tensors must have one size, as with gloo.
 
     Raises:
-        BadArgument: Lists have other lengths, or tensors are sparse or of several dtypes.
+        BadArgument: Lists have other lengths, or tensors are sparse, of several dtypes or sizes.
     """
     if not inputs:
         raise BadArgument(
@@ -153,22 +179,112 @@ def check_gathered(
                 f"{size * len(inputs)}, got {len(row)})",
                 "Expected one tensor for each member.",
             )
-    check_one(kind, inputs, side="input")
-    check_dense(kind, [*inputs, *rows[0]])
-    for index, tensor in enumerate(rows[0]):
-        _check_dtype(kind, tensor, inputs[0].dtype, index)
+    check_alike(kind, inputs)
+    for row in rows:
+        check_dense(kind, [*inputs, *row])
+        check_like(kind, row, inputs[0], even=even)
 
 
-def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor) -> None:
-    """Check that the entries of a root's list have the dtype of its other tensor.
-
-    Their sizes are the contract's to compare, with those of the other ranks.
+def check_gathered_coalesced(
+    kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int
+) -> None:
+    """Check the lists of a coalesced all-gather: a list for each member, like that of the inputs.
 
     Raises:
-        BadArgument: One differs.
+        BadArgument: A list has another length, or a tensor another size or dtype than its input.
+    """
+    check_some(kind, inputs)
+    if len(rows) != size:
+        raise BadArgument(
+            kind,
+            "output lists should be equal to world size",
+            f"Got {len(rows)} lists, expected one for each of {size} members.",
+        )
+    for row in rows:
+        if len(row) != len(inputs):
+            raise BadArgument(
+                kind,
+                f"invalid output size: (expected length {len(inputs)}, got {len(row)})",
+                "Expected one tensor for each input.",
+            )
+        for index, (output, given) in enumerate(zip(row, inputs, strict=True)):
+            if output.shape != given.shape:
+                raise BadArgument(
+                    kind,
+                    f"invalid size of output tensor at index {index} (expected "
+                    f"{tuple(given.shape)}, got {tuple(output.shape)})",
+                    "Expected the size of the input at that place.",
+                )
+            _check_dtype(kind, output, given.dtype, index)
+
+
+def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
+    """Check the tensors of a coalesced reduction: some, of one layout and one dtype.
+
+    Raises:
+        BadArgument: There are none, or one differs from the first.
+    """
+    check_some(kind, tensors)
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != first.layout:
+            raise BadArgument(
+                kind,
+                f"invalid tensor layout at index {index} (expected {first.layout}, got "
+                f"{tensor.layout})",
+                "Expected tensors that are alike in one call.",
+            )
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
+        raise BadArgument(
+            kind,
+            "tensors must all have the same type",
+            f"Got {dtypes}. Expected one dtype for all tensors of a call.",
+        )
+
+
+class NotContiguous(BadArgument, ValueError):
+    """A tensor is not contiguous where gloo wants it to be."""
+
+
+def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
+    """Check that tensors are contiguous, of a call in which gloo takes no others.
+
+    Raises:
+        NotContiguous: One is not.
+    """
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise NotContiguous(
+                kind,
+                "Tensors must be contiguous",
+                f"Got one of shape {tuple(tensor.shape)} and strides {tensor.stride()}. Pass "
+                "tensor.contiguous(), and copy the result back.",
+            )
+
+
+def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
+    """Check that the entries of a list are like the tensor that goes with it.
+
+    Args:
+        kind: The method, for the message.
+        entries: The list.
+        tensor: The other tensor of the rank.
+        even: Whether all must have one size, as with gloo; else the contract compares sizes, with
+            those of the other ranks.
+
+    Raises:
+        BadArgument: One has another dtype or size.
     """
     for index, entry in enumerate(entries):
         _check_dtype(kind, entry, tensor.dtype, index)
+        if even and entry.shape != tensor.shape:
+            raise BadArgument(
+                kind,
+                f"invalid tensor size at index {index} (expected {tuple(tensor.shape)}, got "
+                f"{tuple(entry.shape)})",
+                "Expected one size for all tensors of a call with gloo.",
+            )
 
 
 def _check_dtype(kind: str, tensor: Tensor, expected: torch.dtype, index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,10 +139,13 @@ class SimCluster:
         call = Call(kind="recv", inputs=[], outputs=[tensor])
         return self._exchange(group, group_rank, peer, tag, call, group.receive)
 
-    def join_works(self, rank: int, works: Sequence[SimWork]) -> SimWork:
+    def join_works(
+        self, rank: int, works: Sequence[SimWork], *, result: Sequence[Any] | None = None
+    ) -> SimWork:
         """One work for several; `Cluster.join_works`."""
         legs = [leg for work in works for leg in work._legs]
         tensors = [tensor for work in works for tensor in work._tensors]
+        tensors = tensors if result is None else result
         joined = SimWork(self.run.baton, rank, legs, tensors, self.run.flights[rank])
         joined.promise([promise for work in works for promise in work._promises])
         return joined

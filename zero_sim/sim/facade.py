@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import ProcessGroupGloo
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """What torch's gloo says where nobody set another; a simulated call ends without one."""
@@ -73,6 +74,10 @@ class SimBackend:
         return self._name
 
     _get_backend_name = name
+
+    def create_device(self, **asked: Any) -> Any:
+        """A device as gloo's options take it; simulated calls need none."""
+        return ProcessGroupGloo.create_device(**asked)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout

@@ -31,6 +31,11 @@ def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensor if tensor.is_sparse else tensor.data for tensor in tensors]
 
 
+def storages_of(tensors: Sequence[Tensor]) -> set[int]:
+    """What tells the storages apart that they lie in."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_sparse}
+
+
 def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether none of them wraps others."""
     return all(type(tensor) in _PLAIN or not has_own_dispatch(type(tensor)) for tensor in tensors)

@@ -8,7 +8,7 @@ torch 2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_singl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -17,11 +17,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store, Work
 
 from zero_sim.errors import UsageError
+from zero_sim.sim import several
 from zero_sim.sim.arguments import (
     as_list,
     as_rows,
+    check_alike,
+    check_can_fold,
+    check_coalesced,
+    check_contiguous,
     check_dense,
     check_gathered,
+    check_gathered_coalesced,
     check_like,
     check_no_rows,
     check_one,
@@ -32,13 +38,21 @@ from zero_sim.sim.arguments import (
     factor_of,
     reduce_op_of,
     root_of,
+    root_tensor_of,
     splits_of,
 )
 from zero_sim.sim.collectives import SPARSE, Call
 from zero_sim.sim.facade import DEFAULT_TIMEOUT, SimBackend, present_devices
 from zero_sim.sim.failures import TimedOut, WorldFailure
 from zero_sim.sim.meeting import Group
-from zero_sim.sim.plain import check_writable, inner_calls, inner_tensors, is_plain, memory_of
+from zero_sim.sim.plain import (
+    check_writable,
+    inner_calls,
+    inner_tensors,
+    is_plain,
+    memory_of,
+    storages_of,
+)
 from zero_sim.sim.timeouts import after_monitored, check_monitored, seconds_of
 
 
@@ -59,8 +73,10 @@ class Cluster(Protocol):
         """Issue a receive."""
         ...
 
-    def join_works(self, rank: int, works: Sequence[Any]) -> Work:
-        """One work that is done when all are."""
+    def join_works(
+        self, rank: int, works: Sequence[Any], *, result: Sequence[Any] | None = None
+    ) -> Work:
+        """One work that is done when all are, with a result of its own or with theirs."""
         ...
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
@@ -74,6 +90,10 @@ class Cluster(Protocol):
 
 def _asynchronous(opts: Any) -> bool:
     return bool(getattr(opts, "asyncOp", False))
+
+
+_OF_TORCH = ("gloo", "nccl", "mpi", "ucc", "xccl", "threaded")
+"""Backends that have their own name in torch."""
 
 
 class SimProcessGroup(ProcessGroup):
@@ -108,6 +128,11 @@ class SimProcessGroup(ProcessGroup):
         """`sim`: of one that is `gloo` torch's C++ wants its ProcessGroupGloo object."""
         return "sim"
 
+    def name(self) -> str:
+        """The backend that a program asked for; of those of other people torch says `custom`."""
+        name = self._backend.name()
+        return name if name in _OF_TORCH else "custom"
+
     @property
     def group_name(self) -> str:
         """The name under which c10d knows it."""
@@ -130,6 +155,13 @@ class SimProcessGroup(ProcessGroup):
             timeout: How long its calls may take; None for what gloo has.
         """
         self._backend = SimBackend(self, name=backend, timeout=timeout or DEFAULT_TIMEOUT)
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self._backend.name() == "gloo"
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._backend._set_default_timeout(timeout)
 
     def _get_backend(self, device: torch.device) -> SimBackend:
         kinds = [each.type for each in self._device_types]
@@ -209,10 +241,15 @@ class SimProcessGroup(ProcessGroup):
         self._check_open(kind)
         if is_plain(inputs) and is_plain(outputs):
             return self._collect(self._issue_plain(kind, opts, inputs, outputs, **parts))
-        works = [
-            self._issue_plain(kind, opts, each_inputs, each_outputs, **parts)
-            for each_inputs, each_outputs in inner_calls(inputs, outputs)
-        ]
+        works: list[Work] = []
+        lent: set[int] = set()
+        for each_inputs, each_outputs in inner_calls(inputs, outputs):
+            storages = storages_of([*each_inputs, *each_outputs])
+            if lent & storages:
+                # A wrapper made of one plain tensor has that inside twice.
+                works[-1].wait()
+            lent |= storages
+            works.append(self._issue_plain(kind, opts, each_inputs, each_outputs, **parts))
         return self._collect(self._join(works))
 
     def _issue_plain(
@@ -259,14 +296,33 @@ class SimProcessGroup(ProcessGroup):
         op: Any = None,
     ) -> Work:
         """Reduce in place; the C++ reducer of DistributedDataParallel calls it too."""
-        tensors = as_list(tensors)
-        check_one("allreduce", tensors)
-        return self._all_reduce("allreduce", tensors, opts if op is None else op)
+        tensors, opts = as_list(tensors), opts if op is None else op
+        check_some("allreduce", tensors)
+        check_alike("allreduce", tensors)
+        if len(tensors) == 1:
+            return self._all_reduce("allreduce", tensors, opts)
+        check_can_fold("allreduce", reduce_op_of(opts))
+        several.fold(tensors, reduce_op_of(opts))
+        work = self._all_reduce("allreduce", tensors[:1], opts)
+        return self._end(work, lambda: several.spread(tensors[0], tensors), tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Several all-reduces as one call."""
-        check_some("allreduce_coalesced", tensors)
+        check_coalesced("allreduce_coalesced", tensors)
+        if not self._group.strict:
+            # gloo reduces copies, so that it does not matter if one tensor is there twice.
+            first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+            tensors = [
+                tensor if first[id(tensor)] == index else tensor.detach().clone()
+                for index, tensor in enumerate(tensors)
+            ]
         return self._all_reduce("allreduce_coalesced", tensors, opts)
+
+    def _end(self, work: Work, bring: Callable[[], None], result: Sequence[Any]) -> Work:
+        """Wait for a work and bring its result to where it belongs besides."""
+        work.wait()
+        bring()
+        return self._cluster.join_works(self.owner, [work], result=result)
 
     def _all_reduce(self, method: str, tensors: Sequence[Tensor], opts: Any) -> Work:
         if len(tensors) == 1 and tensors[0].is_sparse:
@@ -286,7 +342,7 @@ class SimProcessGroup(ProcessGroup):
     ) -> Work:
         """Reduce into the root's tensor."""
         tensors = as_list(tensors)
-        check_one("reduce", tensors)
+        check_one("reduce", tensors, side="")
         check_dense("reduce", tensors)
         rooted = opts if root is None else root
         reducing = op if isinstance(rooted, int) else opts
@@ -307,11 +363,16 @@ class SimProcessGroup(ProcessGroup):
         root: int | None = None,
     ) -> Work:
         """Copy the root's tensor to all."""
-        tensors = as_list(tensors)
-        check_one("broadcast", tensors)
+        tensors, rooted = as_list(tensors), opts if root is None else root
+        chosen = root_of("broadcast", rooted, self.size(), tensor_count=len(tensors))
+        check_alike("broadcast", tensors)
         check_dense("broadcast", tensors)
-        chosen = root_of("broadcast", opts if root is None else root, self.size())
-        return self._issue("broadcast", opts, tensors, root=chosen)
+        if len(tensors) == 1:
+            return self._issue("broadcast", opts, tensors, root=chosen)
+        if chosen == self._group_rank:
+            several.spread(tensors[root_tensor_of(rooted)], tensors[:1])
+        work = self._issue("broadcast", opts, tensors[:1], root=chosen)
+        return self._end(work, lambda: several.spread(tensors[0], tensors), tensors)
 
     def reduce_scatter(
         self,
@@ -357,17 +418,24 @@ class SimProcessGroup(ProcessGroup):
     ) -> Work:
         """List form: `outputs[0][r]` becomes rank `r`'s `inputs[0]`."""
         inputs, rows = as_list(inputs), as_rows(outputs)
-        check_gathered("allgather", rows, inputs, size=self.size())
-        return self._issue("all_gather_list", opts, inputs, outputs=rows[0])
+        check_gathered("allgather", rows, inputs, size=self.size(), even=self._is_gloo)
+        if len(inputs) == 1:
+            return self._issue("all_gather_list", opts, inputs, outputs=rows[0])
+        first = several.by_input(rows[0], len(inputs))
+        work = self._issue("all_gather_list", opts, inputs, outputs=first)
+
+        def bring() -> None:
+            for places in zip(*rows, strict=True):
+                several.spread(places[0], places)
+
+        return self._end(work, bring, [list(row) for row in rows])
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Several list all-gathers as one call: `outputs[r][i]` becomes rank `r`'s `inputs[i]`."""
-        check_some("allgather_coalesced", inputs)
-        # Rows of a wrong length go along, so that the count of all is found to be wrong.
-        entries = range(max(map(len, (inputs, *outputs))))
-        by_input = [tensor for i in entries for row in outputs for tensor in row[i : i + 1]]
+        check_gathered_coalesced("allgather_coalesced", outputs, inputs, size=self.size())
+        by_input = [row[index] for index in range(len(inputs)) for row in outputs]
         return self._issue("all_gather_list", opts, inputs, outputs=by_input)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -400,7 +468,7 @@ class SimProcessGroup(ProcessGroup):
         check_one("gather", inputs, side="input")
         mine = self._rows_of_root("gather", rows, chosen, side="output")
         check_dense("gather", [*inputs, *mine])
-        check_like("gather", mine, inputs[0])
+        check_like("gather", mine, inputs[0], even=self._is_gloo)
         return self._issue("gather", opts, inputs, outputs=mine, root=chosen)
 
     def scatter(
@@ -418,7 +486,7 @@ class SimProcessGroup(ProcessGroup):
         check_one("scatter", outputs, side="output")
         mine = self._rows_of_root("scatter", rows, chosen, side="input")
         check_dense("scatter", [*outputs, *mine])
-        check_like("scatter", mine, outputs[0])
+        check_like("scatter", mine, outputs[0], even=self._is_gloo)
         return self._issue("scatter", opts, mine, outputs=outputs, root=chosen)
 
     def _rows_of_root(
@@ -448,6 +516,9 @@ class SimProcessGroup(ProcessGroup):
     ) -> Work:
         """As `alltoall`, on row ranges of one tensor each; empty split lists mean even ones."""
         check_dense("alltoall_base", [output, input])
+        if not self._group.strict:
+            # As gloo; what else is not contiguous, it takes.
+            check_contiguous("all_to_all", [output, input])
         return self._issue(
             "all_to_all",
             opts,

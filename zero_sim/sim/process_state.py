@@ -50,6 +50,40 @@ _WRAP = "torch.distributed.fsdp.wrap"
 _ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
 _RULES = "torch.distributed.tensor.experimental._context_parallel._sharding_rules"
 _SHARDS = "torch.distributed._shard.sharded_tensor.api"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+REPLACEABLE = (
+    *(
+        Name("torch.distributed", name, copied=False)
+        for name in (
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_single",
+            "all_reduce",
+            "all_to_all",
+            "all_to_all_single",
+            "barrier",
+            "broadcast",
+            "gather",
+            "irecv",
+            "isend",
+            "recv",
+            "reduce",
+            "reduce_scatter",
+            "reduce_scatter_single",
+            "reduce_scatter_tensor",
+            "scatter",
+            "send",
+        )
+    ),
+    Name(f"{_FSDP}._fsdp_param_group", "foreach_all_gather", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "foreach_reduce", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.unshard", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.reshard", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.post_backward", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "RegisterPostBackwardFunction.backward", copied=False),
+)
+"""What a program puts functions of its own in the place of, to count calls or to change them."""
 
 NAMES = (
     # Hooks on every module and every optimizer of the process.
@@ -105,6 +139,7 @@ NAMES = (
     Name(_ATTENTION, "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info"),
     Name(_RULES, "_cp_strategy_contexts", dict),
     Name(_RULES, "_original_strategies", dict),
+    *REPLACEABLE,
     # Python's own, of which a rank may put another one in place while it waits for others.
     Name("warnings", "filters", copied=False),
     Name("warnings", "showwarning", copied=False),
@@ -214,7 +249,7 @@ class ProcessState:
         self._switches = _read_switches()
         self._look_for_names(at_start=True)
         # The very objects, which a rank's copies are not, although they are equal.
-        values = [getattr(place, key) for place, key in self._names]
+        values = [vars(place)[key] for place, key in self._names]
         self._saved[caller] = _Values(values, self._switches)
 
     def take_out(self, owner: int) -> None:
@@ -240,7 +275,7 @@ class ProcessState:
         read = list(map(operator.call, self._readers, self._namespaces))
         if read == self._unchanged and self._mutables == self._mutable_images:
             return []
-        values = [getattr(place, key) for place, key in self._names]
+        values = [vars(place)[key] for place, key in self._names]
         for index, value in enumerate(values):
             if value is not self._beginnings[index]:
                 continue
@@ -274,10 +309,11 @@ class ProcessState:
             place: Any = sys.modules.get(name.module)
             for part in path:
                 place = getattr(place, part, None)
-            if place is None or not hasattr(place, key):
+            if place is None or key not in vars(place):
                 absent.append(name)
                 continue
-            value = getattr(place, key)
+            # Not by getattr, which takes a method out of what makes it static.
+            value = vars(place)[key]
             if not at_start and name.initial is not None:
                 value = name.initial()
             elif name.copied:
