@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from zero_sim.backends import WorldPool
 from zero_sim.fuzz.profiles import register_profiles
-from zero_sim.launch import WorldPool
 
 register_profiles()
 

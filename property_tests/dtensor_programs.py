@@ -36,7 +36,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from zero_sim.launch import Teams
+from zero_sim.backends import Teams
 from zero_sim.sim import ContractViolation, Deadlock, World
 
 MESHES = ((2,), (3,), (4,), (2, 2), (1, 3), (3, 2), (2, 3), (2, 1, 2), (2, 2, 2))
@@ -330,7 +330,7 @@ def open_teams():
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
     )
-    preload = ("zero_sim.launch.worker", "dtensor_programs")
+    preload = ("zero_sim.backends.worker", "dtensor_programs")
     return Teams(backend="gloo", preload=preload, teams_open_max=len(MESHES))
 
 

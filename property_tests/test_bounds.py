@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, note, settings
 
 from zero_sim.fuzz.strategies import scenarios
+from zero_sim.run import run_case
 from zero_sim.scenario.conditions import why_order_matters
-from zero_sim.verify import run_case
 
 JUDGED_BY_BOUNDS = scenarios(reload=False).filter(lambda case: not why_order_matters(case))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_sim.sim import World
-from zero_sim.sim.strategies import world_settings
+from zero_sim.testing.worlds import world_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SIZES = (1, 2, 3, 4, 5, 7)

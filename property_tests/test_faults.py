@@ -3,7 +3,7 @@
 from hypothesis import given, note, settings
 
 from zero_sim.fuzz.strategies import faulty_scenarios
-from zero_sim.verify import run_case
+from zero_sim.run import run_case
 
 
 @given(scenario=faulty_scenarios())

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from zero_sim.fuzz.optimizers import NO_FOREACH
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.reference import POSITION_FREE
+from zero_sim.run import run_case
 from zero_sim.scenario.rules import check_scenario
-from zero_sim.verify import run_case
 
 
 def assert_not_wrong(scenario, pool):

@@ -8,8 +8,8 @@ import pytest
 
 from zero_sim.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
+from zero_sim.run.real_ranks import Setup, TeamJudge
 from zero_sim.scenario.rules import check_scenario
-from zero_sim.verify.backends import Setup, TeamJudge
 
 CASES = 60
 

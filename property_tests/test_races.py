@@ -7,7 +7,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from zero_sim.sim import DataRace, World
-from zero_sim.sim.overlap import shared_elems
+from zero_sim.sim.shared_memory import shared_elems
 
 BUFFER_ELEMS = 24
 

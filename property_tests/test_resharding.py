@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero_sim.checkpoint.pieces import PieceIndex, assign_writers, find_cover_problems
 from zero_sim.fuzz.shapes import bucket_sizes, shape_lists
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
-from zero_sim.zero.checkpoint.plan import PieceIndex, assign_writers, find_cover_problems
 
 
 @st.composite

@@ -5,15 +5,21 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from zero_sim.backends import WorldPool
+from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.profiles import register_profiles
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import DataSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.sim import World
-from zero_sim.sim.run import Run
 from zero_sim.sim.schedule import Recipe
+from zero_sim.sim.world.run import Run
 
 register_profiles()
 
@@ -165,3 +171,52 @@ def world_of(_open_worlds: dict[int, World]) -> Callable[..., World]:
         return world
 
     return get
+
+
+@pytest.fixture
+def lone_group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A gloo group with this process as its only rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_ranks(world_of: Callable[..., World]) -> Callable[..., Any]:
+    """Run `program(rank)` on simulated ranks; returns the results in rank order and the log."""
+
+    def run(world_size: int, program: Callable[[int], Any]) -> Any:
+        world = world_of(world_size)
+        return world.run(program), world.log
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorldPool]:
+    """Worlds for cases, kept open."""
+    with WorldPool() as worlds:
+        yield worlds
+
+
+@pytest.fixture
+def judged(pool: WorldPool) -> Callable[..., CaseResult]:
+    """Run a small case; keyword arguments replace whole parts of it."""
+
+    def run(
+        target: Any = None, *, turns: Any = (), keep_logs: bool = False, **parts: Any
+    ) -> CaseResult:
+        chosen = {
+            "model": ModelSpec(name="mlp", dtype="bf16", hidden=5),
+            "world": WorldSpec(size=3),
+            "system": SystemSpec(),
+            "data": DataSpec(),
+            "run": RunSpec(steps=2),
+            **parts,
+        }
+        scenario = Scenario(schema=1, name="case", **chosen)
+        return run_case(scenario, pool=pool, target=target, turns=turns, keep_logs=keep_logs)
+
+    return run

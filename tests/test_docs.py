@@ -11,7 +11,7 @@ from typing import get_args
 import click
 import pytest
 
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 from zero_sim.reference import CLIP_FORMS
 from zero_sim.report.explain import explain
 from zero_sim.scenario import spec

@@ -50,17 +50,17 @@ def test_unknown_names_are_attribute_errors() -> None:
     ("code", "may_load"),
     [
         ("import zero_sim", set()),
-        ("import zero_sim.cli", set()),
+        ("import zero_sim.cli.main", set()),
         ("from zero_sim import Scenario, errors", set()),
         ("from zero_sim import checkpoint_here\ncheckpoint_here('after step')", set()),
         ("from zero_sim import load_scenario", {"pydantic"}),
         (
-            "from click.testing import CliRunner\nfrom zero_sim.cli import main\n"
+            "from click.testing import CliRunner\nfrom zero_sim.cli.main import main\n"
             "assert CliRunner().invoke(main, ['--help']).exit_code == 0",
             set(),
         ),
         (
-            "from click.testing import CliRunner\nfrom zero_sim.cli import main\n"
+            "from click.testing import CliRunner\nfrom zero_sim.cli.main import main\n"
             "assert CliRunner().invoke(main, ['schema']).exit_code == 0",
             {"pydantic"},
         ),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 from zero_sim import World
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 from zero_sim.scenario.load import load_cases
 from zero_sim.sim import DataRace, Deadlock
 from zero_sim.zero import collectives

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zero_sim import errors
+    from zero_sim.run.runner import run_case
     from zero_sim.scenario.load import load_scenario
     from zero_sim.scenario.spec import Scenario
     from zero_sim.script.points import checkpoint_here
     from zero_sim.sim import World
-    from zero_sim.verify.runner import run_case
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ _HOMES = {
     "World": "zero_sim.sim",
     "checkpoint_here": "zero_sim.script.points",
     "load_scenario": "zero_sim.scenario.load",
-    "run_case": "zero_sim.verify.runner",
+    "run_case": "zero_sim.run.runner",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from hypothesis.strategies import SearchStrategy
 
+from zero_sim.backends import WorldPool
 from zero_sim.drawing import draws
 from zero_sim.errors import LayoutError
 from zero_sim.fuzz.layouts import Layout, layouts
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.launch import WorldPool
 from zero_sim.report.records import Measurement
+from zero_sim.run import run_case
+from zero_sim.run.real_ranks import Setup, TeamJudge
 from zero_sim.scenario.spec import (
     DataSpec,
     ModelSpec,
@@ -39,8 +41,6 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.sim import World, WorldFailure
 from zero_sim.targets import find_target
-from zero_sim.verify import run_case
-from zero_sim.verify.backends import Setup, TeamJudge
 from zero_sim.workloads import Workload, build_workload
 
 

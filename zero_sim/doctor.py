@@ -18,7 +18,7 @@ NCCL_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 NCCL_SHARING_LEAST = (2, 30)
 """The oldest NCCL in which several ranks can share a GPU."""
 
-_SIM_PARTS = ("zero_sim.sim", "zero_sim.verify.runner")
+_SIM_PARTS = ("zero_sim.sim", "zero_sim.run.runner")
 
 
 def examine() -> tuple[Fact, ...]:

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from zero_sim.bundle.records import bundle_id
+from zero_sim.findings.records import Finding
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.dump import to_toml
-from zero_sim.verify.records import Finding
 
 Files = dict[str, bytes]
 

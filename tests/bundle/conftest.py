@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.launch import WorldPool
+from zero_sim.backends import WorldPool
+from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, WorldSpec
-from zero_sim.verify import CaseResult, run_case
 from zero_sim.zero.optimizer import DistributedOptimizer
 
 

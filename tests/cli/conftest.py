@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from zero_sim import cli
+from zero_sim.cli import main as cli
 from zero_sim.zero.optimizer import DistributedOptimizer
 
 CASE = """schema = 1

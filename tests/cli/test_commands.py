@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zero_sim
-from zero_sim import cli, doctor
+from zero_sim import doctor
+from zero_sim.cli import main as cli
 from zero_sim.report.records import Measurement
 
 CASE = str(Path(__file__).parents[2] / "scenarios" / "smoke" / "mlp.toml")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 from zero_sim.fuzz import campaign, corpus, crews
 from zero_sim.fuzz.recheck import Rechecked
 from zero_sim.fuzz.records import BatchReport, Found

@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 from zero_sim.mutants import MINIMA, campaign
 from zero_sim.mutants.records import Trial
 from zero_sim.shrink import Size

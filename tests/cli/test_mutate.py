@@ -4,7 +4,7 @@ import json
 
 from click.testing import CliRunner
 
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 from zero_sim.fuzz import mutating
 
 

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from zero_sim import cli
+from zero_sim.cli import main as cli
 from zero_sim.errors import EnvironmentProblem, ModelError
+from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.scenario import Scenario
-from zero_sim.verify.records import CaseResult, Finding
 
 GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
 BAD = 'schema = 1\n[model]\nname = "mpl"\n[run]\nsteps = 0\n'

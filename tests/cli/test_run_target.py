@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 
 SCENARIO = """schema = 1
 [model]

@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 from click.testing import CliRunner, Result
 
-from zero_sim import bench, cli
+from zero_sim import bench
+from zero_sim.cli import main as cli
 from zero_sim.report.records import Measurement
 from zero_sim.report.schemas import COMMANDS, VERSION
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-import zero_sim.verify
+import zero_sim.run
+from zero_sim.findings.records import CaseResult
+from zero_sim.host.signals import SAME_SECONDS
 from zero_sim.scenario.load import load_scenario
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import size_of
-from zero_sim.signals import SAME_SECONDS
-from zero_sim.verify.records import CaseResult
 
 Invoke = Callable[..., Result]
 
@@ -31,8 +31,8 @@ from pathlib import Path
 
 import torch
 
-from zero_sim.cli import main
-from zero_sim.launch import stop
+from zero_sim.cli.main import main
+from zero_sim.backends import stop
 from zero_sim.zero.optimizer import DistributedOptimizer
 
 right, calls = DistributedOptimizer.step, []
@@ -137,7 +137,7 @@ def test_it_is_told_to_programs(
 ) -> None:
     """In the JSON, with what was found so far."""
     broken(True)
-    judge, count = zero_sim.verify.run_case, 0
+    judge, count = zero_sim.run.run_case, 0
 
     def interrupting(scenario: Scenario, **options: object) -> CaseResult:
         nonlocal count
@@ -146,7 +146,7 @@ def test_it_is_told_to_programs(
             os.kill(os.getpid(), signal.SIGINT)
         return judge(scenario, **options)
 
-    monkeypatch.setattr(zero_sim.verify, "run_case", interrupting)
+    monkeypatch.setattr(zero_sim.run, "run_case", interrupting)
     told = json.loads(invoke("shrink", "one.toml", "--json").stdout)
     assert (told["stopped"], told["complete"], told["cases"]) == ("asked", False, 3)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from zero_sim import cli, supervisor
+from zero_sim.cli import main as cli
+from zero_sim.host import supervisor
 
 BEGIN = """import os
 import torch

@@ -6,16 +6,16 @@ import signal
 
 import pytest
 
-from zero_sim import signals
 from zero_sim.bundle import read_bundle
+from zero_sim.findings.records import Finding
 from zero_sim.fuzz import batch
 from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.records import BatchReport, Job, batch_seed
 from zero_sim.fuzz.strategies import scenarios
+from zero_sim.host import signals
+from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases
-from zero_sim.verify import CaseResult, run_case
-from zero_sim.verify.records import Finding
 
 SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense", "values")

@@ -5,9 +5,9 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
+from zero_sim.backends import WorldPool
 from zero_sim.fuzz import mutating
 from zero_sim.fuzz.mutating import Mutating, choose_changes, try_changes
-from zero_sim.launch import WorldPool
 from zero_sim.mutants.campaign import Budget, check_unbroken
 
 ONE = Mutating(modules=("zero_sim.zero.norm",), cases_max=10)

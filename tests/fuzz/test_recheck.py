@@ -7,9 +7,9 @@ import pytest
 
 from zero_sim.fuzz.recheck import recheck
 from zero_sim.fuzz.records import Found
+from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import Key, key_of
-from zero_sim.verify import run_case
 
 CASE = """schema = 1
 [model]

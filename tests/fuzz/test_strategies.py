@@ -16,11 +16,11 @@ from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
 from zero_sim.fuzz.strategies import STEPS_MAX, faulty_scenarios, scenarios
 from zero_sim.reference.ranks import Ranks
+from zero_sim.run.cells import cells_of
+from zero_sim.run.program import segments_of
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
 from zero_sim.targets import EVERYTHING, Capabilities, find_target, refusals, target_names
-from zero_sim.verify.cells import cells_of
-from zero_sim.verify.program import segments_of
 from zero_sim.workloads import build_workload
 
 QUIET = settings(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zero_sim.doctor import NCCL_SHARING, NCCL_SHARING_LEAST
+from zero_sim.run import run_case
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec, WorldSpec
-from zero_sim.verify import run_case
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from zero_sim.backends import WorldPool
 from zero_sim.errors import LayoutError
-from zero_sim.launch import WorldPool
 from zero_sim.mutants import campaign, find_mutants
 from zero_sim.mutants.campaign import (
     DRAWING,
@@ -18,9 +18,9 @@ from zero_sim.mutants.campaign import (
 )
 from zero_sim.mutants.records import mutant
 from zero_sim.mutants.score import score_of
+from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import Size, size_of
-from zero_sim.verify import CaseResult, run_case
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_shrinking_changes_nothing_of_the_hunt(shrunk, pool):
 
 
 def test_an_error_of_the_harness_is_no_kill(pool, monkeypatch):
-    from zero_sim.verify.judge import Judge
+    from zero_sim.judge.judge import Judge
 
     def breaks(*args, **named):
         raise RuntimeError("the judge is ill")

@@ -7,7 +7,7 @@ from itertools import islice
 from zero_sim.drawing import draws
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.reference.ranks import Ranks
-from zero_sim.verify.cells import cells_of
+from zero_sim.run.cells import cells_of
 from zero_sim.workloads import build_workload
 
 

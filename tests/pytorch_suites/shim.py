@@ -26,7 +26,8 @@ from torch.testing._internal.common_distributed import (
 )
 
 from tests.pytorch_suites import suites
-from zero_sim.sim import World, c10d
+from zero_sim.sim import World
+from zero_sim.sim.world import c10d
 
 STARTS_RANKS = "starts_ranks"
 """Attribute of a test's function that starts ranks by itself, as its base class does not."""

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from zero_sim.verify.records import Strip, StripBucket, StripPiece, StripShard
+from zero_sim.findings.records import Strip, StripBucket, StripPiece, StripShard
 
 
 def make_strip(*, shards=4, shard_elems=6, padding=2, names=("w", "b"), differ=((5, 7),), start=0):

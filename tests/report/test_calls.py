@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from zero_sim.findings.records import Finding, StripBucket
 from zero_sim.report.calls import calls_near, render_calls
 from zero_sim.sim import CollectiveRecord, EventLog
-from zero_sim.verify.records import Finding, StripBucket
 
 
 def logged(*kinds, refused=None):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from zero_sim.errors import UsageError
+from zero_sim.findings import describe as findings
 from zero_sim.report.explain import EXPLANATIONS, explain
 from zero_sim.scenario.spec import WorldSpec
-from zero_sim.verify import findings
 
 PACKAGE = Path(__file__).parents[2] / "zero_sim"
 EXPLAINING = PACKAGE / "report" / "explain.py"

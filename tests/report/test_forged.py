@@ -11,6 +11,7 @@ import pytest
 
 from zero_sim.bundle import Bundle, Replayed
 from zero_sim.bundle.records import current_environment
+from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.mutants.changes import Change
 from zero_sim.mutants.records import ChangeTrial, Trial
 from zero_sim.report.changes import render_change
@@ -22,7 +23,6 @@ from zero_sim.report.timeline import read_timeline
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import ModelSpec, Scenario
 from zero_sim.sim import CollectiveRecord, EventLog
-from zero_sim.verify.records import CaseResult, Finding
 
 FORGED = "PASS  everything  0.001 s"
 NASTY = f"a\n{FORGED}\r{FORGED}\x1b[2J\x1b]0;title\x07\0\x9b31m\u202e\u200b\u2028{FORGED}\x0b\x85z"

@@ -9,13 +9,13 @@ import torch
 
 from zero_sim.bundle import Bundle
 from zero_sim.bundle.records import current_environment
+from zero_sim.findings.records import Evidence, Finding
 from zero_sim.report.html import render_page, write_page
 from zero_sim.report.html_tables import values_table
 from zero_sim.report.markup import Markup, element, escaped
 from zero_sim.report.svg_strip import strip_pictures
 from zero_sim.scenario.spec import ModelSpec, Scenario
 from zero_sim.sim import CollectiveRecord, EventLog
-from zero_sim.verify.records import Evidence, Finding
 
 HOSTILE = "<script>alert('x')</script>\"&\x1b[31m https://evil.example/a.js"
 VOID = {"meta", "br", "wbr", "hr"}

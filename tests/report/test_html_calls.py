@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from zero_sim.findings.records import Finding
 from zero_sim.report.html_calls import RANKS_MAX, SUSPECTS_MAX, near_calls
 from zero_sim.report.kinds import class_of, legend
 from zero_sim.sim import CollectiveRecord, EventLog
-from zero_sim.verify.records import Finding
 
 
 def logged(*kinds, ranks=(0, 1), absent=()):

@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 import pytest
 
 from zero_sim.errors import Problem, ScenarioError, UsageError
+from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.report.junit import TestCase, case_of, file_of, junit_xml, write_junit
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, WorldSpec
-from zero_sim.verify.records import CaseResult, Finding
 
 SCENARIO = Scenario(
     schema=1, name="x", model=ModelSpec(name="mlp"), world=WorldSpec(order="ring"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_sim.findings.records import Finding
 from zero_sim.report.svg_timeline import draw_timeline
-from zero_sim.verify.records import Finding
 
 FINDING = Finding(
     check="equality.grad", message="differs", rank=0, step=0, call_start=0, call_stop=4

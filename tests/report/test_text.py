@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.report.explain import explain
 from zero_sim.report.records import Fact, Measurement
 from zero_sim.report.text import (
@@ -21,7 +22,6 @@ from zero_sim.report.text import (
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
 from zero_sim.shrink import Reduced, Size
 from zero_sim.sim import CollectiveRecord, EventLog
-from zero_sim.verify.records import CaseResult, Finding
 
 FINDING = Finding(
     check="equality.master",

@@ -142,7 +142,8 @@ def test_names_are_those_of_the_simulator() -> None:
     """Two floors hold them; both say the same."""
     from typing import get_args
 
-    from zero_sim.sim.collectives import PERFORM, SPARSE
+    from zero_sim.sim.call import SPARSE
+    from zero_sim.sim.comm.collectives import PERFORM
     from zero_sim.sim.faults import FaultKind
 
     assert set(get_args(CollectiveName)) == set(PERFORM) - {SPARSE}
@@ -151,7 +152,7 @@ def test_names_are_those_of_the_simulator() -> None:
 
 def test_a_plan_reaches_the_world_field_by_field() -> None:
     """What a scenario says of a fault is what the simulator is told."""
-    from zero_sim.launch import WorldPool
+    from zero_sim.backends import WorldPool
     from zero_sim.sim import Fault
 
     spec = FaultSpec(
@@ -173,7 +174,7 @@ def test_a_plan_reaches_the_world_field_by_field() -> None:
 
 def test_each_case_has_its_own_stall_limit() -> None:
     """Though the world is the one of the case before."""
-    from zero_sim.launch import WorldPool
+    from zero_sim.backends import WorldPool
 
     with WorldPool() as pool:
         short = dataclasses.replace(CASE, run=RunSpec(stall_seconds=2.5))
@@ -184,6 +185,6 @@ def test_each_case_has_its_own_stall_limit() -> None:
 def test_no_more_ranks_than_the_simulator_takes() -> None:
     """Two floors hold the limit; both say the same."""
     from zero_sim.scenario import rules
-    from zero_sim.sim import world
+    from zero_sim.sim.world import world
 
     assert rules.WORLD_SIZE_MAX == world.WORLD_SIZE_MAX

@@ -2,8 +2,8 @@
 
 import pytest
 
+from zero_sim.findings.records import CaseResult, Finding, Strip, StripBucket, StripShard
 from zero_sim.shrink import Key, key_of, may_become, may_shrink
-from zero_sim.verify.records import CaseResult, Finding, Strip, StripBucket, StripShard
 
 
 def result(verdict="fail", strip=None, message="m", **finding):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.launch import WorldPool
+from zero_sim.backends import WorldPool
+from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import (
     FaultSpec,
@@ -17,7 +18,6 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.shrink import Limits, right_judge, settings_of, shrink_finding
 from zero_sim.targets import find_target
-from zero_sim.verify.records import CaseResult, Finding
 
 MODEL = ModelSpec(name="params", shapes=((3,), (4,)))
 CASE = Scenario(

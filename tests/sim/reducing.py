@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from zero_sim.verify.probe import by_calling, by_model, compare, observe
+from zero_sim.backends.probe import by_calling, by_model, compare, observe
 
 PROBED_ELEMS = 60
 AVERAGED = (7, 1000)

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
-from zero_sim.launch import WorldPool
+from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -15,7 +16,6 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.targets import Numerics, StepResult, complete
-from zero_sim.verify import run_case
 
 
 class Least:

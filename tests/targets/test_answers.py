@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_sim.backends import WorldPool
 from zero_sim.errors import ProtocolError
-from zero_sim.launch import WorldPool
+from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     FreezeSpec,
     ModelSpec,
@@ -17,7 +18,6 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.targets import Capabilities, OwnedPart, Place, Settings, StepResult, complete
-from zero_sim.verify import run_case
 
 
 class Engine:

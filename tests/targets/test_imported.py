@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from zero_sim import signals
 from zero_sim.errors import UsageError
+from zero_sim.host import signals
 from zero_sim.targets.imported import check_target, load_target
 
 _numbers = itertools.count()

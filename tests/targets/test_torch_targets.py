@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_sim.run import run_case
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -17,10 +18,9 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.sim import World
 from zero_sim.targets import Numerics
-from zero_sim.targets.torch_ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
-from zero_sim.targets.torch_fsdp2 import FSDP2Engine, TorchFSDP2
+from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
+from zero_sim.targets.torch.fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
-from zero_sim.verify import run_case
 
 NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp2"]
 

@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 
-from zero_sim.cli import main
+from zero_sim.cli.main import main
 from zero_sim.errors import Problem
+from zero_sim.findings.records import CaseResult
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import OptimizerName
 from zero_sim.targets import find_target, import_target, refusals, target_names
 from zero_sim.testing import NotConformant, conformance, scenarios
-from zero_sim.verify.records import CaseResult
 
 # The function of the same name hides the module in its package.
 conformance_module = importlib.import_module("zero_sim.testing.conformance")

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from zero_sim.bundle.decode import Unfit, integers
 from zero_sim.errors import ScenarioError
+from zero_sim.findings.describe import EVIDENCE_ELEMS_MAX
+from zero_sim.findings.records import Evidence, Finding, Strip
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
-from zero_sim.verify.findings import EVIDENCE_ELEMS_MAX
-from zero_sim.verify.records import Evidence, Finding, Strip
 
 _CHECK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*)?")
 _CHECK_CHARS_MAX = 80

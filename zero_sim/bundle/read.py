@@ -40,12 +40,12 @@ from zero_sim.bundle.records import (
     bundle_id,
 )
 from zero_sim.errors import BundleError
+from zero_sim.findings.records import Evidence, Finding, Strip, Verdict
 from zero_sim.outside import NESTING_MAX, Unreadable, nests_too_deep, printable, read_regular
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
 from zero_sim.targets import target_names
-from zero_sim.verify.records import Evidence, Finding, Strip, Verdict
 
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30

@@ -13,10 +13,10 @@ import numpy
 import torch
 
 import zero_sim
+from zero_sim.findings.records import Finding, Strip, Verdict
 from zero_sim.scenario.dump import to_chosen_data
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
-from zero_sim.verify.records import Finding, Strip, Verdict
 
 FORMAT = "zero_sim bundle"
 VERSION = 1

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zero_sim.backends import WorldPool
 from zero_sim.bundle.records import Bundle, current_environment
 from zero_sim.errors import UsageError, ZeroSimError
-from zero_sim.launch import WorldPool
+from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.run.runner import run_case
 from zero_sim.sim import EventLog
 from zero_sim.targets import Target
-from zero_sim.verify.records import CaseResult, Finding
-from zero_sim.verify.runner import run_case
 
 Outcome = Literal["fixed", "failed", "error"]
 """`fixed`: nothing is wrong now; `failed`: something still is; `error`: that could not be found

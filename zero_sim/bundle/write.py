@@ -27,10 +27,10 @@ from zero_sim.bundle.records import (
     bundle_id,
     current_environment,
 )
+from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.scenario.dump import to_data, to_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
-from zero_sim.verify.records import CaseResult, Finding
 
 _REPLACE_TRIES = 5
 

@@ -15,17 +15,19 @@ from pathlib import Path
 
 from hypothesis.strategies import SearchStrategy
 
+from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
 from zero_sim.bundle import write_bundle
 from zero_sim.drawing import draws
 from zero_sim.errors import ZeroSimError
-from zero_sim.files import write_whole
+from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.fuzz.coverage import Grid, features_of
 from zero_sim.fuzz.known import KnownFindings
 from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.launch import Stop, WorldPool, interrupts_ask, settle_memory
+from zero_sim.host.files import write_whole
 from zero_sim.report.text import render_case
+from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import (
@@ -38,8 +40,6 @@ from zero_sim.shrink import (
     shrink_finding,
 )
 from zero_sim.targets import Target, import_target, refusals
-from zero_sim.verify import run_case
-from zero_sim.verify.records import CaseResult, Finding
 
 Judge = Callable[[Scenario], CaseResult]
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_sim.errors import UsageError
-from zero_sim.files import unwritten, write_whole
 from zero_sim.fuzz.records import BatchReport, Found
+from zero_sim.host.files import unwritten, write_whole
 from zero_sim.outside import (
     NESTING_MAX,
     Unreadable,

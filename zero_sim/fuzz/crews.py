@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Executor, Future, wait
 from typing import Any, Protocol
 
+from zero_sim.backends.hands import Hand
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.fuzz.batch import run_batch, warm_up
 from zero_sim.fuzz.records import BatchReport, Job
-from zero_sim.launch.hands import Hand
 
 CONNECT_SECONDS = 30
 

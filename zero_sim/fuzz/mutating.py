@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_sim.backends import WorldPool
+from zero_sim.backends.hands import share_out
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.launch import WorldPool
-from zero_sim.launch.hands import share_out
 from zero_sim.mutants.campaign import Budget, hunt
 from zero_sim.mutants.changes import Change
 from zero_sim.mutants.records import ChangeTrial, Trial

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from zero_sim.backends import WorldPool
 from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.records import Found
-from zero_sim.launch import WorldPool
+from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import may_become
 from zero_sim.targets import Target, import_target
-from zero_sim.verify import run_case
 
 Outcome = Literal["fixed", "fails", "fails-otherwise", "unknown"]
 """`fixed`: its case passes; `fails`: as it did; `fails-otherwise`: with another finding;

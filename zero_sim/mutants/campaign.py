@@ -12,18 +12,18 @@ from typing import Protocol
 import torch
 from hypothesis import strategies as st
 
+from zero_sim.backends import WorldPool
+from zero_sim.backends.hands import share_out
 from zero_sim.drawing import draws
-from zero_sim.launch import WorldPool
-from zero_sim.launch.hands import share_out
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.minima import MINIMA
 from zero_sim.mutants.records import Trial
+from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Limits, Reduced, shrink
 from zero_sim.targets import Target
-from zero_sim.verify import CaseResult, run_case
 
 CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""

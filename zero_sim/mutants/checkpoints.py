@@ -7,16 +7,17 @@ from importlib import import_module
 
 import torch
 
+from zero_sim.checkpoint import pieces as plan
+from zero_sim.checkpoint import snapshot, write
+from zero_sim.checkpoint.tensorfile import TensorFileReader
 from zero_sim.layout import Span
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.targets import own
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.checkpoint import plan, snapshot, write
-from zero_sim.zero.checkpoint.tensorfile import TensorFileReader
 
 # The package exports a function of the same name.
-load = import_module("zero_sim.zero.checkpoint.load")
+load = import_module("zero_sim.checkpoint.load")
 
 
 @mutant("M93", "CKPT", "CK PD B2", seen_in="Megatron-LM#5077", core=True)

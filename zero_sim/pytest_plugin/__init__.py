@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zero_sim.cli_parts import DEFAULT_BUNDLES
+from zero_sim.cli.parts import DEFAULT_BUNDLES
 from zero_sim.pytest_plugin.mark import MARK, WANTED, Refused, Wanted, read_mark
 from zero_sim.pytest_plugin.processes import ON_RANK, RanksFailed, run_on_processes
 from zero_sim.pytest_plugin.ranks import run_simulated

@@ -27,8 +27,8 @@ from zero_sim.pytest_plugin.ranks import check_all_ran, program_of
 from zero_sim.pytest_plugin.stage import Stage
 
 if TYPE_CHECKING:
-    from zero_sim.launch import Ending
-    from zero_sim.launch.real import RealRank
+    from zero_sim.backends import Ending
+    from zero_sim.backends.real import RealRank
 
 ON_RANK: pytest.StashKey[OnRank] = pytest.StashKey()
 _PLUGIN = "zero_sim.pytest_plugin"
@@ -87,7 +87,7 @@ def run_on_processes(stage: Stage, item: pytest.Function, wanted: Wanted) -> Non
 
 
 def _check_settings(item: pytest.Function, wanted: Wanted) -> None:
-    from zero_sim.sim.world import check_settings
+    from zero_sim.sim.world.world import check_settings
 
     names = inspect.signature(check_settings).parameters
     chosen = {name: value for name, value in wanted.settings.items() if name in names}

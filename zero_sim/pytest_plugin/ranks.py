@@ -122,7 +122,7 @@ def _held_exits() -> Iterator[list[ProcessEnded]]:
     Yields:
         What calls of os._exit came to.
     """
-    from zero_sim.sim.c10d import rank_state
+    from zero_sim.sim.world.c10d import rank_state
 
     pid, exit_process, exits = os.getpid(), os._exit, list[ProcessEnded]()
 

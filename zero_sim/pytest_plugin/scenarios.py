@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from zero_sim.cli_parts import replay_command, reproduce_command
+from zero_sim.cli.parts import replay_command, reproduce_command
 from zero_sim.errors import EnvironmentProblem, ScenarioError, ZeroSimError
 from zero_sim.pytest_plugin.stage import STAGE
 
 if TYPE_CHECKING:
+    from zero_sim.findings.records import CaseResult
     from zero_sim.scenario.spec import Scenario
-    from zero_sim.verify.records import CaseResult
 
 
 class ScenarioFile(pytest.File):

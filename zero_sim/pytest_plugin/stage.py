@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 if TYPE_CHECKING:
+    from zero_sim.findings.records import CaseResult
     from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import World
-    from zero_sim.verify.records import CaseResult
 
 STAGE: pytest.StashKey[Stage] = pytest.StashKey()
 
@@ -48,16 +48,16 @@ class Stage:
     def teams(self) -> Any:
         """Worker processes for real backends."""
         if self._teams is None:
-            from zero_sim.launch.team import Teams
+            from zero_sim.backends.team import Teams
 
-            preload = ("zero_sim.launch.worker", "zero_sim.pytest_plugin.processes")
+            preload = ("zero_sim.backends.worker", "zero_sim.pytest_plugin.processes")
             self._teams = self._stack.enter_context(Teams(backend=self.backend, preload=preload))
         return self._teams
 
     def judge(self, scenario: Scenario) -> Any:
         """Judge a scenario's case."""
         if self._judge is None:
-            from zero_sim.cli import open_judge
+            from zero_sim.cli.main import open_judge
 
             self._judge = self._stack.enter_context(open_judge(backend=self.backend))
         return self._judge(scenario)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zero_sim.findings.records import Finding, Strip, StripBucket
     from zero_sim.sim import CollectiveRecord, EventLog
-    from zero_sim.verify.records import Finding, Strip, StripBucket
 
 BEFORE = 2
 """Calls shown of those before the bad step."""

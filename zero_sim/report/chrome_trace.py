@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 
-from zero_sim.files import unwritten, write_whole
+from zero_sim.host.files import unwritten, write_whole
 from zero_sim.report.timeline import CallSpan, Timeline, read_timeline
 from zero_sim.report.torch_words import output_elems, profiler_name, scalar_type
 from zero_sim.sim import EventLog

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_sim.errors import UsageError
-from zero_sim.files import folder_whole, unwritten
+from zero_sim.host.files import folder_whole, unwritten
 from zero_sim.report.timeline import CallSpan, Timeline, read_timeline
 from zero_sim.report.torch_words import flight_recorder_name, output_elems, scalar_type
 from zero_sim.sim import EventLog

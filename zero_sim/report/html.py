@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero_sim.bundle import Bundle
-from zero_sim.files import unwritten, write_whole
+from zero_sim.findings.records import Finding
+from zero_sim.host.files import unwritten, write_whole
 from zero_sim.report.calls import calls_near
 from zero_sim.report.explain import EXPLANATIONS
 from zero_sim.report.html_calls import near_calls
@@ -22,7 +23,6 @@ from zero_sim.report.svg_strip import strip_pictures
 from zero_sim.report.svg_timeline import draw_timeline
 from zero_sim.report.text import render_finding, render_place
 from zero_sim.scenario.dump import to_chosen_toml, to_toml
-from zero_sim.verify.records import Finding
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """

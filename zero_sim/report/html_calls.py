@@ -14,8 +14,8 @@ from zero_sim.report.kinds import class_of, legend
 from zero_sim.report.markup import Markup, element
 
 if TYPE_CHECKING:
+    from zero_sim.findings.records import Finding, Strip
     from zero_sim.sim import CollectiveRecord, EventLog
-    from zero_sim.verify.records import Finding, Strip
 
 RANKS_MAX = 6
 """Ranks beside each other: as many as fit on a small screen."""

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from zero_sim.findings.compare import find_difference
 from zero_sim.report.markup import Markup, element
-from zero_sim.verify.compare import find_difference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from zero_sim.findings.records import Evidence, Finding
     from zero_sim.sim import EventLog
-    from zero_sim.verify.records import Evidence, Finding
 
 VALUES_BEFORE = 8
 VALUES_AFTER = 40

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from zero_sim.errors import ScenarioError
-from zero_sim.files import unwritten, write_whole
+from zero_sim.host.files import unwritten, write_whole
 from zero_sim.outside import printable
 
 if TYPE_CHECKING:
+    from zero_sim.findings.records import CaseResult
     from zero_sim.scenario.spec import Scenario
-    from zero_sim.verify.records import CaseResult
 
 SUITE = "zero-sim"
 

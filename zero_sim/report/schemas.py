@@ -222,7 +222,7 @@ COMMANDS: tuple[Command, ...] = tuple(_COMMANDS)
 
 
 def _records() -> types.ModuleType:
-    from zero_sim.verify import records
+    from zero_sim.findings import records
 
     return records
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zero_sim.verify.records import Strip, StripPiece
+    from zero_sim.findings.records import Strip, StripPiece
 
 WIDTH = 96
 """Characters of a line, so that it fits into 100 below a case's indentation."""

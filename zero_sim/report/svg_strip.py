@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from zero_sim.report.markup import Markup, element, joined
 
 if TYPE_CHECKING:
-    from zero_sim.verify.records import Strip
+    from zero_sim.findings.records import Strip
 
 ROW = 22
 GAP = 4

@@ -10,8 +10,8 @@ from zero_sim.report.markup import Markup, element, joined
 from zero_sim.report.timeline import CallSpan, read_timeline
 
 if TYPE_CHECKING:
+    from zero_sim.findings.records import Finding
     from zero_sim.sim import CollectiveRecord, EventLog
-    from zero_sim.verify.records import Finding
 
 CALLS_MAX = 600
 """Calls drawn; of a longer log, those around the finding."""

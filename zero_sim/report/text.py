@@ -18,11 +18,11 @@ from zero_sim.report.strip import draw_strip
 if TYPE_CHECKING:
     from zero_sim.bundle import Bundle, Replayed
     from zero_sim.errors import ScenarioError
+    from zero_sim.findings.records import CaseResult, Finding, Strip
     from zero_sim.report.explain import Explanation
     from zero_sim.report.records import Fact, Measurement
     from zero_sim.shrink import Reduced
     from zero_sim.sim import EventLog
-    from zero_sim.verify.records import CaseResult, Finding, Strip
 
 MARKS = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "error": "ERROR"}
 """First word of a case's line, by verdict."""

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from zero_sim.sim.rank_threads import rank_state
+from zero_sim.sim.world.rank_threads import rank_state
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from zero_sim.sim.rank_threads import rank_state
+from zero_sim.sim.world.rank_threads import rank_state
 
 # By qualified name; an operator outlives the run that defined it. Functions by thread.
 _definitions: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from zero_sim.sim.rank_threads import rank_state
+from zero_sim.sim.world.rank_threads import rank_state
 
 
 class _Rank(threading.local):

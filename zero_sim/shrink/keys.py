@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Self
 
-from zero_sim.verify.records import CaseResult, Strip, StripShard
+from zero_sim.findings.records import CaseResult, Strip, StripShard
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|<[^>]*>")
 _ASIDE = re.compile(r"\([^()]*\)|\[[^][]*\]")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from zero_sim.launch import WorldPool
+from zero_sim.backends import WorldPool
+from zero_sim.findings.records import CaseResult
+from zero_sim.run import run_case
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink.keys import key_of, may_become
 from zero_sim.shrink.reduce import Limits, Reduced, shrink
 from zero_sim.shrink.size import settings_of
 from zero_sim.shrink.titles import titled
 from zero_sim.targets import Target, find_target
-from zero_sim.verify import run_case
-from zero_sim.verify.records import CaseResult
 
 OURS = "zero_sim"
 _PLAIN_NUMBERS = frozenset({"optimizer.lr", "data.rows"})

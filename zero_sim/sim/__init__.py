@@ -13,11 +13,11 @@ from zero_sim.sim.failures import (
     WorldFailure,
 )
 from zero_sim.sim.faults import Fault, InjectedCrash
-from zero_sim.sim.flight import Flight, Flights
+from zero_sim.sim.in_flight import Flight, Flights
+from zero_sim.sim.inflight.races import unwatched
 from zero_sim.sim.log import CollectiveRecord, EventLog, FaultRecord, Moment
-from zero_sim.sim.races import unwatched
 from zero_sim.sim.schedule import Choices, Replay
-from zero_sim.sim.world import World
+from zero_sim.sim.world.world import World
 
 __all__ = [
     "Access",

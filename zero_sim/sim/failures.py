@@ -7,7 +7,7 @@ from typing import Self
 
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.sim.callsite import site_of
-from zero_sim.sim.flight import Flight
+from zero_sim.sim.in_flight import Flight
 
 
 class WorldFailure(ZeroSimError):

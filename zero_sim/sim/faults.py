@@ -3,8 +3,8 @@
 A plan is a list of `Fault`s. Each names a rank and one of the rank's own collectives, stated or
 drawn from the seed, so a run with faults is a function of (program, schedule, seed, plan) like any
 other. An `Injector` counts the calls of one run and says which faults are due; what those that act
-on data do to it is done in `zero_sim.sim.carriage`. Whatever comes of a fault is a `FaultRecord` of
-the log, one for each fault of the plan.
+on data do to it is done in `zero_sim.sim.comm.planned_faults`. Whatever comes of a fault is a
+`FaultRecord` of the log, one for each fault of the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
-from zero_sim.sim.collectives import PERFORM, Call
+from zero_sim.sim.call import KINDS, Call
 from zero_sim.sim.log import EventLog, FaultRecord
 from zero_sim.sim.schedule import Schedule
 
@@ -117,8 +117,8 @@ def check_faults(faults: Sequence[Fault], *, world_size: int) -> None:
             _refuse(index, "kind", f"one of {', '.join(get_args(FaultKind))}", fault.kind)
         if not 0 <= fault.rank < world_size:
             _refuse(index, "rank", f"at least 0 and less than {world_size}", fault.rank)
-        if fault.collective is not None and fault.collective not in PERFORM:
-            _refuse(index, "collective", f"one of {', '.join(PERFORM)}", fault.collective)
+        if fault.collective is not None and fault.collective not in KINDS:
+            _refuse(index, "collective", f"one of {', '.join(KINDS)}", fault.collective)
         for name in ("call", "element", "bit"):
             number = getattr(fault, name)
             if number is not None and number < 0:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from zero_sim.sim.collectives import Call
+from zero_sim.sim.call import Call
 
 
 class Part(NamedTuple):

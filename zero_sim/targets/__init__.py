@@ -25,7 +25,7 @@ from zero_sim.targets.protocol import (
     Target,
 )
 from zero_sim.targets.registry import find_target, import_target, name_of, target_names
-from zero_sim.targets.torch_optim import (
+from zero_sim.targets.torch.optim import (
     LearningRates,
     class_of,
     group_index,

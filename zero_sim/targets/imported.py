@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_sim import supervisor
 from zero_sim.errors import UsageError
-from zero_sim.frames import show_error
-from zero_sim.signals import heard_count, interrupt, listening
+from zero_sim.host import supervisor
+from zero_sim.host.frames import show_error
+from zero_sim.host.signals import heard_count, interrupt, listening
 from zero_sim.targets.protocol import Target
 
 

@@ -12,7 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from zero_sim import checkpoint
 from zero_sim.layout import BucketPlan
+from zero_sim.layout.topology import Topology
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import (
     CheckpointForm,
@@ -22,15 +24,13 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.targets.held import held_bytes
 from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
-from zero_sim.targets.torch_optim import class_of, group_index, own_settings, settings_of
-from zero_sim.topology import Topology
+from zero_sim.targets.torch.optim import class_of, group_index, own_settings, settings_of
 from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
     OptimFactory,
     OwnedFragment,
     ZeroConfig,
-    checkpoint,
 )
 from zero_sim.zero.groups import (
     build_expert_groups,

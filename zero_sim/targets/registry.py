@@ -8,8 +8,8 @@ from zero_sim.errors import UsageError
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.protocol import Target
-from zero_sim.targets.torch_ddp import TorchDDP, TorchZeroRedundancy
-from zero_sim.targets.torch_fsdp2 import TorchFSDP2
+from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
+from zero_sim.targets.torch.fsdp2 import TorchFSDP2
 
 _TARGETS: dict[str, Target] = {
     target.name: target

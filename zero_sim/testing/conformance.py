@@ -12,10 +12,12 @@ from itertools import islice
 
 from hypothesis import settings
 
+from zero_sim.backends import WorldPool
 from zero_sim.drawing import draws
+from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.launch import WorldPool
 from zero_sim.report.text import render_case, render_reduced
+from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
@@ -27,8 +29,6 @@ from zero_sim.targets import (
     refusals,
     target_names,
 )
-from zero_sim.verify import run_case
-from zero_sim.verify.records import CaseResult
 
 SHRINK_SECONDS = 60.0
 _FILE = "case.toml"

@@ -1,0 +1,74 @@
+"""When no further case is begun."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from zero_sim.backends import Stop, interrupts_ask
+from zero_sim.host import signals
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch):
+    """Those of one test do not come at once with those of another."""
+    monkeypatch.setattr(signals, "_last_heard", -signals.SAME_SECONDS)
+
+
+@pytest.mark.parametrize("number", signals.ENDING)
+def test_the_first_interrupt_only_asks(number):
+    stop = Stop()
+    with interrupts_ask(stop):
+        signal.raise_signal(number)
+        assert (stop.asked, stop.now) == (True, True)
+
+
+def test_two_that_come_at_once_are_one(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_SECONDS", 1000.0)
+    monkeypatch.setattr(signals, "_last_heard", -1e9)
+    with interrupts_ask(Stop()):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_one_that_is_ignored_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = Stop()
+        with interrupts_ask(stop):
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_second_one_is_an_interrupt():
+    with interrupts_ask(Stop(asked=True)), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_listened_before_listens_again():
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_ask(Stop()):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_thread_changes_nothing():
+    seen = []
+
+    def listen():
+        with interrupts_ask(Stop()):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_deadline_is_a_wish_too():
+    assert Stop(deadline=time.monotonic()).now
+    assert not Stop(deadline=time.monotonic() + 1000).now

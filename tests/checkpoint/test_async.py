@@ -1,0 +1,117 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+
+from zero_sim.checkpoint import save_async, tensorfile
+from zero_sim.errors import CheckpointError
+
+RANKS = 3
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Hold back all writing until the returned event is set."""
+    go_on = threading.Event()
+    write_bytes = tensorfile.write_bytes
+
+    def wait_and_write(file, data):
+        go_on.wait()
+        write_bytes(file, data)
+
+    monkeypatch.setattr(tensorfile, "write_bytes", wait_and_write)
+    return go_on
+
+
+def start(path, run):
+    return save_async(path, ddp=run.ddp, optimizer=run.optimizer)
+
+
+class TestSaveAsync:
+    """What is saved is what there was at the call."""
+
+    def test_training_goes_on_meanwhile(self, run_ranks, kit, tmp_path, slow):
+        """Masters, state, buffers and step counts change before a byte is written."""
+
+        def program(rank):
+            run = kit.build().train(2)
+            facts = run.facts()
+            handle = start(tmp_path / "c", run)
+            run.train(2)
+            slow.set()
+            handle.wait()
+            handle.wait()
+            return facts, kit.load(tmp_path / "c", kit.build()).facts()
+
+        results = run_ranks(RANKS, program)
+        kit.assert_same_runs([loaded for _, loaded in results], [facts for facts, _ in results])
+
+    def test_nothing_has_the_name_before_wait(self, run_ranks, kit, tmp_path, slow):
+        """Ranks agree in wait(), not before."""
+
+        def program(rank):
+            handle = start(tmp_path / "c", kit.build())
+            slow.set()
+            handle._thread.join()
+            there = (tmp_path / "c").exists()
+            handle.wait()
+            return there
+
+        assert run_ranks(RANKS, program)[0] is False
+        assert (tmp_path / "c" / "manifest.json").exists()
+
+    def test_the_threads_communicate_nothing(self, world_of, kit, tmp_path):
+        """All that ranks say to each other, they say before it returns and in wait()."""
+        world = world_of(1)
+
+        def program(rank):
+            handle = start(tmp_path / "c", kit.build())
+            before = len(world.log.collectives)
+            handle._thread.join()
+            after = len(world.log.collectives)
+            handle.wait()
+            return before, after, len(world.log.collectives)
+
+        before, after, end = world.run(program)[0]
+        assert 0 < before == after < end
+
+    def test_an_error_in_one_thread_is_all_ranks_error(self, run_ranks, kit, tmp_path, monkeypatch):
+        """Raised by wait(), again and again; nothing is left behind."""
+        write_bytes = tensorfile.write_bytes
+
+        def full(file, data):
+            if "rank-00001" in file.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write_bytes(file, data)
+
+        def program(rank):
+            run = kit.build()
+            monkeypatch.setattr(tensorfile, "write_bytes", full)
+            handle = start(tmp_path / "c", run)
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match="rank 1: OSError"):
+                    handle.wait()
+
+        run_ranks(RANKS, program)
+        assert not list(tmp_path.iterdir())
+
+    def test_two_into_one_name_are_refused(self, run_ranks, kit, tmp_path, slow):
+        """The second would write into the first's folder; after wait() it may."""
+
+        def program(rank):
+            run = kit.build()
+            handle = start(tmp_path / "c", run)
+            with pytest.raises(CheckpointError, match="under way"):
+                kit.save(tmp_path / "c", run)
+            other = start(tmp_path / "d", run)
+            slow.set()
+            handle.wait()
+            other.wait()
+            start(tmp_path / "c", run).wait()
+
+        run_ranks(RANKS, program)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "d"]

@@ -1,0 +1,367 @@
+"""What cannot be saved or loaded is an error on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zero_sim.errors import CheckpointError
+from zero_sim.zero.scaler import LossScaler
+
+RANKS = 3
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Name of a checkpoint."""
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def saved(run_ranks, kit, path):
+    """Save a run after two steps; returns what its ranks knew."""
+
+    def go(form="sharded", **options):
+        def program(rank):
+            run = kit.build(**options).train(2)
+            kit.save(path, run, form=form)
+            return run.facts()
+
+        return run_ranks(RANKS, program)
+
+    return go
+
+
+@pytest.fixture
+def refusal(run_ranks, kit, path):
+    """Try to load into a run that has been trained; returns the message, the same on all ranks."""
+
+    def go(*, build_module=None, **options):
+        def program(rank):
+            own = options if build_module is None else options | {"module": build_module()}
+            run = kit.build(**own).train(1)
+            before = run.facts()
+            groups = [group.copy() for group in run.optimizer.inner.param_groups]
+            with pytest.raises(CheckpointError) as caught:
+                kit.load(path, run)
+            after = run.facts()
+            assert before[0].keys() == after[0].keys()
+            assert all(kit.same(before[0][where], after[0][where]) for where in before[0])
+            assert kit.same(before[1], after[1])
+            for group, kept in zip(run.optimizer.inner.param_groups, groups, strict=True):
+                assert all(group[key] is kept[key] for key in kept)
+            return str(caught.value)
+
+        messages = set(run_ranks(RANKS, program))
+        assert len(messages) == 1
+        return messages.pop()
+
+    return go
+
+
+@pytest.fixture
+def break_sync(monkeypatch):
+    """Make the disk be full for files whose name has a given part."""
+
+    def go(part):
+        fsync = os.fsync
+
+        def full(handle):
+            if part in os.readlink(f"/proc/self/fd/{handle}").rsplit("/", 1)[-1]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(handle)
+
+        monkeypatch.setattr(os, "fsync", full)
+
+    return go
+
+
+def rewrite_manifest(path, change):
+    """Change the manifest without correcting its checksum."""
+    manifest = path / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    change(whole)
+    manifest.write_text(json.dumps(whole))
+
+
+class TestSaving:
+    """One rank's error is all ranks' error, and the old checkpoint stays."""
+
+    @pytest.mark.parametrize(
+        ("form", "part"),
+        [
+            ("sharded", "rank-00001"),
+            ("sharded", "module"),
+            ("sharded", "manifest"),
+            ("consolidated", "consolidated"),
+            ("consolidated", "manifest"),
+            ("dcp", "__1_0"),
+            ("dcp", ".metadata"),
+            ("dcp", "module"),
+        ],
+    )
+    def test_a_full_disk(self, run_ranks, kit, saved, path, break_sync, form, part):
+        """Also where only one rank's file is affected, and whichever file it is."""
+        expected = saved(form)
+        break_sync(part)
+
+        def program(rank):
+            run = kit.build().train(3)
+            with pytest.raises(CheckpointError, match="No space left on device") as caught:
+                kit.save(path, run, form=form)
+            other = kit.load(path, kit.build())
+            return str(caught.value), other.facts()
+
+        results = run_ranks(RANKS, program)
+        assert len({message for message, _ in results}) == 1
+        kit.assert_same_runs([facts for _, facts in results], expected)
+        assert [entry.name for entry in path.parent.iterdir()] == ["checkpoint"]
+
+    @pytest.mark.parametrize("nth", range(6))
+    def test_a_write_that_fails_in_the_middle_of_gathering(
+        self, run_ranks, kit, path, monkeypatch, nth
+    ):
+        """Rank 0 goes on receiving, so that no rank waits for it."""
+        from zero_sim.checkpoint import tensorfile
+
+        count = [0]
+
+        def write_bytes(file, data):
+            count[0] += 1
+            if count[0] > nth:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            file.write(data)
+
+        monkeypatch.setattr(tensorfile, "write_bytes", write_bytes)
+
+        def program(rank):
+            with pytest.raises(CheckpointError, match=r"rank 0: OSError.*No space"):
+                kit.save(path, kit.build().train(1), form="consolidated")
+
+        run_ranks(RANKS, program)
+        assert not list(path.parent.iterdir())
+
+    def test_a_name_that_belongs_to_something_else(self, run_ranks, kit, path):
+        """A folder of the user's is never replaced."""
+        path.mkdir()
+        (path / "thesis.tex").write_text("years of work")
+
+        def program(rank):
+            with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
+                kit.save(path, kit.build())
+
+        run_ranks(RANKS, program)
+        assert (path / "thesis.tex").read_text() == "years of work"
+
+    def test_an_unknown_form(self, run_ranks, kit, path):
+        """Named with the known ones."""
+
+        def program(rank):
+            with pytest.raises(CheckpointError, match="sharded, consolidated, dcp but got 'zip'"):
+                kit.save(path, kit.build(), form="zip")
+
+        run_ranks(RANKS, program)
+
+    def test_state_that_is_no_element_and_no_number(self, run_ranks, kit, path):
+        """What cannot be cut into spans is refused, not dropped."""
+
+        def program(rank):
+            run = kit.build().train(1)
+            leaf = run.optimizer.inner.param_groups[0]["params"][0]
+            run.optimizer.inner.state[leaf]["history"] = torch.zeros(2, 9)
+            with pytest.raises(CheckpointError, match=r"'history' of shape \(2, 9\)"):
+                kit.save(path, run)
+
+        run_ranks(RANKS, program)
+
+    def test_ranks_that_disagree_on_a_step_count(self, run_ranks, kit, path):
+        """One step count a param is saved, so there must be one."""
+
+        def program(rank):
+            run = kit.build(module=kit.Model(((64,),))).train(1)
+            for state in run.optimizer.inner.state.values():
+                state["step"] += rank
+            with pytest.raises(CheckpointError, match="ranks 0 and 1, which own parts of"):
+                kit.save(path, run)
+
+        run_ranks(RANKS, program)
+
+
+class TestFiles:
+    """Files are checked before anything is read."""
+
+    def test_nothing_there(self, refusal, path):
+        """The message names the path."""
+        assert f"Expected a checkpoint at {path} but there is nothing" in refusal()
+
+    def test_a_folder_without_a_manifest(self, refusal, path):
+        """It is no checkpoint."""
+        path.mkdir()
+        assert "Expected manifest.json" in refusal()
+
+    def test_a_manifest_that_is_no_json(self, saved, refusal, path):
+        """Cut off."""
+        saved()
+        manifest = path / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:-40])
+        assert "Expected JSON in" in refusal()
+
+    def test_another_version(self, saved, refusal, path):
+        """Named, with the known one."""
+        saved()
+        rewrite_manifest(path, lambda whole: whole.update(version=99))
+        assert "Expected version 2" in refusal()
+        rewrite_manifest(path, lambda whole: whole.update(format="other"))
+        assert "got something else" in refusal()
+
+    def test_a_manifest_that_was_edited(self, saved, refusal, path):
+        """A changed learning rate is noticed."""
+        saved()
+
+        def change(whole):
+            whole["content"]["groups"][0]["settings"]["lr"] = 7.0
+
+        rewrite_manifest(path, change)
+        assert "was changed after it was written" in refusal()
+
+    @pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+    @pytest.mark.parametrize("damage", ["truncated", "missing", "foreign", "one bit"])
+    def test_each_file(self, saved, refusal, path, form, damage):
+        """The message has the file, what was expected and what came."""
+        saved(form)
+        names = [entry.name for entry in path.iterdir() if entry.name != "manifest.json"]
+        assert names
+        for name in names:
+            file = path / name
+            content = file.read_bytes()
+            match damage:
+                case "truncated":
+                    file.write_bytes(content[:-1])
+                    expected = f"{len(content)} bytes in {file} but got {len(content) - 1}"
+                case "missing":
+                    file.unlink()
+                    expected = f"{len(content)} bytes from {file}"
+                case "foreign":
+                    file.write_bytes(bytes(len(content)))
+                    expected = f"of {file} but got"
+                case _:
+                    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+                    expected = f"of {file} but got"
+            assert expected in refusal()
+            file.write_bytes(content)
+
+    def test_all_damaged_files_are_named(self, saved, refusal, path):
+        """Not only the first."""
+        saved()
+        for file in path.glob("rank-*"):
+            file.unlink()
+        message = refusal()
+        assert all(f"rank-0000{rank}-of" in message for rank in range(RANKS))
+
+
+class TestFit:
+    """All differences are listed at once."""
+
+    def test_another_module(self, saved, refusal, kit):
+        """Shapes, dtypes, names, and which params are trained."""
+        saved()
+
+        def build_module():
+            module = kit.Model(((3, 5), (8,), (), (0,), (1,), (2, 3, 2), (4,)))
+            module.weights[4] = nn.Parameter(torch.zeros(1).bfloat16())
+            module.frozen.requires_grad_(True)
+            module.register_buffer("extra", torch.zeros(1))
+            return module
+
+        message = refusal(build_module=build_module)
+        for line in (
+            "trained param 'weights.1' has shape (7,), in the module (8,)",
+            "trained param 'weights.4' has dtype float32, in the module bfloat16",
+            "trained param 'weights.6' is in the module but not in the checkpoint",
+            "trained param 'frozen' is in the module but not in the checkpoint",
+            "frozen param 'frozen' is in the checkpoint but not in the module",
+            "buffer 'extra' is in the module but not in the checkpoint",
+        ):
+            assert line in message
+        assert "6 differences" in message
+
+    def test_another_optimizer(self, saved, refusal):
+        """Weights alone would fit; state would not."""
+        saved()
+        assert "is of AdamW, this run steps with SGD" in refusal(optimizer="sgd")
+
+    def test_another_class_of_the_same_name(self, saved, refusal):
+        """Told by the state that it keeps."""
+        saved()
+
+        class AdamW(torch.optim.SGD):
+            """Not what it says."""
+
+        AdamW.__qualname__ = "AdamW"
+        message = refusal(
+            optimizer=lambda params: AdamW(params, lr=0.1, momentum=0.9),
+            wrap={"elementwise": True},
+        )
+        assert "'exp_avg': 'float32'" in message
+        assert "keeps {'momentum_buffer': 'float32'}" in message
+
+    @pytest.mark.parametrize("was_scaled", [True, False])
+    def test_a_loss_scaler_on_one_side_only(self, saved, refusal, was_scaled):
+        """Neither invented nor dropped."""
+        sides = [{"wrap": {"loss_scaler": LossScaler()}}, {}]
+        source, target = sides if was_scaled else sides[::-1]
+        saved(**source)
+        assert "a loss scaler" in refusal(**target)
+
+    @pytest.mark.parametrize("change", ["drop", "repeat"])
+    def test_spans_that_do_not_cover(self, kit, saved, refusal, path, change):
+        """An element that nobody or two hold is found from the manifest alone."""
+        saved()
+
+        def lose(content):
+            lost = content["files"].pop()
+            if change == "repeat":
+                first = content["files"][0]
+                content["files"].append(first | {"name": lost["name"]})
+                (path / lost["name"]).write_bytes((path / first["name"]).read_bytes())
+
+        kit.reseal(path, lose)
+        message = refusal()
+        assert "nothing holds" in message
+        assert ("two hold" in message) == (change == "repeat")
+
+
+def test_a_file_may_be_opened_by_the_library(saved, path):
+    """What is called safetensors is."""
+    from safetensors.torch import load_file
+
+    saved("consolidated")
+    tensors = load_file(path / "consolidated.safetensors")
+    assert tensors["master/weights.0"].shape == (3, 5)
+    assert tensors["state.exp_avg/weights.5"].shape == (2, 3, 2)
+    assert tensors["master/weights.3"].shape == (0,)
+    assert tensors["buffer/count"].item() == 2
+    assert tensors["frozen/frozen"].shape == (2, 2)
+    assert {path.name for path in Path(path).iterdir()} == {
+        "manifest.json",
+        "consolidated.safetensors",
+    }
+
+
+def test_torch_can_read_what_dcp_wrote(saved, path):
+    """Without this package: the tensors are flat and whole."""
+    import torch.distributed.checkpoint as dcp
+
+    facts = saved("dcp")
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size) for name, entry in metadata.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    parts = [(s.start, t["master"]) for o, _ in facts for (p, s), t in o.items() if p == "other"]
+    assert torch.equal(state["master/other"], torch.cat([part for _, part in sorted(parts)]))

@@ -1,0 +1,81 @@
+"""Who writes what, and from where it is read again: integers."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_sim.checkpoint.pieces import PieceIndex, assign_writers, find_cover_problems
+from zero_sim.errors import CheckpointError
+from zero_sim.layout import Span
+
+
+class TestCover:
+    """Every element exactly once."""
+
+    @pytest.mark.parametrize(
+        "spans",
+        [[Span(0, 5)], [Span(3, 5), Span(0, 3)], [Span(0, 2), Span(2, 2), Span(2, 5)]],
+    )
+    def test_whole(self, spans):
+        """In any order, with empty spans between."""
+        assert find_cover_problems({"w": 5}, {"w": spans}) == []
+
+    def test_a_param_without_elements_needs_no_span(self):
+        """Nothing of it is nothing missing."""
+        assert find_cover_problems({"w": 0}, {}) == []
+
+    @pytest.mark.parametrize(
+        ("spans", "problem"),
+        [
+            ([], "nothing holds [0, 5)"),
+            ([Span(1, 5)], "nothing holds [0, 1)"),
+            ([Span(0, 2), Span(3, 5)], "nothing holds [2, 3)"),
+            ([Span(0, 4)], "nothing holds [4, 5)"),
+            ([Span(0, 3), Span(2, 5)], "two hold [2, 3)"),
+            ([Span(0, 5), Span(1, 2)], "two hold [1, 2)"),
+            ([Span(0, 6)], "[5, 6) lies past its 5 elements"),
+        ],
+    )
+    def test_problems(self, spans, problem):
+        """Each with the elements."""
+        assert find_cover_problems({"w": 5}, {"w": spans}) == [f"'w': {problem}"]
+
+    def test_an_unknown_param(self):
+        """Not silently dropped."""
+        assert find_cover_problems({}, {"w": [Span(0, 1)]}) == ["'w' is not a param"]
+
+
+class TestWriters:
+    """The lowest rank that owns a span writes it."""
+
+    def test_copies_are_written_once(self):
+        """Two replicas of two shards, and a rank that owns nothing."""
+        low, high = ("w", Span(0, 2)), ("w", Span(2, 3))
+        owned = [[low], [high], [], [low], [high]]
+        assert assign_writers({"w": 3}, owned) == [[0], [0], [], [], []]
+
+    def test_a_hole_is_an_error(self):
+        """Before anything is written."""
+        with pytest.raises(CheckpointError, match=r"nothing holds \[2, 3\)"):
+            assign_writers({"w": 3}, [[("w", Span(0, 2))]])
+
+    def test_two_cuts_are_an_error(self):
+        """Replicas that are cut differently overlap."""
+        with pytest.raises(CheckpointError, match="two hold"):
+            assign_writers({"w": 3}, [[("w", Span(0, 3))], [("w", Span(0, 2))]])
+
+
+class TestPieceIndex:
+    """A wanted span is put together from pieces."""
+
+    @pytest.mark.parametrize("wanted", [Span(a, b) for a in range(11) for b in range(a, 11)])
+    def test_each_element_comes_from_its_piece(self, wanted):
+        """For every span of ten elements in unsorted pieces, one of them empty."""
+        spans = [Span(7, 10), Span(0, 3), Span(4, 4), Span(3, 4), Span(4, 7)]
+        got = {}
+        for part in PieceIndex(spans).find(wanted):
+            assert part.in_piece.numel == part.in_wanted.numel > 0
+            for i in range(part.in_piece.numel):
+                source = spans[part.piece].start + part.in_piece.start + i
+                got[wanted.start + part.in_wanted.start + i] = source
+        assert got == {element: element for element in range(wanted.start, wanted.stop)}

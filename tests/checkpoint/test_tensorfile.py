@@ -1,0 +1,148 @@
+"""Files that the safetensors library reads, written tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zero_sim.checkpoint.entries import Entry
+from zero_sim.checkpoint.manifest import Manifest, ModuleRecord, PieceRecord, WorldRecord
+from zero_sim.checkpoint.tensorfile import (
+    TensorFileReader,
+    TensorFileWriter,
+    check_file,
+)
+from zero_sim.errors import CheckpointError
+from zero_sim.layout import Span
+
+DTYPES = ("bool", "uint8", "bfloat16", "float16", "int64", "float32", "float64", "int32")
+
+
+@pytest.fixture
+def tensors():
+    """Of every width, empty, 0D and not contiguous."""
+    made = {f"{name}!": torch.ones(3, dtype=getattr(torch, name)) for name in DTYPES}
+    made["empty"] = torch.zeros(0, 4)
+    made["scalar"] = torch.tensor(2.5)
+    made["turned"] = torch.arange(6.0).view(2, 3).t()
+    return made
+
+
+def write(path, tensors):
+    entries = {}
+    for name, tensor in tensors.items():
+        piece = PieceRecord(key=name, param=name, tensor="buffer", start=0, stop=tensor.numel())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries[Entry(piece=piece, shape=tuple(tensor.shape), dtype=dtype)] = tensor
+    writer = TensorFileWriter(path, entries=list(entries))
+    for entry in writer.entries:
+        writer.write(entries[entry])
+    return writer.finish()
+
+
+def test_the_library_reads_it(tmp_path, tensors):
+    """All dtypes and shapes, in logical order."""
+    write(tmp_path / "f", tensors)
+    loaded = load_file(tmp_path / "f")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_the_record_is_that_of_the_file(tmp_path, tensors):
+    """Size and checksum, taken while writing."""
+    record = write(tmp_path / "f", tensors)
+    assert check_file(tmp_path / "f", record=record) is None
+    assert record.size_bytes == (tmp_path / "f").stat().st_size
+
+
+def test_a_file_without_tensors(tmp_path):
+    """Is a file."""
+    write(tmp_path / "f", {})
+    assert load_file(tmp_path / "f") == {}
+
+
+def read(path, record, tensors, name, span):
+    """Read a span with what the manifest would say of the file."""
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    manifest = Manifest(
+        form="sharded",
+        world=WorldRecord(world_size=1, torch="2.13.0"),
+        params=(),
+        module=tuple(
+            ModuleRecord(name=name, kind="buffer", shape=tuple(t.shape), dtype=dtypes[name])
+            for name, t in tensors.items()
+        ),
+        optimizer="",
+        groups=(),
+        loss_scaler=None,
+        files=(record,),
+    )
+    output = torch.zeros(span.numel, dtype=tensors[name].dtype)
+    with TensorFileReader(path.parent, manifest=manifest) as reader:
+        reader.read(output, param=name, tensor="buffer", span=span)
+    return output
+
+
+def test_every_span_is_read_back(tmp_path, tensors):
+    """In all dtypes and shapes, also where nothing is to be read."""
+    file = tmp_path / "module.safetensors"
+    record = write(file, tensors)
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        for start in range(flat.numel() + 1):
+            for stop in range(start, flat.numel() + 1):
+                got = read(file, record, tensors, name, Span(start, stop))
+                assert torch.equal(got, flat[start:stop]), (name, start, stop)
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "no header": lambda content: content[:5],
+    "no JSON": lambda content: content[:8] + b"?" + content[9:],
+    "a list": lambda content: (2).to_bytes(8, "little") + b"[]" + content,
+    "a long header": lambda content: (1 << 62).to_bytes(8, "little") + content[8:],
+    "another tensor": lambda content: content.replace(b'"a"', b'"b"'),
+    "another dtype": lambda content: content.replace(b'"F32"', b'"F99"'),
+    "another width": lambda content: content.replace(b'"F32"', b'"F64"'),
+    "another type": lambda content: content.replace(b'"F32"', b'"I32"'),
+    "another shape": lambda content: content.replace(b"[4]", b"[3]"),
+    "cut off": lambda content: content[:-1],
+    "negative": lambda content: content.replace(b"[0,16]", b"[-6,8]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_not_as_the_manifest_says(tmp_path, damage):
+    """However it came past the checksum, it is an error that names the file."""
+    path = tmp_path / "f"
+    tensors = {"a": torch.arange(4.0)}
+    record = write(path, tensors)
+    damaged = DAMAGES[damage](path.read_bytes())
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"Expected .*/f .*but got"):
+        read(path, record, tensors, "a", Span(0, 4))
+
+
+def test_another_number_of_elements(tmp_path):
+    """Than the manifest says, though the file agrees with itself."""
+    path = tmp_path / "f"
+    write(path, {"a": torch.arange(4.0)})
+    tensors = {"a": torch.arange(5.0)}
+    other = write(tmp_path / "g", tensors)
+    (tmp_path / "g").write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=r"/g to begin with the header of the 1 tensors"):
+        read(tmp_path / "g", other, tensors, "a", Span(0, 4))
+
+
+def test_bytes_that_are_no_bools(tmp_path):
+    """torch would take any, and count with them."""
+    path = tmp_path / "f"
+    tensors = {"a": torch.tensor([True, False])}
+    record = write(path, tensors)
+    path.write_bytes(path.read_bytes()[:-1] + b"\2")
+    with pytest.raises(CheckpointError, match="Expected bytes of 0 and 1 under 'a'"):
+        read(path, record, tensors, "a", Span(0, 2))

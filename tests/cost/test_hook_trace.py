@@ -1,0 +1,82 @@
+"""Gradients that arrive and modules that begin, in the time of the log."""
+
+import torch
+from torch import nn
+
+from zero_sim.cost.hook_trace import readers_of, watch_pace
+
+
+def names_of(module):
+    return {param: name for name, param in module.named_parameters()}
+
+
+def readers(module):
+    found = readers_of(module, names=names_of(module))
+    return {type(reader).__name__: set(names) for reader, names in found.items()}
+
+
+def test_the_closest_module_with_a_forward_reads():
+    assert readers(nn.Sequential(nn.Linear(1, 1))) == {"Linear": {"0.weight", "0.bias"}}
+
+
+def test_containers_without_a_forward_are_passed_over():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = nn.ParameterList([torch.ones(1)])
+
+        def forward(self, x):
+            return x * self.scales[0]
+
+    assert readers(Model()) == {"Model": {"scales.0"}}
+    assert readers(nn.ParameterList([torch.ones(1)])) == {"NoneType": {"0"}}
+
+
+def test_attention_reads_what_it_does_not_call():
+    found = readers(nn.MultiheadAttention(2, 1, bias=False))
+    assert found["MultiheadAttention"] == {"in_proj_weight", "out_proj.weight"}
+
+
+def test_a_tied_param_has_all_its_readers():
+    first, second = nn.Linear(1, 1, bias=False), nn.Bilinear(1, 1, 1, bias=False)
+    second.weight = first.weight
+    assert readers(nn.Sequential(first, second)) == {
+        "Linear": {"0.weight"},
+        "Bilinear": {"0.weight"},
+    }
+
+
+def test_gradients_and_modules_in_the_order_in_which_they_come():
+    time = iter(range(100))
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    pace = watch_pace(module, names=names_of(module), clock=lambda: next(time))
+    pace.start(0, 0)
+    module(module(torch.ones(1))).sum().backward()
+    pace.end(0)
+    assert [(set(s.names), s.time) for s in pace.begins[0]] == [
+        ({"0.weight"}, 1),
+        ({"1.weight"}, 2),
+    ]
+    assert [(set(s.names), s.time) for s in pace.arrivals[0, 0]] == [
+        ({"1.weight"}, 3),
+        ({"0.weight"}, 4),
+    ]
+    assert (pace.starts, pace.ends) == ({(0, 0): 0}, {0: 5})
+
+
+def test_what_is_no_training_is_not_noted():
+    module = nn.Linear(1, 1)
+    pace = watch_pace(module, names=names_of(module), clock=lambda: 0)
+    pace.start(0, 0)
+    pace.end(0)
+    module(torch.ones(1)).sum().backward()
+    assert not pace.begins
+    assert not pace.arrivals
+
+
+def test_modules_are_noted_in_the_first_micro_batch():
+    module = nn.Linear(1, 1)
+    pace = watch_pace(module, names=names_of(module), clock=lambda: 0)
+    pace.start(3, 1)
+    module(torch.ones(1))
+    assert not pace.begins

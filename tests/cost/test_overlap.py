@@ -1,0 +1,242 @@
+"""When a reduction or a gather has to be on its way follows from closed forms."""
+
+import pytest
+
+from zero_sim.cost.forms import ParamSize
+from zero_sim.cost.hook_trace import Pace, Sight
+from zero_sim.cost.overlap import check_overlap
+from zero_sim.mutants import find_mutants
+from zero_sim.scenario.spec import (
+    ExpectSpec,
+    FreezeSpec,
+    ModelSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.sim import CollectiveRecord, EventLog
+
+SIZES = [
+    ParamSize(
+        name=name, kind="dense", dtype="torch.float32", elems=elems, param_bytes=4, grad_bytes=4
+    )
+    for name, elems in (("a", 4), ("b", 4), ("c", 2))
+]
+"""With buckets of 4 elements, one bucket each."""
+
+
+class Story:
+    """One rank's log and pace, as a test tells them event by event."""
+
+    def __init__(self, *, group_size=2):
+        self.group_size = group_size
+        self.log = EventLog()
+        self.pace = Pace(lambda: len(self.log.moments))
+        self.pace.start(0, 0)
+
+    def issue(self, kind, elems):
+        size = self.group_size if kind == "reduce_scatter" else 2
+        group = tuple(range(size))
+        record = CollectiveRecord(
+            0, kind, "world", group, 0, "float32", elems, 4, "SUM", True, "f.py", 1
+        )
+        self.log.add(record)
+        self.log.note(0, "issue", len(self.log.collectives) - 1)
+        return len(self.log.collectives) - 1
+
+    def wait(self, record):
+        self.log.note(0, "wait", record)
+
+    def arrive(self, name):
+        self.pace._arrive(frozenset({name}), None)
+
+    def begin(self, step, *names):
+        sight = Sight(names=frozenset(names), time=self.pace.clock())
+        self.pace.begins.setdefault(step, []).append(sight)
+
+    def found(self, **parts):
+        if 0 not in self.pace.ends:
+            self.pace.end(0)
+        scenario = Scenario(
+            schema=1,
+            model=parts.pop("model", ModelSpec(name="mlp")),
+            world=WorldSpec(size=2),
+            system=SystemSpec(bucket_elems=4, **parts),
+        )
+        return [
+            finding.message
+            for finding in check_overlap(
+                self.log, {0: self.pace}, world_ranks=[0], sizes={0: SIZES}, scenario=scenario
+            )
+        ]
+
+
+def grads(**parts):
+    return {"overlap_grads": True, "overlap_params": False, **parts}
+
+
+def test_a_bucket_is_due_once_its_gradients_are_there():
+    story = Story()
+    story.arrive("c")
+    story.arrive("b")
+    (message,) = story.found(**grads())
+    assert message == (
+        "reduce_scatter of 2 elements on 2 ranks, which reduces the bucket of c, was due in "
+        "micro-batch 0, but not issued before the next gradient arrived, that of b"
+    )
+
+
+def test_reductions_that_are_on_their_way():
+    story = Story()
+    story.arrive("c")
+    story.issue("reduce_scatter", 2)
+    story.arrive("b")
+    story.issue("reduce_scatter", 4)
+    story.arrive("a")
+    assert not story.found(**grads())
+
+
+def test_a_bucket_waits_for_those_before_it():
+    story = Story()
+    for name in ("a", "b", "c"):
+        story.arrive(name)
+    assert not story.found(**grads())
+
+
+def test_a_bucket_without_all_its_gradients_is_never_due():
+    story = Story()
+    story.arrive("b")
+    story.arrive("a")
+    assert not story.found(**grads())
+
+
+def test_a_frozen_param_is_waited_for_by_nobody():
+    story = Story()
+    story.arrive("b")
+    story.arrive("a")
+    model = ModelSpec(name="mlp", freeze=(FreezeSpec(param="c", start=0, stop=1),))
+    (message,) = story.found(**grads(model=model))
+    assert "the bucket of c, was due" in message
+    assert message.endswith("that of b")
+
+
+def test_a_reduction_that_is_waited_for_in_backward():
+    story = Story()
+    story.arrive("c")
+    story.wait(story.issue("reduce_scatter", 2))
+    story.arrive("b")
+    story.issue("reduce_scatter", 4)
+    story.arrive("a")
+    (message,) = story.found(**grads())
+    assert "1 reductions were waited for before the last gradient" in message
+
+
+@pytest.mark.parametrize(("divide_by", "late"), [("tokens", 0), ("ranks", 1)])
+def test_the_count_of_tokens_is_waited_for(divide_by, late):
+    story = Story()
+    story.wait(story.issue("all_reduce", 1))
+    story.arrive("c")
+    for name, elems in (("b", 2), ("a", 4)):
+        story.issue("all_reduce", elems)
+        story.arrive(name)
+    sizes = [*SIZES[:2]]
+    sizes.append(ParamSize(name="d", kind="dense", dtype="x", elems=1, param_bytes=4, grad_bytes=4))
+    scenario = Scenario(
+        schema=1,
+        model=ModelSpec(name="mlp", freeze=(FreezeSpec(param="d", start=0, stop=1),)),
+        world=WorldSpec(size=2),
+        system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by=divide_by),
+    )
+    story.pace.end(0)
+    found = check_overlap(
+        story.log, {0: story.pace}, world_ranks=[0], sizes={0: sizes}, scenario=scenario
+    )
+    assert sum("waited for" in finding.message for finding in found) == late
+
+
+def gathered(story):
+    story.arrive("a")
+    records = [story.issue("all_gather", elems) for elems in (2, 2, 1)]
+    story.pace.end(0)
+    return records
+
+
+def test_gathers_that_wait_for_those_who_read_them():
+    story = Story()
+    first, second, third = gathered(story)
+    for record, name in ((first, "a"), (second, "b"), (third, "c")):
+        story.begin(1, name)
+        story.wait(record)
+    assert not story.found(overlap_grads=False, overlap_params=True)
+
+
+def test_a_gather_that_is_waited_for_by_the_step():
+    story = Story()
+    story.arrive("a")
+    story.wait(story.issue("all_gather", 2))
+    story.pace.end(0)
+    (message,) = story.found(overlap_grads=False, overlap_params=True)
+    assert "1 of 1 gathers were waited for before the step of the optimizer came back" in message
+
+
+def test_a_forward_that_waits_for_more_than_it_reads():
+    story = Story()
+    records = gathered(story)
+    story.begin(1, "a")
+    for record in records:
+        story.wait(record)
+    story.begin(1, "b")
+    (message,) = story.found(overlap_grads=False, overlap_params=True)
+    assert "3 of 3 gathers were waited for before the forward that reads b began" in message
+    assert "needed 1" in message
+
+
+def test_what_nobody_reads_may_be_waited_for_at_once():
+    story = Story()
+    story.pace.unguarded = frozenset({"a"})
+    story.arrive("a")
+    story.wait(story.issue("all_gather", 2))
+    story.pace.end(0)
+    assert not story.found(overlap_grads=False, overlap_params=True)
+
+
+def copied(story, *, together):
+    for name in ("c", "b", "a"):
+        story.arrive(name)
+        story.issue("reduce_scatter", 2 if name == "c" else 4)
+    story.arrive("a")
+    records = [story.issue("all_reduce", elems) for elems in (2, 4)]
+    if not together:
+        story.wait(records[0])
+    story.issue("all_reduce", 4)
+    story.pace.end(0)
+    return story.found(**grads(redundancy=2))
+
+
+def test_copies_are_summed_together():
+    (message,) = copied(Story(group_size=1), together=False)
+    assert "1 of 3 sums over copies of the shards were waited for" in message
+    assert not copied(Story(group_size=1), together=True)
+
+
+FROZEN = ModelSpec(name="mlp", freeze=(FreezeSpec(param="0.down.bias", start=0, stop=2),))
+
+
+@pytest.mark.parametrize("id", ["M115", "V01", "V10", "V11", "V12", "V13", "V14"])
+def test_a_pipeline_that_is_late_or_waits_early(judged, id):
+    copies = 2 if id == "V14" else 1
+    system = SystemSpec(bucket_elems=1, overlap_grads=True, overlap_params=True, redundancy=copies)
+    parts = {"system": system, "run": RunSpec(steps=2), "model": FROZEN, "world": WorldSpec(size=2)}
+    assert judged(**parts).verdict == "pass"
+    (mutant,) = find_mutants([id])
+    with mutant.apply():
+        (found,) = judged(**parts).findings
+    assert found.check == "invariant.overlap"
+
+
+def test_a_degree_that_is_expected_is_looked_at_too(judged):
+    system = SystemSpec(bucket_elems=1, overlap_grads=True, overlap_params=True)
+    expect = ExpectSpec(overlap_grads_min=100.0)
+    (found,) = judged(system=system, expect=expect).findings
+    assert found.check == "expect.overlap"

@@ -1,0 +1,166 @@
+"""The strip of a finding: what the owners of a buffer tell, put together."""
+
+import pytest
+import torch
+
+from zero_sim.findings.buffer_map import PIECES_MAX, build_strip
+from zero_sim.findings.records import Finding, StripBucket, StripPiece, StripShard
+from zero_sim.scenario.spec import ModelSpec, RunSpec, SystemSpec, WorldSpec
+from zero_sim.targets import Place
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+
+def place(param, start, stop, flat, *, shard, span, bucket=(0, 0, 16), padding=14, buffer=0):
+    index, bucket_start, bucket_stop = bucket
+    return Place(
+        param=param,
+        start=start,
+        stop=stop,
+        flat_start=flat,
+        bucket=index,
+        shard=shard,
+        shard_start=span[0],
+        shard_stop=span[1],
+        reduced_by="reduce_scatter",
+        call_elems=16,
+        call_offset=0,
+        buffer=buffer,
+        bucket_start=bucket_start,
+        bucket_stop=bucket_stop,
+        padding_start=padding,
+    )
+
+
+PLACES = {
+    0: [place("w", 0, 8, 0, shard=0, span=(0, 8))],
+    1: [
+        place("w", 8, 10, 8, shard=1, span=(8, 16)),
+        place("b", 0, 4, 10, shard=1, span=(8, 16)),
+    ],
+}
+
+
+def found(param="w", *spans, rank=0):
+    return Finding(check="c.d", message="", rank=rank, param=param, differ_spans=spans)
+
+
+def strip_of(*findings, places=PLACES):
+    return build_strip(findings[0], found=findings, places=places)
+
+
+def test_buckets_shards_pieces_and_padding():
+    strip = strip_of(found("w", (6, 8)))
+    assert (strip.elems, strip.start, strip.stop) == (16, 0, 16)
+    assert strip.buckets == (StripBucket(index=0, start=0, stop=16),)
+    assert strip.shards == (
+        StripShard(index=0, bucket=0, ranks=(0,), start=0, stop=8),
+        StripShard(index=1, bucket=0, ranks=(1,), start=8, stop=16),
+    )
+    assert strip.pieces[1:] == (
+        StripPiece(param="w", start=8, stop=10, param_start=8),
+        StripPiece(param="b", start=10, stop=14, param_start=0),
+    )
+    assert (strip.padding, strip.unowned) == (((14, 16),), ())
+
+
+def test_what_differs_is_counted_in_the_buffer():
+    strip = strip_of(found("w", (7, 9), rank=0), found("b", (0, 1), (3, 4), rank=1))
+    assert strip.differ == ((7, 9), (10, 11), (13, 14))
+    assert strip.differ_ranks == (0, 1)
+
+
+def test_replicas_share_a_shard():
+    places = {**PLACES, 2: PLACES[0], 3: PLACES[1]}
+    strip = strip_of(found("w", (0, 1)), places=places)
+    assert [shard.ranks for shard in strip.shards] == [(0, 2), (1, 3)]
+
+
+def test_other_buffers_are_left_out():
+    other = place("e", 0, 4, 0, shard=0, span=(0, 8), buffer=1)
+    strip = strip_of(found("w", (0, 1)), places={0: [*PLACES[0], other], 1: PLACES[1]})
+    assert {piece.param for piece in strip.pieces} == {"w", "b"}
+
+
+def test_a_gap_is_owned_by_no_rank():
+    places = {0: [place("w", 0, 7, 0, shard=0, span=(0, 8))], 1: PLACES[1]}
+    strip = strip_of(found("w", (7, 8)), places=places)
+    assert (strip.unowned, strip.differ, strip.padding) == (((7, 8),), ((7, 8),), ((14, 16),))
+
+
+def test_without_word_of_padding_it_is_what_no_piece_covers():
+    untold = [
+        place("w", 0, 4, 0, shard=0, span=(0, 8), bucket=(0, None, None), padding=None),
+        place("b", 0, 2, 6, shard=0, span=(0, 8), bucket=(0, None, None), padding=None),
+    ]
+    strip = strip_of(found("w", (0, 1)), places={0: untold})
+    assert (strip.padding, strip.unowned, strip.elems) == (((4, 6),), (), 8)
+
+
+def test_nothing_to_show():
+    assert strip_of(found("w")) is None
+    assert strip_of(found("unknown", (0, 1))) is None
+
+
+@pytest.mark.parametrize("at", [0, 5_000, 9_999])
+def test_of_a_large_buffer_the_part_around_the_first_difference_is_told(at):
+    places = [
+        place(str(i), 0, 1, i, shard=0, span=(0, 10_000), bucket=(0, 0, 10_000), padding=10_000)
+        for i in range(10_000)
+    ]
+    strip = strip_of(found(str(at), (0, 1)), places={0: places})
+    assert len(strip.pieces) == PIECES_MAX
+    assert strip.stop - strip.start == PIECES_MAX
+    assert strip.differ == ((at, at + 1),)
+    assert strip.start <= at < strip.stop
+    assert strip.elems == 10_000
+
+
+@pytest.fixture
+def one_element_off(monkeypatch):
+    """Rank 1 adds 1 to the last element of its first shard of gradients, before the step."""
+    right = DistributedOptimizer.step
+
+    def changed(self):
+        if torch.distributed.get_rank() == 1:
+            bucket = self.ddp.buffers[0].buckets[0]
+            stop = bucket.plan.shard_span(1).stop
+            bucket.grads[stop - 1].add_(1)
+        return right(self)
+
+    monkeypatch.setattr(DistributedOptimizer, "step", changed)
+
+
+@pytest.mark.usefixtures("one_element_off")
+class TestOfACase:
+    def test_the_differing_element_is_marked_where_it_lies(self, judged):
+        result = judged(
+            model=ModelSpec(name="mlp", hidden=2),
+            world=WorldSpec(size=3),
+            system=SystemSpec(bucket_elems=40),
+        )
+        first, strip = result.findings[0], result.strip
+        assert (
+            (strip.check, strip.differ_ranks)
+            == (first.check, (first.rank,))
+            == (
+                "equality.grad",
+                (1,),
+            )
+        )
+        assert strip.differ == ((first.flat_offset, first.flat_offset + 1),)
+        shard = next(s for s in strip.shards if s.start <= first.flat_offset < s.stop)
+        assert (shard.ranks, shard.stop) == ((1,), first.flat_offset + 1)
+        assert len(strip.buckets) > 1
+        assert result.as_dict()["strip"]["differ"] == strip.differ
+
+    def test_findings_say_which_calls_were_made_in_their_step(self, judged):
+        result = judged(run=RunSpec(steps=2), system=SystemSpec(bucket_elems=40))
+        first, (log,) = result.findings[0], result.logs
+        calls = log.collectives[first.call_start : first.call_stop]
+        own = [record.kind for record in calls if record.rank == first.rank]
+        assert "reduce_scatter" in own
+        assert "broadcast" not in own
+
+
+def test_a_pass_has_none(judged):
+    assert judged().strip is None

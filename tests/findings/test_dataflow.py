@@ -1,0 +1,80 @@
+"""Which of several findings is told first: the one that the others follow from."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from zero_sim.findings.dataflow import earliest_first, of_first_step, sort_and_merge
+from zero_sim.findings.records import Finding
+from zero_sim.judge.conclude import Account, conclude
+from zero_sim.judge.seen import Seen
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec, WorldSpec
+
+PHASE_OF = {
+    "equality.loss": "forward",
+    "equality.grad": "reduce",
+    "equality.norm": "norm",
+    "equality.skipped": "norm",
+    "equality.state": "optimizer",
+    "equality.master": "optimizer",
+    "equality.params": "gather",
+}
+
+
+def finding(check, *, step=0, rank=0, **more):
+    return Finding(
+        check=check, message="differs", step=step, phase=PHASE_OF[check], rank=rank, **more
+    )
+
+
+def seen_with(*found):
+    """What a judge saw that found this."""
+    return Seen(
+        world_ranks=(0,), first_step=0, has_started=True, compared_elems=1,
+        nonzero_fraction_max=1.0, same_data=False, has_stepped=True, uncertified_step=None,
+        unobserved=frozenset(), owed=Counter(), bad_step=found[0].step, findings=found,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("cause", "effect"), list(itertools.pairwise(PHASE_OF)))
+def test_a_cause_comes_before_its_effect_whichever_ranks_show_them(cause, effect):
+    found = [finding(effect, rank=0), finding(cause, rank=3)]
+    assert [each.check for each in earliest_first(found)] == [cause, effect]
+
+
+def test_a_step_counts_more_than_a_phase():
+    found = [finding("equality.loss", step=1), finding("equality.params", step=0)]
+    assert [each.step for each in earliest_first(found)] == [0, 1]
+
+
+def test_of_one_check_the_first_rank_is_kept_and_the_others_are_counted():
+    (kept,) = sort_and_merge([finding("equality.grad", rank=2), finding("equality.grad", rank=1)])
+    assert kept.rank == 1
+    assert kept.detail.startswith("2 such differences in this step:")
+
+
+def test_what_has_no_step_is_of_every_step():
+    nowhere = Finding(check="invariant.ownership", message="no rank")
+    found = [finding("equality.loss", step=4), nowhere, finding("equality.norm", step=3)]
+    assert of_first_step(found) == [nowhere, found[2]]
+
+
+def test_a_gradient_of_one_cell_comes_before_the_norm_that_another_has_from_it():
+    """Two cells share a norm: the first one sees only that, the second one where it is from."""
+    scenario = Scenario(
+        schema=1, name="case", model=ModelSpec(name="mlp", hidden=2), world=WorldSpec(size=2),
+        topology=TopologySpec(tp=2), run=RunSpec(steps=1),
+    )  # fmt: skip
+    found = [finding("equality.norm", rank=0)], [finding("equality.grad", rank=1, step=0)]
+    result = conclude(scenario, Account(seen=[seen_with(*each) for each in found]))
+    assert [each.check for each in result.findings] == ["equality.grad", "equality.norm"]
+
+
+def test_a_step_of_one_cell_comes_before_a_later_one_of_another():
+    scenario = Scenario(
+        schema=1, model=ModelSpec(name="mlp"), world=WorldSpec(size=2), run=RunSpec(steps=1)
+    )
+    found = finding("equality.loss", step=1), finding("equality.params", step=0, rank=1)
+    result = conclude(scenario, Account(seen=[seen_with(each) for each in found]))
+    assert [each.check for each in result.findings] == ["equality.params"]

@@ -1,0 +1,98 @@
+"""What a finding says beside where and how much: what came instead, by what factor, and when."""
+
+import pytest
+import torch.distributed as dist
+
+from zero_sim.run import program
+from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, SystemSpec, WorldSpec
+from zero_sim.targets.own import ZeroSimEngine
+from zero_sim.zero import buffer as buffer_module
+from zero_sim.zero.buffer import Bucket
+
+
+def first_of(result, check):
+    assert result.verdict == "fail", result
+    return next(finding for finding in result.findings if finding.check == check)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_an_average_over_three_ranks_is_a_third(judged, monkeypatch, dtype):
+    def averaged(output, source, *, group):
+        dist.reduce_scatter_single(output, source, op=dist.ReduceOp.AVG, group=group)
+
+    monkeypatch.setattr(buffer_module, "reduce_scatter_sum", averaged)
+    finding = first_of(judged(model=ModelSpec(name="mlp", dtype=dtype, hidden=5)), "equality.grad")
+    assert "every element is 1/3 x the expected one" in finding.message
+
+
+def test_a_gradient_that_nobody_reduced(judged, monkeypatch):
+    def kept(output, source, *, group):
+        output.copy_(source.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+    monkeypatch.setattr(buffer_module, "reduce_scatter_sum", kept)
+    finding = first_of(judged(), "equality.grad")
+    assert finding.message.endswith("what came is the gradient of this rank alone, not reduced")
+
+
+def test_a_param_that_nobody_gathered(judged, monkeypatch):
+    monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+    finding = first_of(judged(), "equality.params")
+    assert finding.message.endswith("what came is what it was before the step")
+
+
+def test_a_shard_at_the_place_of_another(judged, monkeypatch):
+    def rotated(output, shard, *, group):
+        dist.all_gather_single(output, shard.clone(), group=group)
+        output.copy_(output.roll(shard.numel()))
+
+    monkeypatch.setattr(buffer_module, "all_gather", rotated)
+    model = ModelSpec(name="params", shapes=((12,),))
+    finding = first_of(judged(model=model), "equality.params")
+    assert finding.message.endswith(
+        "what came begins with what elements 8 to 12 of param 'p0' should have"
+    )
+
+
+def test_memory_that_is_still_in_flight(judged, monkeypatch):
+    monkeypatch.setattr(Bucket, "finish_gather", lambda self: setattr(self, "_gathering", None))
+    result = judged(system=SystemSpec(overlap_params=True), world=WorldSpec(size=3, timing="lazy"))
+    found = [each.message for each in result.findings]
+    assert any("poison of memory in flight, so it was read before its wait" in m for m in found), (
+        found
+    )
+
+
+def test_a_loss_of_another_micro_batch(judged, monkeypatch):
+    right = program._micro_batch
+    kept = []
+
+    def late(engine, workload, batch, *, last_micro):
+        loss = right(engine, workload, batch, last_micro=last_micro)
+        if dist.get_rank() == 1:
+            kept.append(loss)
+            return kept[0]
+        return loss
+
+    monkeypatch.setattr(program, "_micro_batch", late)
+    finding = first_of(judged(run=RunSpec(steps=1, micro_batches=2)), "equality.loss")
+    assert finding.message == (
+        "the loss of micro-batch 1 differs: what came is the loss of rank 1, micro-batch 0"
+    )
+
+
+def test_the_first_step_after_a_checkpoint_is_said(judged, monkeypatch):
+    right, load, loaded = buffer_module.all_gather, ZeroSimEngine.load, []
+
+    def noted(self, path, **settings):
+        load(self, path, **settings)
+        loaded.append(self)
+
+    def gather(*args, **settings):
+        if len(loaded) < 3:
+            right(*args, **settings)
+
+    monkeypatch.setattr(ZeroSimEngine, "load", noted)
+    monkeypatch.setattr(buffer_module, "all_gather", gather)
+    finding = first_of(judged(run=RunSpec(steps=3), reload=ReloadSpec(step=1)), "equality.params")
+    assert finding.step == 1
+    assert finding.message.endswith(", in the first step after the checkpoint was loaded")

@@ -1,0 +1,371 @@
+"""Where the judge is told no order, a right system passes whatever the world adds; no wrong one."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from zero_sim.judge import known_or_not as owing
+from zero_sim.reference.bounding import bound_sum
+from zero_sim.scenario.spec import (
+    DataSpec,
+    FaultSpec,
+    FreezeSpec,
+    GroupSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerName,
+    OptimizerSpec,
+    OrderName,
+    RunSpec,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+from zero_sim.sim import order_backends
+from zero_sim.targets import find_target
+from zero_sim.targets.own import ZeroSimEngine
+from zero_sim.zero import buffer as buffer_module
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+BF16 = ModelSpec(name="mlp", dtype="bf16", hidden=5)
+FP32 = replace(BF16, dtype="fp32")
+SHAPES = ((3,), (0,), (4,), (), (2, 3))
+UNKNOWN = WorldSpec(size=4, order="random-tree", order_known=False)
+
+
+@pytest.fixture
+def bounded(judged):
+    """Run a small case whose order the judge is not told."""
+
+    def run(target=None, **parts):
+        return judged(target, **{"world": UNKNOWN, **parts})
+
+    return run
+
+
+def checks_of(result):
+    assert result.verdict == "fail", result
+    return [finding.check for finding in result.findings]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("model", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("order", get_args(OrderName))
+def test_a_right_system_passes_whatever_the_world_adds(bounded, order, model, stage):
+    result = bounded(
+        model=model,
+        world=replace(UNKNOWN, order=order),
+        system=SystemSpec(stage=stage, bucket_elems=50),
+        run=RunSpec(steps=3, micro_batches=2, seed=5),
+    )
+    assert result.verdict == "pass", result.findings
+    assert result.owed.keys() == {"bound", "order-free"}
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_passes_in_many_trees(bounded, seed, size):
+    world = replace(UNKNOWN, size=size)
+    assert bounded(world=world, run=RunSpec(steps=2, seed=seed)).verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelSpec(name="params", shapes=SHAPES, dtype="bf16"),
+        ModelSpec(name="ternary", dtype="bf16"),
+        ModelSpec(name="unusual", dtype="bf16"),
+        ModelSpec(name="transformer-260", dtype="bf16"),
+        replace(BF16, freeze=(FreezeSpec(param="0.up.weight", start=1, stop=2),)),
+    ],
+    ids=["params", "ternary", "unusual", "transformer-260", "freeze"],
+)
+def test_every_model_that_is_not_refused(bounded, model):
+    assert bounded(model=model, run=RunSpec(steps=3)).verdict == "pass"
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("divide", ["none", "pre", "post", "premul"])
+def test_every_division(bounded, divide, sync):
+    result = bounded(
+        system=SystemSpec(divide=divide, divide_by="micro-batches", sync=sync),
+        run=RunSpec(steps=2, micro_batches=3),
+    )
+    assert result.verdict == "pass", result.findings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip_norm": 0.01},
+        {"clip_value": 0.001},
+        {"loss_scale": LossScaleSpec(growth_interval=1), "clip_norm": 0.01},
+        {"groups": (GroupSpec(match="bias", lr=0.1),), "warmup_steps": 3},
+    ],
+    ids=["clip-norm", "clip-value", "loss-scale", "groups"],
+)
+def test_every_setting_of_a_step(bounded, settings):
+    assert bounded(optimizer=OptimizerSpec(**settings), run=RunSpec(steps=4)).verdict == "pass"
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_every_optimizer(bounded, name):
+    assert bounded(optimizer=OptimizerSpec(name=name, lr=0.01)).verdict == "pass"
+
+
+@pytest.mark.parametrize("timing", ["lazy", "hostile"])
+@pytest.mark.parametrize("redundancy", [1, 2, 3])
+def test_copies_of_the_state_and_overlap(bounded, redundancy, timing):
+    result = bounded(
+        world=replace(UNKNOWN, size=6, timing=timing),
+        system=SystemSpec(redundancy=redundancy, bucket_elems=40),
+        run=RunSpec(steps=3),
+    )
+    assert result.verdict == "pass", result.findings
+
+
+def test_a_planted_overflow_is_skipped_and_followed(bounded):
+    result = bounded(
+        data=DataSpec(nan=NanSpec(step=1, rank=2)),
+        optimizer=OptimizerSpec(loss_scale=LossScaleSpec()),
+        run=RunSpec(steps=3),
+    )
+    assert result.verdict == "pass", result.findings
+
+
+def test_an_overflow_that_nobody_skips_comes_from_the_data(bounded):
+    result = bounded(data=DataSpec(nan=NanSpec(step=1, rank=2)), run=RunSpec(steps=3))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "of step 1 on rank 2. data.nan plants it" in result.error
+
+
+def test_context_parallel_ranks_hold_the_same_params(bounded):
+    assert bounded(topology=TopologySpec(cp=2, order="dp-cp-tp-pp")).verdict == "pass"
+
+
+class TestWhatAReaderIsTold:
+    def test_how_many_elements_stand_under_a_bound_and_how_wide_it_is(self, bounded):
+        notes = "\n".join(bounded().notes)
+        assert "bound, " in notes
+        # (1 + 2^-8)^3 - 1, with four ranks.
+        assert "within 0.012 x the sum of its terms' magnitudes" in notes
+        assert "owe at least their sign" in notes
+
+    def test_pairs_owe_their_bits(self, bounded):
+        result = bounded(system=SystemSpec(redundancy=2))
+        assert result.owed.keys() == {"one-sum", "order-free"}
+        assert not any(note.startswith("bounds:") for note in result.notes)
+
+    def test_bounds_that_hold_anything_are_no_pass(self, bounded):
+        """A thousand numbers in bf16 may add up to anything; zero would do."""
+        result = bounded(
+            model=ModelSpec(name="params", shapes=((3,),), dtype="bf16"),
+            world=replace(UNKNOWN, size=200),
+            run=RunSpec(steps=1),
+        )
+        assert result.verdict == "inconclusive"
+        assert result.findings[0].check == "guard.wide-bounds"
+
+    def test_a_target_that_tells_no_parts_is_not_followed(self, bounded):
+        result = bounded(_TellsNoParts(), model=FP32)
+        assert result.verdict == "inconclusive", result.findings
+        assert result.findings[0].check == "guard.not-followed"
+        assert "masters and optimizer state" in result.findings[0].message
+
+    def test_what_may_overflow_in_some_order_is_not_followed(self, bounded, monkeypatch):
+        opened = bound_sum([torch.full((1,), 3e38)] * 3)
+        assert opened.open.all()
+        assert not opened.nonfinite.any()
+        monkeypatch.setattr("zero_sim.reference.bounded._overflow", lambda bounds: "possible")
+        result = bounded()
+        assert result.verdict == "inconclusive"
+        assert result.findings[0].check == "guard.not-followed"
+
+
+class _Target:
+    """The project's own system, built for another case than the one it is asked for."""
+
+    name = "test"
+    capabilities = None
+
+    def __init__(self, **optimizer):
+        self._optimizer = optimizer
+
+    def build(self, module, *, scenario, group):
+        asked = replace(scenario, optimizer=replace(scenario.optimizer, **self._optimizer))
+        return ZeroSimEngine(module, scenario=asked, group=group)
+
+
+class _TellsNoParts(_Target):
+    def build(self, module, *, scenario, group):
+        engine = super().build(module, scenario=scenario, group=group)
+
+        class Bare:
+            zero_grad, backward = engine.zero_grad, engine.backward
+            step, params = engine.step, engine.params
+
+            def __init__(self):
+                self.module = engine.module
+
+        return Bare()
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("torch-ddp", 0), ("torch-zero-redundancy", 1), ("torch-fsdp2", 1)]
+)
+def test_systems_of_torch(bounded, name, stage):
+    result = bounded(find_target(name), model=FP32, system=SystemSpec(stage=stage))
+    assert result.verdict == "pass", result
+    assert result.owed["bound"] > 800
+
+
+class TestAWrongSystemFails:
+    @pytest.mark.parametrize("kind", ["drop", "duplicate"])
+    @pytest.mark.parametrize("model", [BF16, FP32], ids=["bf16", "fp32"])
+    def test_a_contribution_lost_or_counted_twice(self, bounded, kind, model):
+        fault = FaultSpec(kind=kind, rank=1, collective="reduce_scatter")
+        result = bounded(model=model, faults=(fault,))
+        assert checks_of(result)[0] == "equality.grad"
+        assert "any order of addition can give" in result.findings[0].message
+        assert " to " in result.findings[0].expected_value
+
+    def test_a_certified_element_is_owed_exactly(self, bounded):
+        fault = FaultSpec(kind="corrupt", rank=1, collective="reduce_scatter", element=0, bit=0)
+        result = bounded(
+            model=ModelSpec(name="lattice", shapes=((40,),), dtype="bf16"), faults=(fault,)
+        )
+        assert checks_of(result)[0] == "equality.grad"
+        assert "every order of addition gives" in result.findings[0].message
+
+    def test_a_wrong_divisor(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def undivided(self):
+            with torch.no_grad():
+                self.ddp.divisor.fill_(1.0)
+            return right(self)
+
+        monkeypatch.setattr(DistributedOptimizer, "step", undivided)
+        assert {"equality.norm", "equality.state"} <= set(checks_of(bounded()))
+
+    @pytest.mark.parametrize(
+        ("wrong", "check"),
+        [
+            ({"lr": 0.002}, "equality.master"),
+            ({"betas": (0.9, 0.99)}, "equality.state"),
+            ({"clip_norm": 0.02}, "equality.state"),
+        ],
+        ids=["lr", "betas", "clip"],
+    )
+    def test_a_wrong_hyper_parameter(self, bounded, wrong, check):
+        result = bounded(_Target(**wrong), optimizer=OptimizerSpec(clip_norm=0.01))
+        assert check in checks_of(result)
+        assert "equality.grad" not in checks_of(result)
+
+    @pytest.mark.parametrize("stale", [0, 2])
+    def test_stale_params_on_one_rank(self, bounded, monkeypatch, stale):
+        right = DistributedOptimizer.step
+
+        def forgetful(self):
+            kept = [param.detach().clone() for param in self.ddp.params.values()]
+            result = right(self)
+            if self.ddp.rank == stale:
+                for param, old in zip(self.ddp.params.values(), kept, strict=True):
+                    param.detach().copy_(old)
+            return result
+
+        monkeypatch.setattr(DistributedOptimizer, "step", forgetful)
+        result = bounded(optimizer=OptimizerSpec(lr=0.1))
+        assert "invariant.replicas" in checks_of(result)
+        assert result.findings[0].step == 0
+
+    def test_a_missing_gather(self, bounded, monkeypatch):
+        monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+        result = bounded()
+        assert checks_of(result)[0] == "invariant.replicas"
+        assert result.findings[0].phase == "gather"
+
+    def test_one_copy_of_a_sum_that_differs(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def nudged(self):
+            if self.ddp.rank == 5:
+                part = next(iter(self.fragments())).grad
+                part[0] = torch.nextafter(part[0].float(), torch.tensor(9.0)).to(part.dtype)
+            return right(self)
+
+        monkeypatch.setattr(DistributedOptimizer, "step", nudged)
+        world, system = replace(UNKNOWN, size=6), SystemSpec(redundancy=2)
+        result = bounded(model=FP32, world=world, system=system)
+        assert checks_of(result)[0] == "invariant.replicas"
+        assert (result.findings[0].rank, result.findings[0].ulp) == (5, 1)
+
+    def test_a_norm_that_one_rank_has_otherwise(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def otherwise(self):
+            result = right(self)
+            if self.ddp.rank != 3:
+                return result
+            return replace(result, norm=torch.nextafter(result.norm, torch.tensor(0.0)))
+
+        monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
+        result = bounded()
+        assert set(checks_of(result)) == {"invariant.replicas", "equality.norm"}
+        assert {(finding.phase, finding.rank) for finding in result.findings} == {("norm", 3)}
+
+    def test_a_norm_that_an_order_may_give_but_not_of_these_gradients(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def otherwise(self):
+            result = right(self)
+            return replace(result, norm=torch.nextafter(result.norm, torch.tensor(0.0)))
+
+        monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
+        result = bounded()
+        assert checks_of(result) == ["equality.norm"]
+        assert "from that of the gradients that ranks show" in result.findings[0].message
+        assert result.findings[0].ulp == 1
+
+    def test_zeros_that_nobody_has(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def otherwise(self):
+            result = right(self)
+            return replace(result, zeros=result.zeros + 1)
+
+        monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
+        assert checks_of(bounded()) == ["equality.zeros"]
+
+    def test_a_norm_that_no_order_gives(self, bounded, monkeypatch):
+        right = DistributedOptimizer.step
+
+        def doubled(self):
+            result = right(self)
+            return replace(result, norm=result.norm * 2)
+
+        monkeypatch.setattr(DistributedOptimizer, "step", doubled)
+        result = bounded()
+        assert checks_of(result)[0] == "equality.norm"
+        assert "whatever the order of addition" in result.findings[0].message
+
+    def test_gradients_left_over_from_the_step_before(self, bounded, monkeypatch):
+        monkeypatch.setattr(buffer_module.Buffer, "zero_grads", lambda self: None)
+        assert checks_of(bounded())[0] == "invariant.zero-gradients"
+
+
+def test_an_order_that_the_judge_believes_in_would_have_failed(judged, monkeypatch):
+    """The same drift, which only the bound forgives."""
+    trees = order_backends.ORDERS["random-tree"]
+    monkeypatch.setitem(order_backends.ORDERS, "linear", trees)
+    world = WorldSpec(size=5)
+    assert judged(world=world).verdict == "fail"
+    assert judged(world=replace(world, order_known=False)).verdict == "pass"
+
+
+def test_where_the_order_is_known_nothing_changes(judged, monkeypatch):
+    monkeypatch.setattr(owing, "OwesBounds", None)
+    assert judged().verdict == "pass"

@@ -1,0 +1,210 @@
+"""What is ours fails as ours: no finding against the system, and none of its time."""
+
+import pytest
+import torch
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.judge import invariants
+from zero_sim.judge.exact import OwesBits
+from zero_sim.judge.judge import Judge
+from zero_sim.reference import Reference
+from zero_sim.run import seats
+from zero_sim.scenario.spec import OptimizerSpec, ReloadSpec, RunSpec
+from zero_sim.targets.own import ZeroSimEngine, ZeroSimTarget
+
+
+def raising(error):
+    def fail(*args, **named):
+        raise error
+
+    return fail
+
+
+def assert_ours(result, *words):
+    assert result.verdict == "error", result
+    assert [finding.check for finding in result.findings] == ["internal.judge"]
+    assert "the judge itself failed" in result.error
+    text = result.error + result.findings[0].detail
+    assert all(word in text for word in ("Traceback", *words)), text
+
+
+class TestFailures:
+    """An exception is charged to whose code raised it."""
+
+    def test_a_broken_reference_is_an_error(self, judged, monkeypatch):
+        monkeypatch.setattr(Reference, "begin", raising(KeyError("lost")))
+        assert_ours(judged(), "KeyError: 'lost'")
+
+    def test_a_broken_judge_is_an_error(self, judged, monkeypatch):
+        monkeypatch.setattr(OwesBits, "compare_part", raising(RuntimeError("confused")))
+        assert_ours(judged(), "RuntimeError: confused")
+
+    @pytest.mark.parametrize("name", ["hear", "before_backward", "observe", "observe_params"])
+    def test_wherever_the_judge_is_called(self, judged, monkeypatch, name):
+        monkeypatch.setattr(Judge, name, raising(ValueError("confused")))
+        assert_ours(judged(), "confused")
+
+    def test_a_usage_error_of_the_reference_is_no_failure_of_the_system(self, judged, monkeypatch):
+        from zero_sim.errors import UsageError
+
+        monkeypatch.setattr(Reference, "begin", raising(UsageError("spans do not tile")))
+        assert_ours(judged(), "spans do not tile")
+
+    @pytest.mark.parametrize("name", ["build", "batch"])
+    def test_a_broken_workload_is_an_error(self, judged, monkeypatch, name):
+        real = seats.build_workload
+
+        class Broken:
+            def __init__(self, scenario):
+                self._inner = real(scenario)
+                self._asked = 0
+
+            def __getattr__(self, asked):
+                return getattr(self._inner, asked)
+
+        def fail(self, *args, **named):
+            self._asked += 1
+            # The reference builds its own module first, outside of any rank.
+            if name == "batch" or self._asked > 1:
+                raise RuntimeError("no data")
+            return getattr(self._inner, name)(*args, **named)
+
+        setattr(Broken, name, fail)
+        monkeypatch.setattr(seats, "build_workload", Broken)
+        assert_ours(judged(), "no data")
+
+    def test_after_a_reload_too(self, judged, monkeypatch):
+        right = Reference.continue_as
+
+        def breaks(self, *args, **named):
+            right(self, *args, **named)
+            self.begin = raising(KeyError("lost"))
+
+        monkeypatch.setattr(Reference, "continue_as", breaks)
+        assert_ours(judged(reload=ReloadSpec(step=1), run=RunSpec(steps=3)), "lost")
+
+    def test_what_the_machine_lacks_stays_that(self, judged, monkeypatch):
+        monkeypatch.setattr(Reference, "begin", raising(EnvironmentProblem("no memory")))
+        with pytest.raises(EnvironmentProblem, match="no memory"):
+            judged()
+
+    @pytest.mark.parametrize("name", ["params", "parts", "stray_gradients", "stray_padding"])
+    def test_what_an_engine_raises_when_asked_is_its_own(self, judged, monkeypatch, name):
+        monkeypatch.setattr(ZeroSimEngine, name, raising(RuntimeError("nothing to tell")))
+        result = judged()
+        assert result.verdict == "fail"
+        assert [finding.check for finding in result.findings] == ["world.rank-failed"]
+        assert "RuntimeError: nothing to tell" in result.findings[0].message
+
+    def test_what_was_found_before_stands(self, judged, monkeypatch):
+        def confused(replicas, *, shapes, step):
+            from zero_sim.findings.records import Finding
+
+            yield Finding(check="invariant.ownership", message="lost", step=step, phase="forward")
+
+        monkeypatch.setattr(invariants, "check_ownership", confused)
+        monkeypatch.setattr(Reference, "begin", raising(KeyError("lost")))
+        result = judged()
+        assert result.verdict == "fail"
+        assert [finding.check for finding in result.findings] == ["invariant.ownership"]
+        assert any("judge itself failed" in note for note in result.notes)
+
+    def test_a_param_that_is_missing_is_the_systems(self, judged, monkeypatch):
+        right = ZeroSimEngine.params
+
+        def forgetful(self):
+            told = dict(right(self))
+            if self._optimizer.inner.state:
+                told.pop("0.up.weight")
+            return told
+
+        monkeypatch.setattr(ZeroSimEngine, "params", forgetful)
+        result = judged()
+        assert result.verdict == "fail"
+        assert "does not have this param" in result.findings[0].message
+
+    def test_the_next_case_runs_after_it(self, judged, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(Reference, "step", raising(KeyError("lost")))
+            judged()
+        assert judged().verdict == "pass"
+
+
+class TestTime:
+    """The stall limit is for the system."""
+
+    LIMIT = RunSpec(steps=1, stall_seconds=1.0)
+
+    @staticmethod
+    def endless(right, clock):
+        def call(*args, **named):
+            while clock.runs_out():
+                torch.ones(1)
+            return right(*args, **named)
+
+        return call
+
+    def test_a_slow_reference_is_no_stall(self, judged, monkeypatch, stall_clock):
+        right = Reference.step
+
+        def slow(*args, **named):
+            stall_clock.passes(times=3)
+            return right(*args, **named)
+
+        monkeypatch.setattr(Reference, "step", slow)
+        assert judged(run=self.LIMIT).verdict == "pass"
+
+    def test_a_slow_system_is_one(self, judged, monkeypatch, stall_clock):
+        monkeypatch.setattr(ZeroSimEngine, "step", self.endless(ZeroSimEngine.step, stall_clock))
+        result = judged(run=self.LIMIT)
+        assert [finding.check for finding in result.findings] == ["world.stalled"]
+        assert "more than 1 s" in result.findings[0].message
+
+    def test_an_engine_that_is_slow_to_answer_is_one(self, judged, monkeypatch, stall_clock):
+        monkeypatch.setattr(ZeroSimEngine, "parts", self.endless(ZeroSimEngine.parts, stall_clock))
+        result = judged(run=self.LIMIT)
+        assert [finding.check for finding in result.findings] == ["world.stalled"]
+
+
+class TestNotObserved:
+    """What a target does not tell is said, not passed over."""
+
+    def test_values_of_a_step(self, judged, monkeypatch):
+        from zero_sim.targets import StepResult
+
+        right = ZeroSimEngine.step
+
+        def silent(self, *, lr_factor):
+            right(self, lr_factor=lr_factor)
+            return StepResult()
+
+        monkeypatch.setattr(ZeroSimEngine, "step", silent)
+        result = judged(optimizer=OptimizerSpec())
+        assert result.verdict == "pass"
+        assert (
+            "not observed, since the target does not tell it: norm, skipped, zeros" in result.notes
+        )
+
+    def test_padding_of_params_and_masters(self, judged):
+        class Reticent:
+            def __init__(self, engine):
+                self._engine = engine
+
+            def __getattr__(self, name):
+                if name == "stray_padding":
+                    raise AttributeError(name)
+                return getattr(self._engine, name)
+
+        class ReticentTarget:
+            name = "reticent"
+            capabilities = None
+
+            def build(self, module, *, scenario, group):
+                return Reticent(ZeroSimTarget().build(module, scenario=scenario, group=group))
+
+        result = judged(target=ReticentTarget())
+        assert result.verdict == "pass"
+        assert any("padding of params and masters" in note for note in result.notes)
+
+    def test_our_own_tells_all(self, judged):
+        assert not any("not observed" in note for note in judged().notes)

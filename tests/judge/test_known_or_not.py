@@ -1,0 +1,78 @@
+"""The seam between a judge and what is owed: one face, whether the order is known or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.errors import UsageError
+from zero_sim.judge.group import Group
+from zero_sim.judge.known_or_not import owing_of, take_reference
+from zero_sim.judge.ownership import Holders
+from zero_sim.reference import BoundedReference, Reference
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, WorldSpec
+from zero_sim.targets import Numerics
+from zero_sim.workloads import build_workload
+
+CASE = Scenario(
+    schema=1,
+    model=ModelSpec(name="mlp", hidden=3),
+    world=WorldSpec(size=3),
+    run=RunSpec(steps=2),
+)
+UNKNOWN = replace(CASE, world=replace(CASE.world, order_known=False))
+
+
+def reference_of(case, *, before=None):
+    return take_reference(case, before=before, workload=build_workload(case))
+
+
+def owing(case):
+    reference = reference_of(case)
+    group = Group(
+        scenario=case,
+        numerics=Numerics(),
+        holders=Holders(case, held=reference.held),
+        world_ranks=range(case.world.size),
+        first_step=0,
+        sees_all=True,
+    )
+    return owing_of(group, reference=reference, order_seed=0)
+
+
+@pytest.mark.parametrize(("case", "kind"), [(CASE, Reference), (UNKNOWN, BoundedReference)])
+def test_the_reference_fits_what_is_known(case, kind):
+    assert type(reference_of(case)) is kind
+
+
+def test_a_reference_goes_on_in_another_world():
+    before = reference_of(CASE)
+    assert reference_of(replace(CASE, world=WorldSpec(size=2)), before=before) is before
+
+
+def test_without_an_order_nothing_goes_on():
+    with pytest.raises(UsageError, match=r"world\.order_known = false"):
+        reference_of(UNKNOWN, before=reference_of(UNKNOWN))
+
+
+@pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
+def test_a_step_is_kept_until_it_is_forgotten(case):
+    owed = owing(case)
+    (taken,) = owed.advance([owed])
+    assert owed.steps == {0: taken}
+    owed.forget(0)
+    assert not owed.steps
+
+
+def test_a_step_that_some_rank_has_yet_to_see_outlives_the_next():
+    owed = owing(CASE)
+    (taken,) = owed.advance([owed])
+    before = {name: master.clone() for name, master in taken.masters.items()}
+    owed.advance([owed])
+    assert all(before[name].equal(kept) for name, kept in owed.steps[0].masters.items())
+
+
+@pytest.mark.parametrize(("case", "unseen"), [(CASE, True), (UNKNOWN, False)])
+def test_only_a_known_order_needs_nothing_shown(case, unseen):
+    assert owing(case).steps_unseen is unseen

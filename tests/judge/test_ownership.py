@@ -1,0 +1,81 @@
+"""Who holds what, as ranks tell it one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zero_sim.judge.facts import Facts
+from zero_sim.judge.ownership import Holders
+from zero_sim.reference import MemoryPlace
+from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.targets import Place
+
+CASE = Scenario(
+    schema=1,
+    model=ModelSpec(name="mlp"),
+    world=WorldSpec(size=2),
+    system=SystemSpec(stage=1),
+)
+
+
+def facts(start, stop):
+    return Facts(
+        places=(Place(param="w", start=start, stop=stop),),
+        addresses={"w": MemoryPlace(64, (1,))},
+        shapes={"w": (4,)},
+    )
+
+
+def heard(*spans, held=(frozenset("w"),) * 2):
+    holders = Holders(CASE, held=held)
+    for rank, span in enumerate(spans):
+        holders.hear(rank, facts(*span))
+    return holders
+
+
+def checks(holders):
+    return [found.check for found in holders.check(0, tell_parts=True)]
+
+
+def test_all_are_there_once_every_rank_has_told():
+    assert not heard((0, 2)).are_all_there
+    assert heard((0, 2), (2, 4)).are_all_there
+
+
+def test_what_is_owned_once_is_right():
+    assert checks(heard((0, 2), (2, 4))) == []
+
+
+def test_what_nobody_owns_is_found():
+    assert checks(heard((0, 2), (3, 4))) == ["invariant.ownership"]
+
+
+def test_what_is_owned_wrongly_says_what_a_target_declares():
+    (finding,) = heard((0, 4), (0, 4)).check(0, tell_parts=True)
+    assert "with system.redundancy = 1, all ranks together share it out" in finding.message
+    assert "declares Capabilities(stages=(0,))" in finding.message
+    assert "declares follows=('system.redundancy',)" in finding.message
+
+
+def test_a_shard_at_stage_0_says_what_a_target_declares():
+    holders = Holders(replace(CASE, system=SystemSpec(stage=0)), held=(frozenset("w"),) * 2)
+    for rank, span in enumerate([(0, 2), (2, 4)]):
+        holders.hear(rank, facts(*span))
+    first, _ = holders.check(0, tell_parts=True)
+    assert "elements 2 to 4 of 4 belong to no rank" in first.message
+    assert "every rank keeps all optimizer state" in first.message
+    assert "declares Capabilities(stages=(1,))" in first.message
+
+
+def test_parts_that_are_not_told_are_not_checked():
+    assert list(heard((0, 2), (3, 4)).check(0, tell_parts=False)) == []
+
+
+def test_ranks_that_hold_the_same_share_it():
+    held = (frozenset({"w", "a"}), frozenset({"w", "b"}))
+    holders = heard(held=held)
+    assert holders.sharings == [
+        ((0,), frozenset("a")),
+        ((0, 1), frozenset("w")),
+        ((1,), frozenset("b")),
+    ]

@@ -1,0 +1,251 @@
+"""Cases on gloo processes: the same verdicts as in the simulated world, whatever a worker does."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.run import real_ranks as backends
+from zero_sim.run.real_ranks import Setup
+from zero_sim.scenario.spec import (
+    DataSpec,
+    FaultSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+
+CLIPPED = OptimizerSpec(clip_norm=0.1)
+REPLICAS = SystemSpec(redundancy=2, overlap_grads=True, overlap_params=True, bucket_elems=40)
+RELOADS = {
+    "fewer ranks": {"world": WorldSpec(size=4), "reload": ReloadSpec(step=1, world_size=3)},
+    "more ranks": {"world": WorldSpec(size=2), "reload": ReloadSpec(step=1, world_size=3)},
+}
+KINDS = {
+    "as it is": {},
+    "one rank": {"world": WorldSpec(size=1)},
+    "gloo's own order": {"world": WorldSpec(size=3, order="gloo")},
+    "a folded order": {"world": WorldSpec(size=3, order="random-tree")},
+    "replicas and overlap": {"world": WorldSpec(size=4, order="gloo"), "system": REPLICAS},
+    "cells": {
+        "world": WorldSpec(size=4),
+        "topology": TopologySpec(tp=2),
+        "optimizer": CLIPPED,
+    },
+    "experts": {"model": ModelSpec(name="moe", experts=6), "topology": TopologySpec(ep=3)},
+    "an overflow": {
+        "data": DataSpec(nan=NanSpec(step=1, rank=1, value="inf")),
+        "optimizer": OptimizerSpec(loss_scale=LossScaleSpec()),
+    },
+    **RELOADS,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_right_system_passes_and_as_much_is_compared(on_gloo, judged, kind):
+    real = on_gloo(**KINDS[kind])
+    assert (real.verdict, real.findings, real.error) == ("pass", (), "")
+    simulated = judged(**{"run": RunSpec(steps=3), **KINDS[kind]})
+    assert real.compared_elems == simulated.compared_elems
+    assert real.owed == simulated.owed
+
+
+@pytest.mark.parametrize("parts", [{}, *RELOADS.values()], ids=["plain", *RELOADS])
+def test_a_wrong_element_is_found_where_the_simulated_world_finds_it(
+    on_gloo, judged, targets, parts
+):
+    parts = {"run": RunSpec(steps=4), **parts}
+    real, simulated = on_gloo("flips", **parts), judged(targets.flips, **parts)
+    assert real.verdict == "fail"
+    # Where in the log the calls stand only the simulated world knows.
+    assert real.findings == tuple(
+        replace(finding, call_start=None, call_stop=None) for finding in simulated.findings
+    )
+
+
+def test_guards_hold(on_gloo):
+    data = DataSpec(ranks="same")
+    result = on_gloo(data=replace(data, rows=2), model=ModelSpec(name="params", shapes=((3,),)))
+    assert result.verdict == "pass"
+    result = on_gloo(run=RunSpec(steps=1), data=DataSpec(nan=NanSpec(step=0, rank=1)))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "of step 0 on rank 1. data.nan plants it" in result.error
+
+
+def test_a_step_that_the_reference_cannot_take_either_is_no_finding(on_gloo, judged):
+    """torch's optimizer raises in the system first, which asks nobody."""
+    parts = {"optimizer": OptimizerSpec(lr=3e38), "run": RunSpec(steps=4)}
+    real, simulated = on_gloo(**parts), judged(**parts)
+    assert (real.verdict, real.findings) == ("error", ())
+    assert real.error == simulated.error
+    assert "Try a smaller optimizer.lr" in real.error
+
+
+@pytest.mark.parametrize("order", ["gloo", "linear"])
+def test_what_a_rank_raises_comes_before_what_that_does_to_the_others(on_gloo, order):
+    # Who waited for the others to be silent for so long would not come to an end here.
+    run = RunSpec(steps=3, stall_seconds=3600.0)
+    result = on_gloo("raises", world=WorldSpec(size=3, order=order), run=run)
+    assert result.verdict == "fail"
+    first = result.findings[0]
+    assert (first.check, first.rank) == ("world.rank-failed", 1)
+    assert first.message == "rank 1 raised ValueError: rank 1 has had enough"
+    assert "go_wrong" in first.detail
+    assert on_gloo().verdict == "pass"
+
+
+def test_a_refusal_on_one_rank_is_no_verdict(on_gloo):
+    result = on_gloo("refuses")
+    assert (result.verdict, result.error) == ("error", "expected another scenario")
+
+
+def test_a_case_outside_the_capabilities_is_refused(on_gloo):
+    plain = SystemSpec(target="torch-ddp", stage=0)
+    result = on_gloo(system=plain, world=WorldSpec(size=2, order="gloo"))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "world.order: this target supports 'linear'" in result.error
+
+
+def test_a_system_that_hides_what_the_order_needs_is_told_so(on_gloo):
+    result = on_gloo("hides", world=WorldSpec(size=3, order="gloo"))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "to tell where its gradients lie in the calls that reduce them" in result.error
+    assert on_gloo().verdict == "pass"
+
+
+def test_a_worker_that_dies_costs_one_case(on_gloo):
+    verdicts = [on_gloo(target).verdict for target in ("", "dies", "")]
+    assert verdicts == ["pass", "fail", "pass"]
+    finding = on_gloo("dies").findings[0]
+    assert (finding.check, finding.rank) == ("world.rank-died", 1)
+    assert finding.message == "rank 1: its process ended with exit status 3"
+
+
+def test_a_hang_shows_where_every_rank_was(on_gloo, with_enough_time):
+    result = with_enough_time(
+        lambda seconds: on_gloo("hangs", run=RunSpec(steps=3, stall_seconds=seconds)),
+        seconds=1.5,
+        fits=lambda result: (
+            "time.sleep(600)" in result.findings[0].detail
+            and all(f"rank {rank} was at:" in result.findings[0].detail for rank in range(3))
+        ),
+    )
+    finding = result.findings[0]
+    assert (result.verdict, finding.check) == ("fail", "world.hung")
+    assert "time.sleep(600)" in finding.detail
+    assert all(f"rank {rank} was at:" in finding.detail for rank in range(3))
+    assert on_gloo().verdict == "pass"
+
+
+def test_a_case_may_take_longer_than_a_rank_may_be_silent(on_gloo, with_enough_time):
+    def attempt(seconds):
+        run = RunSpec(steps=4, stall_seconds=seconds)
+        return seconds, on_gloo("slow", run=run, world=WorldSpec(size=2))
+
+    limit_seconds, result = with_enough_time(
+        attempt, seconds=0.75, fits=lambda outcome: outcome[1].verdict == "pass"
+    )
+    assert result.verdict == "pass"
+    assert result.seconds > limit_seconds
+
+
+@pytest.fixture
+def drifted(on_gloo, judge_on_gloo, monkeypatch):
+    """Run a small case on gloo, which is said to add in another order than it does."""
+    fresh = backends._Probe(setup=judge_on_gloo.setup)
+    monkeypatch.setattr(judge_on_gloo, "_order_probe", fresh)
+    monkeypatch.setitem(backends.OWN_ORDERS, "gloo", "tree")
+
+    def run(target="", **parts):
+        return on_gloo(target, **{"world": WorldSpec(size=4, order="tree"), **parts})
+
+    return run
+
+
+class TestABackendThatAddsOtherwiseThanItsModel:
+    def test_is_judged_by_bounds(self, drifted):
+        result = drifted(model=ModelSpec(name="mlp", dtype="fp32"))
+        assert (result.verdict, result.findings) == ("pass", ())
+        assert result.owed.keys() == {"bound", "order-free"}
+        (note,) = (note for note in result.notes if note.startswith("backend.order-drift: "))
+        assert "drift: expected ((0+1)+(2+3)) as in tree" in note
+
+    def test_would_be_no_wrong_optimizer_under_the_model(self, drifted, monkeypatch):
+        monkeypatch.setattr(backends._Probe, "check", lambda *args: "")
+        assert drifted(model=ModelSpec(name="mlp", dtype="fp32")).verdict == "fail"
+
+    def test_a_wrong_update_is_found(self, drifted):
+        result = drifted("flips")
+        assert result.verdict == "fail"
+        assert result.findings[0].check == "equality.master"
+        assert (result.findings[0].step, result.findings[0].rank) == (1, 1)
+
+    def test_stale_params_of_one_rank_are_found_though_it_judges_itself(self, drifted):
+        result = drifted("stale", optimizer=OptimizerSpec(lr=0.1))
+        assert result.verdict == "fail"
+        finding = result.findings[0]
+        assert (finding.check, finding.step, finding.rank) == ("invariant.replicas", 1, 1)
+        assert finding.message == "the working param is not what rank 0 holds"
+
+    def test_a_norm_of_other_gradients_is_found_though_no_rank_has_them_all(self, drifted):
+        result = drifted("misnames")
+        assert [finding.check for finding in result.findings] == ["equality.norm"]
+        assert "from that of the gradients that ranks show" in result.findings[0].message
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_clipping_and_overlap(self, drifted, stage):
+        result = drifted(
+            system=SystemSpec(stage=stage, bucket_elems=50),
+            optimizer=OptimizerSpec(clip_norm=0.01),
+        )
+        assert result.verdict == "pass", result.findings
+
+    def test_is_named_where_bounds_are_no_help(self, drifted):
+        result = drifted(model=ModelSpec(name="fp8", dtype="bf16"))
+        assert result.verdict == "error"
+        (finding,) = result.findings
+        assert finding.check == "backend.order-drift"
+        assert "with experts or fp8 params" in finding.message
+        assert "drift: expected ((0+1)+(2+3)) as in tree" in finding.detail
+
+
+def test_an_order_that_nobody_is_told(on_gloo):
+    result = on_gloo(world=WorldSpec(size=4, order="gloo", order_known=False))
+    assert result.verdict == "pass"
+    assert "gloo added in its own order, of which the judge was told nothing" in result.notes
+
+
+@pytest.mark.parametrize("model", ["lattice", "bit-hash", "ternary"])
+def test_exact_models_pass_whatever_order_the_oracle_adds_in(on_gloo, model):
+    shapes = None if model == "ternary" else ((3, 5), (7,))
+    result = on_gloo(
+        setup=Setup(backend="gloo", native=True),
+        model=ModelSpec(name=model, dtype="bf16", shapes=shapes),
+        optimizer=OptimizerSpec(name="sgd", lr=0.0625),
+        world=WorldSpec(size=5, order="random-tree"),
+    )
+    assert result.verdict == "pass"
+    assert set(result.owed) == {"order-free"}
+    assert "gloo added in its own order, the oracle in order random-tree" in result.notes
+
+
+class TestLeftOut:
+    def why(self, make_case, **setup):
+        return Setup(backend="gloo", **setup).why_left_out(make_case)
+
+    def test_faults(self, make_case):
+        fault = FaultSpec(kind="crash", rank=0)
+        assert "faults are planned" in self.why(make_case(faults=(fault,)))
+
+    def test_too_many_ranks_even_after_a_reload(self, make_case):
+        assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=2) == "more than 2 ranks"
+        assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=3) == ""
+
+    def test_natively_what_depends_on_another_order(self, make_case):
+        assert "not gloo's own" in self.why(make_case(), native=True)
+        assert self.why(make_case(world=WorldSpec(size=3, order="gloo")), native=True) == ""

@@ -1,0 +1,268 @@
+"""Verdicts on bad input, on empty passes, and on programs that go wrong."""
+
+import math
+import sys
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.run import seats
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ExpectSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    OrderName,
+    RunSpec,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import StepResult
+from zero_sim.targets.own import ZeroSimTarget
+from zero_sim.workloads import Batch, digits
+
+
+class ChangedTarget:
+    """The project's own system with its engine changed by a function."""
+
+    name = "changed"
+    capabilities = None
+
+    def __init__(self, change):
+        self._change = change
+
+    def build(self, module, *, scenario, group):
+        engine = ZeroSimTarget().build(module, scenario=scenario, group=group)
+        self._change(engine, group.rank())
+        return engine
+
+
+def raising(message):
+    def fail(*args, **kwargs):
+        raise RuntimeError(message)
+
+    return fail
+
+
+def test_a_rank_that_raises_is_a_finding_with_its_traceback(judged):
+    def change(engine, rank):
+        if rank == 2:
+            engine.step = raising("out of luck")
+
+    result = judged(target=ChangedTarget(change))
+    assert result.verdict == "fail"
+    finding = result.findings[0]
+    assert (finding.check, finding.rank) == ("world.rank-failed", 2)
+    assert "out of luck" in finding.message
+    assert "Traceback" in finding.detail
+
+
+def test_a_rank_that_never_calls_is_a_finding(judged):
+    def change(engine, rank):
+        if rank == 0:
+            engine.zero_grad = lambda: None
+            engine.step = lambda *, lr_factor: StepResult()
+            engine.backward = lambda loss, *, last_micro, rows: None
+
+    result = judged(target=ChangedTarget(change))
+    assert result.verdict == "fail"
+    assert result.findings[-1].check == "world.deadlock"
+    assert "ranks that never came: 0" in result.findings[-1].message
+
+
+def test_the_next_case_runs_after_a_broken_one(judged):
+    judged(target=ChangedTarget(lambda engine, rank: setattr(engine, "step", raising("x"))))
+    assert judged().verdict == "pass"
+
+
+def test_a_model_without_params_is_an_error_that_says_so(judged):
+    result = judged(model=ModelSpec(name="params", shapes=()))
+    assert result.verdict == "error"
+    assert "param" in result.error
+
+
+def test_params_on_two_devices_are_an_error_that_names_both(judged, monkeypatch):
+    real = seats.build_workload
+
+    class TwoDevices:
+        def __init__(self, scenario):
+            self._inner = real(scenario)
+            self._built = 0
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def build(self):
+            module = self._inner.build()
+            self._built += 1
+            if self._built > 1:  # The reference's own copy stays whole.
+                module.extra = nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
+            return module
+
+    monkeypatch.setattr(seats, "build_workload", TwoDevices)
+    result = judged()
+    assert result.verdict == "error"
+    assert "extra" in result.error
+    assert "meta" in result.error
+
+
+def test_a_nan_that_nothing_skips_is_traced_to_its_rank_and_param(judged):
+    result = judged(data=DataSpec(nan=NanSpec(step=1, rank=2)))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "nan in the local gradient of param '0.up.weight', element 0" in result.error
+    assert "of micro-batch 0 of step 1 on rank 2. data.nan plants it" in result.error
+
+
+@pytest.mark.parametrize("lr", [1e30, 1e37, 3e38])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_learning_rate_that_the_reference_cannot_take_is_an_error(judged, name, lr):
+    result = judged(optimizer=OptimizerSpec(name=name, lr=lr), run=RunSpec(steps=4))
+    assert (result.verdict, result.findings) == ("error", ())
+    assert "Try a smaller optimizer.lr" in result.error
+
+
+def test_a_system_that_alone_is_not_finite_differs(judged):
+    def change(engine, rank):
+        def spoilt(loss, *, last_micro, rows):
+            (loss * math.inf).backward()
+            engine._ddp.finish_grad_sync()
+
+        engine.backward = spoilt
+
+    result = judged(target=ChangedTarget(change))
+    assert result.verdict == "fail"
+    assert "equality.grad" in {finding.check for finding in result.findings}
+
+
+def test_a_system_that_alone_raises_in_a_step_fails(judged):
+    def change(engine, rank):
+        def step(*, lr_factor):
+            raise RuntimeError("value cannot be converted to type float without overflow")
+
+        engine.step = step
+
+    result = judged(target=ChangedTarget(change))
+    assert [finding.check for finding in result.findings] == ["world.rank-failed"]
+
+
+def test_a_system_that_hides_what_is_to_be_skipped_differs(judged):
+    def change(engine, rank):
+        def cleaned(loss, *, last_micro, rows):
+            loss.backward()
+            for buffer in engine._ddp.buffers:
+                buffer.grad_data.nan_to_num_()
+            engine._ddp.finish_grad_sync()
+
+        engine.backward = cleaned
+
+    result = judged(
+        target=ChangedTarget(change),
+        data=DataSpec(nan=NanSpec(step=1, rank=2)),
+        optimizer=OptimizerSpec(loss_scale=LossScaleSpec()),
+    )
+    assert "equality.grad" in {finding.check for finding in result.findings}
+
+
+def test_an_unknown_target_is_an_error_that_lists_the_known(judged):
+    result = judged(system=SystemSpec(target="zero"))
+    assert result.verdict == "error"
+    assert "zero_sim" in result.error
+
+
+class TestEmptyPasses:
+    """A case that could not have failed is not reported as a plain pass."""
+
+    def test_the_same_data_without_having_asked(self, judged, monkeypatch):
+        real = seats.build_workload
+
+        class SameData:
+            def __init__(self, scenario):
+                self._inner = real(scenario)
+
+            def __getattr__(self, name):
+                return getattr(self._inner, name)
+
+            def batch(self, *, step, rank, micro):
+                return self._inner.batch(step=step, rank=0, micro=micro)
+
+        monkeypatch.setattr(seats, "build_workload", SameData)
+        result = judged()
+        assert result.verdict == "inconclusive"
+        assert [finding.check for finding in result.findings] == ["guard.same-data"]
+
+    def test_the_same_data_on_purpose(self, judged):
+        assert judged(data=DataSpec(ranks="same"), world=WorldSpec(size=2)).verdict == "pass"
+
+    def test_gradients_that_are_mostly_zero(self, judged, monkeypatch):
+        real = seats.build_workload
+
+        class Faint:
+            def __init__(self, scenario):
+                self._inner = real(scenario)
+
+            def __getattr__(self, name):
+                return getattr(self._inner, name)
+
+            def batch(self, *, step, rank, micro):
+                batch = self._inner.batch(step=step, rank=rank, micro=micro)
+                return Batch(inputs=batch.inputs * 0, targets=batch.targets)
+
+        monkeypatch.setattr(seats, "build_workload", Faint)
+        result = judged(model=ModelSpec(name="params", shapes=((5,), (7,))))
+        assert result.verdict == "inconclusive"
+        assert [finding.check for finding in result.findings] == ["guard.zero-gradients"]
+
+
+def test_accuracy_that_is_not_reached_is_a_finding(judged):
+    result = judged(
+        model=ModelSpec(name="digits", hidden=8),
+        data=DataSpec(rows=4),
+        optimizer=OptimizerSpec(lr=0.01),
+        expect=ExpectSpec(accuracy_min=0.99),
+    )
+    assert result.verdict == "fail"
+    assert [finding.check for finding in result.findings] == ["expect.accuracy"]
+
+
+def test_a_missing_extra_is_a_problem_of_the_environment(judged, monkeypatch):
+    digits.load_split.cache_clear()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(EnvironmentProblem, match="digits"):
+        judged(model=ModelSpec(name="digits", hidden=8))
+
+
+def test_ten_runs_give_one_event_log(judged):
+    digests = {
+        judged(world=WorldSpec(size=4, schedule="random"), run=RunSpec(steps=2, seed=5)).log_digest
+        for _ in range(10)
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("order", get_args(OrderName))
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_order_is_judged_in_its_own_terms(judged, order, stage, size):
+    result = judged(
+        world=WorldSpec(size=size, order=order), system=SystemSpec(stage=stage, bucket_elems=60)
+    )
+    assert result.verdict == "pass", result.findings
+
+
+def test_orders_differ_so_that_naming_one_means_something(judged, monkeypatch):
+    from zero_sim.sim import order_backends
+
+    monkeypatch.setitem(order_backends.ORDERS, "tree", order_backends.ORDERS["ring"])
+    result = judged(world=WorldSpec(size=4, order="tree"))
+    assert result.findings[0].check == "equality.grad"
+
+
+def test_buckets_overlap_by_default_and_the_degree_is_told(judged):
+    result = judged(model=ModelSpec(name="mlp", hidden=5), system=SystemSpec(bucket_elems=60))
+    assert result.verdict == "pass"
+    assert [float(note.rsplit(" ", 1)[1]) > 0 for note in result.notes] == [True, True]

@@ -1,0 +1,64 @@
+"""A world that is interrupted while a rank of it sleeps."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from zero_sim.errors import UsageError
+from zero_sim.sim import World
+from zero_sim.sim.world.run import Run
+
+
+class Interrupted(threading.Event):
+    """That all ranks have ended; who waits for it is interrupted a number of times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.asleep = threading.Event()
+        """Set by a rank once it is where it is to be interrupted."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.times:
+            self.times -= 1
+            self.asleep.wait()
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+
+def test_a_second_interrupt_leaves_the_ranks_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that slept unwinds, and so do those that waited for it, whenever it wakes up."""
+    ended, wake = Interrupted(times=2), threading.Event()
+    raised: list[object] = []
+    new_run = World._new_run
+
+    def watched_run(world: World) -> Run:
+        run = new_run(world)
+        run.baton.all_ended = ended
+        return run
+
+    def note(what: threading.ExceptHookArgs) -> None:
+        raised.append(what.exc_value)
+        ended.set()
+
+    monkeypatch.setattr(threading, "excepthook", note)
+    world = World(3)
+    monkeypatch.setattr(World, "_new_run", watched_run)
+
+    def program(rank: int) -> None:
+        if rank == 2:
+            ended.asleep.set()
+            wake.wait()
+        dist.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        world.run(program)
+    world.close()
+    wake.set()
+    ended.wait()
+    assert raised == []
+    with pytest.raises(UsageError, match="expected an open world"):
+        world.run(program)

@@ -1,0 +1,267 @@
+"""Named orders over a real transport: gloo or NCCL moves the data, each rank folds it by itself.
+
+A backend adds in an order of its own, which may be unknown or change from call to call. Here a
+reduction gathers the ranks' contributions, which moves bits and rounds nothing, and every rank then
+performs the collective on them with the same code and order as the simulated world. So any program
+can be judged exactly on real processes. What only moves data goes to the transport as it is.
+
+Every collective is complete when its call returns; asynchronous ones hand out a work that is done.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.sim.call import Call
+from zero_sim.sim.comm.collectives import PERFORM
+from zero_sim.sim.comm.process_group import SimProcessGroup
+from zero_sim.sim.comm.rendezvous import Group
+from zero_sim.sim.failures import ContractViolation
+from zero_sim.sim.order import Order
+from zero_sim.sim.order_backends import ORDERS
+
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
+
+
+def folding_backend(transport: str, order: str, *, seed: int = 0) -> str:
+    """The name of the backend that moves data with a transport and adds in a named order.
+
+    Registers it with torch, once a process; then `init_process_group` takes the name.
+
+    Args:
+        transport: `gloo` or `nccl`.
+        order: One of `zero_sim.sim.order_backends.ORDERS`.
+        seed: What an order draws from, if it draws.
+    """
+    name = f"{transport}_{order}_{seed}".replace("-", "_")
+    if not hasattr(dist.Backend, name.upper()):
+        create = functools.partial(_create, transport=transport, order=ORDERS[order](seed))
+        dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+    return name
+
+
+def _create(options: Any, _: Any, *, transport: str, order: Order) -> SimProcessGroup:
+    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    group = Group(options.group_id, members, label=options.group_id)
+    store = dist.PrefixStore("transport", options.store)
+    place = (store, options.group_rank, options.group_size)
+    if transport == "nccl":
+        inner = dist.ProcessGroupNCCL(*place, dist.ProcessGroupNCCL.Options())
+    else:
+        inner = dist.ProcessGroupGloo(*place, options.timeout)
+    return SimProcessGroup(_Transport(inner, order), group, options.group_rank)
+
+
+def _outputs_of(call: Call, rank: int) -> list[Tensor]:
+    """Memory for what a rank gets; the entries of a list need not be equally long."""
+    if call.kind == "reduce_scatter_list":
+        return [torch.empty_like(call.inputs[rank])]
+    return [torch.empty_like(output) for output in call.outputs]
+
+
+class _DoneWork(dist.Work):
+    """The work of an operation that is complete."""
+
+    def __init__(self, tensors: Sequence[Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._source = source
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+
+class _Transport:
+    """The cluster behind a process group: the group's own transport, and an order."""
+
+    def __init__(self, inner: Any, order: Order) -> None:
+        self._inner = inner
+        self._order = order
+
+    def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> dist.Work:
+        """Do one rank's side of a collective, to the end."""
+        if call.kind in _REDUCING:
+            self._fold(call, group_rank, world_size=len(group.ranks))
+        else:
+            _MOVE[call.kind](self._inner, call, group_rank)
+        return _DoneWork(call.outputs or call.inputs)
+
+    def send(
+        self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
+    ) -> dist.Work:
+        """Send, and come back when it is on its way."""
+        return self._inner.send([tensor.contiguous()], peer, tag)
+
+    def receive(
+        self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
+    ) -> dist.Work:
+        """Receive."""
+        if peer is None:
+            return self._inner.recv_anysource([tensor], tag)
+        return self._inner.recv([tensor], peer, tag)
+
+    def join_works(
+        self, rank: int, works: Sequence[dist.Work], *, result: Sequence[Any] | None = None
+    ) -> dist.Work:
+        """One work for several."""
+        for work in works:
+            work.wait()
+        return _DoneWork(result or [])
+
+    def note_destroyed(self, group: Group, group_rank: int) -> None:
+        """Close the transport."""
+        self._inner.shutdown()
+        # gloo's connections end with the object.
+        self._inner = None
+
+    def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> ContractViolation:
+        """The error for a member that destroyed its side of a group and uses it."""
+        rank = group.ranks[group_rank]
+        return ContractViolation(
+            f"use after destroy_process_group: rank {rank} issues {kind} in group {group.label}, "
+            "which it destroyed. Make the group anew, or destroy it later.",
+            aspect="use-after-destroy",
+            rank=rank,
+            other_rank=rank,
+        )
+
+    def _fold(self, call: Call, group_rank: int, *, world_size: int) -> None:
+        """Perform a reduction here, on what all ranks contribute, and keep this rank's part."""
+        gathered = [self._gather(tensor, world_size) for tensor in call.inputs]
+        calls = [
+            Call(
+                kind=call.kind,
+                inputs=[parts[rank] for parts in gathered],
+                outputs=_outputs_of(call, rank),
+                reduce_op=call.reduce_op,
+                root=call.root,
+                factor=call.factor,
+            )
+            for rank in range(world_size)
+        ]
+        PERFORM[call.kind](calls, self._order)
+        own = calls[group_rank]
+        if call.kind == "reduce" and group_rank != call.root:
+            return
+        # What a collective without outputs writes are its inputs.
+        results = own.outputs or own.inputs
+        for tensor, result in zip(call.outputs or call.inputs, results, strict=True):
+            tensor.copy_(result)
+
+    def _gather(self, tensor: Tensor, world_size: int) -> list[Tensor]:
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                 for _ in range(world_size)]  # fmt: skip
+        if tensor.numel():
+            self._inner.allgather([parts], [tensor.contiguous()]).wait()
+        return parts
+
+
+def _all_gather(inner: Any, call: Call, rank: int) -> None:
+    for output, value in zip(call.outputs, call.inputs, strict=True):
+        if not value.numel():
+            continue
+        parts = [torch.empty_like(value) for _ in range(output.numel() // value.numel())]
+        inner.allgather([parts], [value.contiguous()]).wait()
+        output.copy_(torch.cat([part.reshape(-1) for part in parts]).view(output.shape))
+
+
+def _all_gather_list(inner: Any, call: Call, rank: int) -> None:
+    world_size = inner.size()
+    for i, value in enumerate(call.inputs):
+        outputs = call.outputs[i * world_size : (i + 1) * world_size]
+        parts = [torch.empty_like(value) for _ in outputs]
+        inner.allgather([parts], [value.contiguous()]).wait()
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part.view(output.shape))
+
+
+def _broadcast(inner: Any, call: Call, rank: int) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = call.root
+    for tensor in call.inputs:
+        carried = tensor.contiguous()
+        inner.broadcast([carried], options).wait()
+        if carried is not tensor:
+            tensor.copy_(carried)
+
+
+def _scatter(inner: Any, call: Call, rank: int) -> None:
+    options = dist.ScatterOptions()
+    options.rootRank = call.root
+    parts = [[part.contiguous() for part in call.inputs]] if rank == call.root else []
+    inner.scatter(list(call.outputs), parts, options).wait()
+
+
+def _gather(inner: Any, call: Call, rank: int) -> None:
+    options = dist.GatherOptions()
+    options.rootRank = call.root
+    outputs = [list(call.outputs)] if rank == call.root else []
+    inner.gather(outputs, [call.inputs[0].contiguous()], options).wait()
+
+
+def _all_to_all(inner: Any, call: Call, rank: int) -> None:
+    received = torch.empty_like(call.outputs[0], memory_format=torch.contiguous_format)
+    inner.alltoall_base(
+        received,
+        call.inputs[0].contiguous(),
+        list(call.output_splits),
+        list(call.input_splits),
+        dist.AllToAllOptions(),
+    ).wait()
+    call.outputs[0].copy_(received)
+
+
+def _all_to_all_list(inner: Any, call: Call, rank: int) -> None:
+    """Gloo has no list form; rows of one element make the lists one tensor each."""
+    sent = torch.cat([part.reshape(-1) for part in call.inputs])
+    counts = [output.numel() for output in call.outputs]
+    received = sent.new_empty(sum(counts))
+    inner.alltoall_base(
+        received, sent, counts, [part.numel() for part in call.inputs], dist.AllToAllOptions()
+    ).wait()
+    for output, part in zip(call.outputs, received.split(counts), strict=True):
+        output.copy_(part.view(output.shape))
+
+
+def _barrier(inner: Any, call: Call, rank: int) -> None:
+    inner.barrier(dist.BarrierOptions()).wait()
+
+
+_MOVE: dict[str, Callable[[Any, Call, int], None]] = {
+    "all_gather": _all_gather,
+    "all_gather_list": _all_gather_list,
+    "broadcast": _broadcast,
+    "scatter": _scatter,
+    "gather": _gather,
+    "all_to_all": _all_to_all,
+    "all_to_all_list": _all_to_all_list,
+    "barrier": _barrier,
+}

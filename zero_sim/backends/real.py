@@ -1,0 +1,198 @@
+"""One rank of a real backend: its process groups, and a side channel that uses none of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_sim.backends.folding import folding_backend
+from zero_sim.errors import EnvironmentProblem, ZeroSimError
+
+BACKENDS = ("gloo", "nccl")
+_SIGN_SECONDS = 0.25
+"""Least time between two signs of life."""
+
+
+class RankGone(ZeroSimError):
+    """Another rank gave up on the program, so that there is nothing to hear from it any more."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} gave up")
+
+
+class RealRank:
+    """This process as a rank that runs one program after another.
+
+    Args:
+        backend: `gloo` or `nccl`.
+        rank: Its place among all processes.
+        store: Shared by all processes; the side channel, and how groups find their members.
+        timeout_seconds: How long a collective may take before the backend gives up.
+
+    Raises:
+        EnvironmentProblem: This torch has no such backend.
+    """
+
+    def __init__(
+        self, *, backend: str, rank: int, store: dist.Store, timeout_seconds: float = 600.0
+    ) -> None:
+        available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+        if not available.get(backend, False):
+            have = [name for name, there in available.items() if there]
+            raise EnvironmentProblem(
+                f"expected a torch with backend {backend!r}, got one with {have}. "
+                "Try `zero-sim doctor`."
+            )
+        self.backend = backend
+        self.rank = rank
+        self.store = store
+        self.timeout_seconds = timeout_seconds
+        self._open: tuple[int, str] | None = None
+        self.on_sign: Callable[[], None] = lambda: None
+        """Called now and then while this rank gets on."""
+        self.is_listening = False
+        """Whether it waits for what others tell: then it is one of those that must get on."""
+        self.last_words = ""
+        """Why this rank gave up on the program; empty where it did not."""
+        self._last_sign = 0.0
+        self._number = -1
+        self._told: set[str] = set()
+        self._earlier: set[str] = set()
+
+    def begin(self, number: int) -> None:
+        """Start on a program that all processes call by the same number.
+
+        Args:
+            number: Different from all before. What ranks tell each other about one program cannot
+                be taken for what they tell about another.
+        """
+        # Whoever is here has heard all of the program before the last one, as everybody else has.
+        for key in self._earlier:
+            self.store.delete_key(key)
+        self._earlier, self._told = self._told, set()
+        self._number = number
+        self.last_words = ""
+        self._last_sign = 0.0
+
+    def alive(self) -> None:
+        """Give a sign of life, if the last one is some time ago."""
+        now = time.monotonic()
+        if now - self._last_sign > _SIGN_SECONDS:
+            self._last_sign = now
+            self.on_sign()
+
+    @contextmanager
+    def world(
+        self, size: int, *, about: str = "", order: str | None = None, order_seed: int = 0
+    ) -> Iterator[None]:
+        """A default group of the first `size` processes, for one program.
+
+        It is kept for the next program of that size if this one ended well everywhere and made no
+        further groups: connecting anew takes longer than a small case.
+
+        Args:
+            size: Number of ranks; this process has to be one of them. The others call `leave`.
+            about: Which one it is, where a program has several.
+            order: Order in which reductions add, see `zero_sim.backends.folding`; None for whatever
+                the backend itself does.
+            order_seed: What that order draws from, if it draws.
+        """
+        name = self.backend
+        if order is not None:
+            name = folding_backend(self.backend, order, seed=order_seed)
+        if self._open != (size, name):
+            self._join(name, size=size, about=about)
+            self._open = (size, name)
+        try:
+            yield
+        except BaseException:
+            # Others may sit in a collective for ever: nobody is waited for, and who comes reads it.
+            self._tell({"says": False}, about=f"left {about}")
+            self.leave()
+            raise
+        clean = len(dist.distributed_c10d._world.pg_map) == 1
+        heard = self.exchange(clean, size=size, about=f"left {about}")
+        if not all(heard):
+            self.leave()
+
+    def _join(self, backend: str, *, size: int, about: str) -> None:
+        """Connect to the other ranks; when it returns, each of them has done so.
+
+        A rank that connected and left again at once would cut those that still connect off.
+        """
+        self.leave()
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"{self._number}/{about}/{size}", self.store),
+                rank=self.rank,
+                world_size=size,
+                timeout=timedelta(seconds=self.timeout_seconds),
+            )
+        except BaseException:
+            self.withdraw([f"joined {about}"])
+            raise
+        try:
+            self.exchange(True, size=size, about=f"joined {about}")
+        except BaseException:
+            self.leave()
+            raise
+
+    def exchange(self, what: Any, *, size: int, about: str = "") -> list[Any]:
+        """Tell all ranks something and hear the same from each; no process group takes part.
+
+        Args:
+            what: Anything that can be written as JSON.
+            size: Number of ranks that take part, this one among them.
+            about: Which exchange it is, where a program has several.
+
+        Returns:
+            What each rank told, in rank order.
+
+        Raises:
+            RankGone: A rank withdrew.
+        """
+        key = self._tell({"says": what}, about=about)
+        self.is_listening = True
+        try:
+            heard = self.store.multi_get([f"{key}/{rank}" for rank in range(size)])
+        finally:
+            self.is_listening = False
+        self.alive()
+        told = [json.loads(each) for each in heard]
+        for rank, each in enumerate(told):
+            if "says" not in each:
+                raise RankGone(rank)
+        return [each["says"] for each in told]
+
+    def withdraw(self, abouts: Sequence[str]) -> None:
+        """Let nobody wait for what this rank will not tell any more.
+
+        Args:
+            abouts: Exchanges of this program; those it took part in are passed over.
+        """
+        for about in abouts:
+            if f"{self._key(about)}/{self.rank}" not in self._told:
+                self._tell({}, about=about)
+
+    def leave(self) -> None:
+        """Destroy every group of this process."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._open = None
+
+    def _key(self, about: str) -> str:
+        return f"told/{self._number}/{about}"
+
+    def _tell(self, what: Any, *, about: str) -> str:
+        key = self._key(about)
+        self._told.add(f"{key}/{self.rank}")
+        self.store.set(f"{key}/{self.rank}", json.dumps(what))
+        return key

@@ -1,0 +1,110 @@
+"""One worker process: runs the jobs it is sent, and says where it hangs when asked.
+
+A job names a function, `module:name`, that gets the job's payload and this rank's `RealRank` and
+returns what can be written as JSON. The names come from the process that started the workers.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.backends.real import RealRank
+from zero_sim.errors import EnvironmentProblem
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_FRAMES_MAX = 10
+
+
+def serve(connection: Connection, *, rank: int) -> None:
+    """Run jobs until the connection ends.
+
+    Args:
+        connection: To the process that sends the jobs, as JSON.
+        rank: This worker's place in its team.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+    # What the nursery imported stays; walking through it again and again would cost every job.
+    gc.freeze()
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    sending = threading.Lock()
+    main_thread = threading.get_ident()
+
+    def answer(message: Mapping[str, Any]) -> None:
+        with sending:
+            connection.send_bytes(json.dumps(message).encode())
+
+    def listen() -> None:
+        while True:
+            try:
+                message = json.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                # Nobody is left to answer to, and a job may hang for good.
+                os._exit(0)
+            if message["op"] == "stack":
+                answer({"op": "stack", "text": stack_of(main_thread)})
+            else:
+                jobs.put(message)
+
+    threading.Thread(target=listen, name="listen", daemon=True).start()
+    seat: RealRank | None = None
+    while True:
+        message = jobs.get()
+        if message["op"] == "join":
+            try:
+                seat = _join(message, rank=rank)
+                seat.on_sign = lambda: answer({"op": "alive"})
+            except EnvironmentProblem as error:
+                answer({"op": "raised", "error": str(error), "traceback": ""})
+                continue
+            answer({"op": "joined"})
+            continue
+        assert seat is not None
+        answer(_run(message, seat))
+
+
+def _join(message: Mapping[str, Any], *, rank: int) -> RealRank:
+    host, port = message["store"]
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    own = dist.PrefixStore(f"team-{message['team']}", store)
+    return RealRank(backend=message["backend"], rank=rank, store=own)
+
+
+def _run(message: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
+    module, _, name = message["job"].partition(":")
+    seat.begin(message["payload"]["number"])
+    try:
+        result = getattr(importlib.import_module(module), name)(message["payload"], seat)
+    # The job's failure is its result; the worker itself goes on.
+    except Exception as error:  # noqa: BLE001
+        return {
+            "op": "raised",
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
+    return {"op": "done", "result": result, "gave_up": bool(seat.last_words)}
+
+
+def stack_of(thread: int) -> str:
+    """What a thread is doing, innermost call last; only the frames below the last one of ours."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "(no stack)"
+    frames = traceback.extract_stack(frame)
+    ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
+    below = frames[ours[-1] + 1 :] if ours else frames
+    return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()

@@ -1,0 +1,21 @@
+"""Checkpoints that any layout can continue from, bit for bit.
+
+`save` and `load` are collectives over the ranks that train. On the disk a checkpoint is a folder: a
+JSON manifest, and beside it files of tensors, in spans that are named by param.
+
+[Note: read with distrust]
+Checksums find damage; whoever alters a checkpoint on purpose puts them right. So nothing is
+believed because of one. No load unpickles, in any form, though torch's writer of the form `dcp`
+pickles. The manifest is checked value by value and as a whole; names, sizes and headers of files
+follow from it, and files that are made otherwise are refused before they are read. Whoever writes a
+checkpoint decides what is in it, of course: other weights, another learning rate.
+"""
+
+from __future__ import annotations
+
+from zero_sim.checkpoint.load import load
+from zero_sim.checkpoint.manifest import Form, Manifest
+from zero_sim.checkpoint.save import SaveHandle, save, save_async
+from zero_sim.errors import CheckpointError
+
+__all__ = ["CheckpointError", "Form", "Manifest", "SaveHandle", "load", "save", "save_async"]

@@ -1,0 +1,276 @@
+"""Ranks that save or load together: they tell each other records, and fail together or not at all.
+
+Records travel as JSON in tensors of bytes. torch's own collectives of objects would pickle them.
+
+[Note: frames]
+A collective costs more than the few bytes that most messages are. So a message does not go after
+its length: it begins in a frame of fixed size, behind its length, and only what does not fit into
+the frame goes in a second collective. An error goes in the place of the record that it prevented.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.checkpoint.manifest import take_apart
+from zero_sim.errors import CheckpointError
+from zero_sim.zero.collectives import all_gather, size_and_rank
+
+T = TypeVar("T")
+
+_MESSAGE_BYTES_MAX = 4000
+_FRAME_TO_ALL_BYTES = 1 << 10
+"""Of what every rank gets from every rank."""
+_FRAME_TO_FIRST_BYTES = 1 << 13
+_FRAME_FROM_FIRST_BYTES = 1 << 14
+_LENGTH_BYTES = 8
+
+_RECORD, _ERROR, _MORE = b"r", b"e", b"m"
+"""What a message is, its first byte; the last asks for the rest of what is longer than a frame."""
+
+
+class Team:
+    """The ranks of a group, one of which is this one.
+
+    Args:
+        group: All ranks that take part.
+        device: Where the group's collectives expect tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.size, self.rank = size_and_rank(group)
+
+    def attempt(self, action: Callable[[], T], *, what: str) -> T:
+        """Do something on this rank, and fail on every rank if it failed on any.
+
+        Args:
+            action: Must not communicate: a rank that fails would leave the others waiting.
+            what: What failed, for the message.
+
+        Raises:
+            CheckpointError: On every rank alike, naming the ranks and what each of them raised.
+        """
+        kept: list[T] = []
+        self._exchange(lambda: kept.append(action()), what=what)
+        return kept[0]
+
+    def share(self, action: Callable[[], Any], *, what: str) -> list[Any]:
+        """As `attempt`; return every rank's record in rank order, on every rank.
+
+        Args:
+            action: Returns this rank's record; must not communicate.
+            what: What failed, for the message.
+
+        Raises:
+            CheckpointError: As `attempt`.
+        """
+        return [json.loads(message[1:]) for message in self._exchange(action, what=what)]
+
+    def settle(
+        self, action: Callable[[], Any], decide: Callable[[list[Any]], Any], *, what: str
+    ) -> Any:
+        """As `attempt`; let rank 0 decide on every rank's record, and return what it decided.
+
+        Args:
+            action: Returns this rank's record. If it communicates, it must do so to the end even
+                if it fails.
+            decide: Called on rank 0 with the records in rank order, unless a rank failed.
+            what: What failed, for the message.
+
+        Raises:
+            CheckpointError: As `attempt`; also if `decide` failed.
+        """
+        mine, error = _try(action)
+        frames, sent = self._gather(_frame(mine, _FRAME_TO_FIRST_BYTES))
+        answer = b""
+        rest_bytes = max(map(_count_rest, frames), default=0)
+        if rest_bytes:
+            answer = _MORE + str(rest_bytes).encode()
+        elif frames:
+            answer, error = _answer(list(map(_unframe, frames)), decide, error=error)
+        answer = self._broadcast(answer)
+        sent.wait()
+        if answer[:1] == _MORE:
+            rest = mine[_FRAME_TO_FIRST_BYTES - _LENGTH_BYTES :]
+            rests, sent = self._gather(rest.ljust(int(answer[1:]), b"\0"))
+            answer = b""
+            if rests:
+                messages = [_unframe(a + b) for a, b in zip(frames, rests, strict=True)]
+                answer, error = _answer(messages, decide, error=error)
+            answer = self._broadcast(answer)
+            sent.wait()
+        return json.loads(_open(answer, what=what, error=error))
+
+    def tell(self, action: Callable[[], bytes], *, what: str) -> bytes:
+        """Return on every rank what rank 0 gets, and fail on every rank if that fails.
+
+        Args:
+            action: Called on rank 0.
+            what: What failed, for the message.
+
+        Raises:
+            CheckpointError: On every rank alike.
+        """
+        message, error = b"", None
+        if self.rank == 0:
+            try:
+                message = _RECORD + action()
+            except Exception as raised:  # noqa: BLE001  (raised again below, on all ranks)
+                failed = {0: _describe(raised)}
+                message, error = _ERROR + _list_failures(failed, size=self.size), raised
+        return _open(self._broadcast(message), what=what, error=error)
+
+    def start_sending(self, tensor: Tensor) -> dist.Work:
+        """Send a 1D tensor to rank 0, which calls `receive`; to be waited for."""
+        work = dist.isend(tensor, group=self.group, group_dst=0)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, *, rank: int) -> None:
+        """Fill a 1D tensor with what a rank sends to this one, rank 0."""
+        dist.recv(tensor, group=self.group, group_src=rank)
+
+    def _exchange(self, action: Callable[[], Any], *, what: str) -> list[bytes]:
+        mine, error = _try(action)
+        frames = self._all_gather(_frame(mine, _FRAME_TO_ALL_BYTES))
+        rest_bytes = max(map(_count_rest, frames))
+        if rest_bytes:
+            rest = mine[_FRAME_TO_ALL_BYTES - _LENGTH_BYTES :]
+            rests = self._all_gather(rest.ljust(rest_bytes, b"\0"))
+            frames = [a + b for a, b in zip(frames, rests, strict=True)]
+        messages = list(map(_unframe, frames))
+        failed = _find_failed(messages)
+        if failed:
+            failure = _ERROR + _list_failures(failed, size=self.size)
+            _open(failure, what=what, error=error)
+        return messages
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, as many on each, on every rank."""
+        rows = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
+        all_gather(rows, _to_tensor(data, device=self.device), group=self.group)
+        return _cut(_to_bytes(rows), len(data))
+
+    def _gather(self, data: bytes) -> tuple[list[bytes], dist.Work]:
+        """Return every rank's bytes, as many on each, on rank 0, and nothing elsewhere.
+
+        Also returns what is to be waited for when rank 0 has answered: until then another rank has
+        nothing else to wait for.
+        """
+        rows = torch.empty(0, dtype=torch.uint8, device=self.device)
+        parts = None
+        if self.rank == 0:
+            rows = rows.new_empty(self.size * len(data))
+            parts = list(rows.split(len(data)))
+        mine = _to_tensor(data, device=self.device)
+        work = dist.gather(mine, parts, group=self.group, group_dst=0, async_op=True)
+        assert work is not None
+        if self.rank == 0:
+            work.wait()
+        return _cut(_to_bytes(rows), len(data)), work
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """Return rank 0's bytes on every rank."""
+        frame = _to_tensor(_frame(data, _FRAME_FROM_FIRST_BYTES), device=self.device)
+        dist.broadcast(frame, group=self.group, group_src=0)
+        received = _to_bytes(frame)
+        rest_bytes = _count_rest(received)
+        if rest_bytes:
+            rest = data[_FRAME_FROM_FIRST_BYTES - _LENGTH_BYTES :].ljust(rest_bytes, b"\0")
+            content = _to_tensor(rest, device=self.device)
+            dist.broadcast(content, group=self.group, group_src=0)
+            received += _to_bytes(content)
+        return _unframe(received)
+
+
+def _try(action: Callable[[], Any]) -> tuple[bytes, Exception | None]:
+    """Return what an action returns as a message, or what it raises, and then that as well."""
+    try:
+        return _RECORD + json.dumps(action(), default=take_apart).encode(), None
+    except Exception as error:  # noqa: BLE001  (raised again by `_open`, on all ranks)
+        return _ERROR + _describe(error), error
+
+
+def _answer(
+    messages: list[bytes], decide: Callable[[list[Any]], Any], *, error: Exception | None
+) -> tuple[bytes, Exception | None]:
+    """Return rank 0's answer to the messages of all ranks, and what it raises with a failure."""
+    failed = _find_failed(messages)
+    if not failed:
+        answer, error = _try(lambda: decide([json.loads(message[1:]) for message in messages]))
+        if error is None:
+            return answer, None
+        failed = {0: answer[1:]}
+    return _ERROR + _list_failures(failed, size=len(messages)), error
+
+
+def _open(message: bytes, *, what: str, error: Exception | None) -> bytes:
+    """Return the content of a message, or raise the error that it is."""
+    if message[:1] == _ERROR:
+        raise CheckpointError(f"{what}: {message[1:].decode(errors='replace')}") from error
+    return message[1:]
+
+
+def _find_failed(messages: list[bytes]) -> dict[int, bytes]:
+    return {rank: text[1:] for rank, text in enumerate(messages) if text[:1] == _ERROR}
+
+
+def _list_failures(failed: dict[int, bytes], *, size: int) -> bytes:
+    """Return one text for what ranks raised, each with the ranks that raised it."""
+    by_text: dict[bytes, list[int]] = {}
+    for rank, text in failed.items():
+        by_text.setdefault(text, []).append(rank)
+    if len(failed) == size and len(by_text) == 1:
+        return next(iter(by_text))
+    lines = [f"{_name_ranks(ranks)}: ".encode() + text for text, ranks in by_text.items()]
+    return b"\n".join(lines)
+
+
+def _describe(error: Exception) -> bytes:
+    text = str(error)
+    if not isinstance(error, CheckpointError):
+        text = f"{type(error).__name__}: {text}"
+    return text.encode(errors="backslashreplace")[:_MESSAGE_BYTES_MAX]
+
+
+def _frame(data: bytes, size_bytes: int) -> bytes:
+    """Return the frame that a message begins in; see [Note: frames]."""
+    framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: size_bytes - _LENGTH_BYTES]
+    return framed.ljust(size_bytes, b"\0")
+
+
+def _count_rest(frame: bytes) -> int:
+    """Return how many bytes of its message a frame lacks."""
+    length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
+    return max(0, length - (len(frame) - _LENGTH_BYTES))
+
+
+def _unframe(frame: bytes) -> bytes:
+    """Return the message of a frame and what followed it."""
+    length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
+    return frame[_LENGTH_BYTES : _LENGTH_BYTES + length]
+
+
+def _cut(data: bytes, size_bytes: int) -> list[bytes]:
+    return [data[start : start + size_bytes] for start in range(0, len(data), size_bytes)]
+
+
+def _to_tensor(data: bytes, *, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,130 @@
+"""What lies in a file of tensors, and where: its header, which follows from what it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import torch
+
+from zero_sim.checkpoint.manifest import FileRecord, PieceRecord
+from zero_sim.checkpoint.values import SAFETENSORS_DTYPES, find_dtype
+from zero_sim.layout import Span
+
+CONSOLIDATED_NAME: Final = "consolidated.safetensors"
+MODULE_NAME: Final = "module.safetensors"
+"""Of what is not trained, where ranks write files of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    piece: PieceRecord
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its data."""
+        return self.numel * find_dtype(self.dtype).itemsize
+
+
+def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
+    """Return entries in file order: wide dtypes first, else as they came."""
+    return sorted(entries, key=lambda entry: -find_dtype(entry.dtype).itemsize)
+
+
+def name_whole(tensor: str, param: str) -> str:
+    """Return the name of a whole tensor of a param."""
+    return f"{tensor}/{param}"
+
+
+def build_whole(*, param: str, tensor: str, shape: tuple[int, ...], dtype: str) -> Entry:
+    """Return the entry of a whole tensor, in its own shape."""
+    stop = torch.Size(shape).numel()
+    key = name_whole(tensor, param)
+    piece = PieceRecord(key=key, param=param, tensor=tensor, start=0, stop=stop)
+    return Entry(piece=piece, shape=shape, dtype=dtype)
+
+
+def build_part(*, param: str, tensor: str, span: Span, dtype: str) -> Entry:
+    """Return the entry of a span of a tensor, which is flat."""
+    key = f"{name_whole(tensor, param)}{span}"
+    piece = PieceRecord(key=key, param=param, tensor=tensor, start=span.start, stop=span.stop)
+    return Entry(piece=piece, shape=(span.numel,), dtype=dtype)
+
+
+def build_header(entries: Sequence[Entry]) -> bytes:
+    """Return what a safetensors file of these tensors begins with: a length and that much JSON."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        stop = offset + entry.size_bytes
+        header[entry.piece.key] = {
+            "dtype": SAFETENSORS_DTYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # a multiple of 8, so that the data is aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+class FileLayout:
+    """Where in a file everything lies, as follows from its record.
+
+    Args:
+        file: A record that was checked.
+        tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
+    """
+
+    entries: dict[str, tuple[Entry, int, int]]
+    """By key: a tensor, and its first byte and that after it, or those of its container."""
+    header: bytes | None
+    """What the file begins with; None if it is made of containers."""
+    size_bytes: int
+
+    def __init__(
+        self, file: FileRecord, *, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
+    ) -> None:
+        entries = list_entries(file, tensors)
+        if file.containers:
+            self.header = None
+            places = list(file.containers)
+        else:
+            self.header = build_header(entries)
+            sizes = (entry.size_bytes for entry in entries)
+            places = list(pairwise(accumulate(sizes, initial=len(self.header))))
+        self.entries = {
+            entry.piece.key: (entry, start, stop)
+            for entry, (start, stop) in zip(entries, places, strict=True)
+        }
+        self.size_bytes = places[-1][1]
+
+
+def list_entries(
+    file: FileRecord, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
+) -> list[Entry]:
+    """Return what a file holds, in its order, in shapes that follow from its name.
+
+    Args:
+        file: A record of a file with pieces.
+        tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
+    """
+    is_whole = file.name in (CONSOLIDATED_NAME, MODULE_NAME)
+    entries = []
+    for piece in file.pieces:
+        shape, dtype = tensors[piece.param, piece.tensor]
+        shape = shape if is_whole else (piece.stop - piece.start,)
+        entries.append(Entry(piece=piece, shape=shape, dtype=dtype))
+    return entries

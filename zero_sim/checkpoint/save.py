@@ -1,0 +1,195 @@
+"""Saving: every rank says what it owns, the ranks agree who writes what, and one gives the name.
+
+[Note: together]
+Whatever can fail on one rank runs inside `Team.attempt`, so that all ranks fail with it and none
+waits for another. Nothing is renamed before all have written.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from zero_sim.checkpoint.folder import Folder, write_synced
+from zero_sim.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Form,
+    Manifest,
+    build_file,
+    encode_manifest,
+)
+from zero_sim.checkpoint.save_plan import WHAT, SavePlan, agree_on_save
+from zero_sim.checkpoint.write import (
+    write_consolidated,
+    write_module_file,
+    write_own_files,
+)
+from zero_sim.errors import CheckpointError
+from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    ddp: DistributedDataParallel,
+    optimizer: DistributedOptimizer,
+    form: Form = "sharded",
+) -> None:
+    """Save the run; every rank of `ddp.group` must call it.
+
+    Saved are fp32 masters, all optimizer state, the settings of the param groups, the loss scaler,
+    and rank 0's frozen params and persistent module buffers, the scales of fp8 params among them.
+    Working params are not: they are their masters, cast. Nor are gradients: save between two steps.
+    `load` takes it into any other layout.
+
+    Args:
+        path: Name of the checkpoint, a folder that all ranks reach. A checkpoint of that name is
+            replaced, at the very end; until then, and if anything fails, it stays.
+        ddp: The params.
+        optimizer: Their masters and state.
+        form: `sharded` writes one file for each rank that owns something; `consolidated` one file
+            with whole tensors, which rank 0 gathers one at a time; `dcp` is torch's distributed
+            checkpoint, see `zero_sim.checkpoint.dcp`.
+
+    Raises:
+        CheckpointError: On all ranks, if anything fails on one.
+    """
+    plan = agree_on_save(
+        path, ddp=ddp, optimizer=optimizer, form=form, copy=False, check_free=_check_free
+    )
+    _finish(plan, lambda: _write(plan))
+
+
+def _write(plan: SavePlan) -> list[FileRecord]:
+    """Write this rank's files; return their records."""
+    match plan.form:
+        case "sharded":
+            return write_own_files(plan)
+        case "consolidated":
+            return write_consolidated(plan)
+        case "dcp":
+            # Only here: torch's module takes longer to import than all of this package.
+            from zero_sim.checkpoint import dcp
+
+            return [*dcp.write_own(plan), *write_module_file(plan)]
+
+
+class SaveHandle:
+    """A save under way; from `save_async`."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        self._plan: SavePlan | None = plan
+        self._files: list[FileRecord] = []
+        self._error: Exception | None = None
+        self._failure: CheckpointError | None = None
+        self._thread = Thread(target=self._write, args=(plan,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def waited(self) -> bool:
+        """Whether `wait` was called to its end."""
+        return self._plan is None
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete; every rank must call it.
+
+        Raises:
+            CheckpointError: On all ranks, if anything failed on one. A second call says the same.
+        """
+        self._thread.join()
+        if self._plan is not None:
+            try:
+                _finish(self._plan, self._tell)
+            except CheckpointError as failure:
+                self._failure = failure
+            self._plan = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _tell(self) -> list[FileRecord]:
+        if self._error is not None:
+            raise self._error
+        return self._files
+
+    def _write(self, plan: SavePlan) -> None:
+        # In a thread of its own: no collectives here, the ranks agree in wait().
+        try:
+            self._files = write_own_files(plan)
+        except Exception as error:  # noqa: BLE001  (raised by wait(), on all ranks)
+            self._error = error
+
+
+_under_way: weakref.WeakValueDictionary[Path, SaveHandle] = weakref.WeakValueDictionary()
+"""Asynchronous saves of rank 0 by path: two into one folder would mix their files."""
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    *,
+    ddp: DistributedDataParallel,
+    optimizer: DistributedOptimizer,
+) -> SaveHandle:
+    """Save as `save` does with `form="sharded"`, while training goes on.
+
+    Everything is copied to the CPU before this returns; a thread writes the copies. The checkpoint
+    is there once every rank has called `wait` on what this returns, and not before.
+
+    Raises:
+        CheckpointError: On all ranks, if anything fails on one before the writing starts.
+    """
+    plan = agree_on_save(
+        path, ddp=ddp, optimizer=optimizer, form="sharded", copy=True, check_free=_check_free
+    )
+    handle = SaveHandle(plan)
+    if plan.team.rank == 0:
+        _under_way[plan.folder.final] = handle
+    return handle
+
+
+def _check_free(folder: Folder) -> None:
+    running = _under_way.get(folder.final)
+    if running is not None and not running.waited:
+        raise CheckpointError(
+            f"Expected no other save into {folder.final} under way but there is one. "
+            f"Try wait() on its handle first."
+        )
+
+
+def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
+    """Write on every rank; on rank 0 the manifest, which makes it a checkpoint, and its name.
+
+    Raises:
+        CheckpointError: On all ranks, if anything fails on one; then nothing is left.
+    """
+    try:
+        plan.team.settle(write, lambda written: _publish(plan, written), what=WHAT)
+    except CheckpointError:
+        if plan.team.rank == 0:
+            plan.folder.discard()
+        raise
+
+
+def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
+    files = [build_file(record) for records in written for record in records]
+    if plan.form == "dcp":
+        from zero_sim.checkpoint import dcp
+
+        files.insert(0, dcp.conclude(plan, [file for file in files if file.containers]))
+    manifest = Manifest(
+        form=plan.form,
+        world=plan.world,
+        params=plan.params,
+        module=plan.snapshot.module,
+        optimizer=plan.snapshot.optimizer,
+        groups=plan.groups,
+        loss_scaler=plan.snapshot.loss_scaler,
+        files=tuple(files),
+    )
+    write_synced(plan.folder.saving / MANIFEST_NAME, encode_manifest(manifest))
+    plan.folder.publish()

@@ -1,0 +1,328 @@
+"""What one rank has to say about the run: the pieces that it owns, and what all ranks know.
+
+[Note: named by param]
+Nothing is named by place. A buffer offset, a padded length, the position of a param or of a param
+group mean something else in the next layout; a param's name and an element of the flattened param
+mean the same in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_sim.checkpoint.manifest import (
+    MASTER,
+    NO_SETTINGS,
+    ModuleRecord,
+    ParamRecord,
+    ScalerRecord,
+    StateRecord,
+    build_param,
+    name_state,
+)
+from zero_sim.checkpoint.pieces import assign_writers
+from zero_sim.checkpoint.values import encode_value, name_dtype
+from zero_sim.errors import CheckpointError
+from zero_sim.layout import Span
+from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.optimizer import DistributedOptimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Piece:
+    """A span of one param that this rank owns."""
+
+    param: str
+    span: Span
+    tensors: Mapping[str, Tensor]  # 1D each, as long as the span
+    state: tuple[StateRecord, ...]
+    group: int
+    """Index into the groups of this rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Snapshot:
+    """The run as one rank sees it."""
+
+    params: tuple[ParamRecord, ...]
+    """All trained params, without what only their owners know: group and state."""
+    part_params: list[dict[str, Any]]
+    """Those among them that not all ranks hold, such as experts; from `list_part_params`."""
+    pieces: tuple[Piece, ...]
+    groups: tuple[dict[str, Any], ...]
+    """This rank's param groups, encoded."""
+    optimizer: str
+    """Class of the optimizer."""
+    loss_scaler: ScalerRecord | None
+    module: tuple[ModuleRecord, ...]
+    module_tensors: tuple[Tensor, ...]  # ND each, as in `module`
+
+    def report(self) -> dict[str, Any]:
+        """Return what rank 0 has to know, as records for JSON; no tensors."""
+        return {
+            "part_params": self.part_params,
+            "pieces": [
+                {
+                    "param": piece.param,
+                    "span": [piece.span.start, piece.span.stop],
+                    "group": piece.group,
+                    "state": piece.state,
+                }
+                for piece in self.pieces
+            ],
+            "groups": self.groups,
+            "optimizer": self.optimizer,
+        }
+
+
+def take_snapshot(
+    ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, copy: bool
+) -> Snapshot:
+    """Collect what this rank owns.
+
+    Args:
+        ddp: The params.
+        optimizer: Their masters and state.
+        copy: Whether to copy all tensors to the CPU; else they are the engine's own memory.
+
+    Raises:
+        CheckpointError: If the optimizer keeps something that cannot be cut into spans.
+    """
+    module = list(iterate_module_tensors(ddp))
+    for record, tensor in module:
+        if not ddp.is_held_by_all(ddp.kind_of(record.name, tensor)):
+            raise CheckpointError(
+                f"Expected every tensor that is not trained to be on all ranks, as one of them "
+                f"saves it, but got {record.kind} {record.name!r}, which some hold. Try to train "
+                f"it, with a learning rate of 0."
+            )
+    return Snapshot(
+        params=list_params(ddp),
+        part_params=list_part_params(ddp),
+        pieces=tuple(_build_pieces(optimizer, copy=copy)),
+        groups=tuple(_encode_groups(optimizer)),
+        optimizer=name_class(optimizer.inner),
+        loss_scaler=read_scaler(optimizer),
+        module=tuple(record for record, _ in module),
+        module_tensors=tuple(_keep(tensor, copy=copy) for _, tensor in module),
+    )
+
+
+def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
+    """Return the trained params of this rank, without group and state."""
+    return tuple(
+        ParamRecord(
+            name=name,
+            shape=tuple(param.shape),
+            dtype=name_dtype(param.dtype),
+            group=None,
+            state=(),
+        )
+        for name, param in ddp.params.items()
+    )
+
+
+def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
+    """Return those that not all ranks hold for JSON, each with the first rank that holds it."""
+    if not ddp.has_parts:
+        return []
+    return [
+        {
+            "param": param,
+            "holder": dist.get_global_rank(ddp.groups_of(ddp.kinds[param.name]).group, 0),
+        }
+        for param in list_params(ddp)
+        if not ddp.is_held_by_all(ddp.kinds[param.name])
+    ]
+
+
+def merge_params(
+    first: Sequence[ParamRecord], parts: Sequence[Sequence[dict[str, Any]]]
+) -> tuple[ParamRecord, ...]:
+    """Return the params of all ranks: rank 0's, then what others hold besides, by rank.
+
+    Args:
+        first: Those of rank 0.
+        parts: For every rank those that not all ranks hold, from `list_part_params`.
+
+    Raises:
+        CheckpointError: If two groups of ranks have params of one name.
+    """
+    merged = {param.name: param for param in first}
+    holders: dict[str, int] = {}
+    for record in (record for records in parts for record in records):
+        param, holder = build_param(record["param"]), record["holder"]
+        merged.setdefault(param.name, param)
+        if holders.setdefault(param.name, holder) != holder:
+            raise CheckpointError(
+                f"Expected params that not all ranks hold to have names of their own but got two "
+                f"called {param.name!r}, in the groups of ranks {holders[param.name]} and {holder}."
+                f" Try names that tell experts apart, whatever rank they are on."
+            )
+    return tuple(merged.values())
+
+
+def name_class(inner: Optimizer) -> str:
+    """Return the name under which checkpoints know an optimizer."""
+    return type(inner).__qualname__
+
+
+def read_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param group without its params, and without its place among the groups."""
+    return {key: value for key, value in group.items() if key not in NO_SETTINGS}
+
+
+def read_scaler(optimizer: DistributedOptimizer) -> ScalerRecord | None:
+    """Return the state of the loss scaler; None without one."""
+    scaler = optimizer.loss_scaler
+    if scaler is None:
+        return None
+    return ScalerRecord(
+        scale=float(scaler.scale),
+        good_steps=int(scaler.good_steps),
+        growth_interval=int(scaler.growth_interval),
+    )
+
+
+def iterate_module_tensors(
+    ddp: DistributedDataParallel,
+) -> Iterator[tuple[ModuleRecord, Tensor]]:
+    """Yield what belongs to the module and is not trained: frozen params and saved buffers.
+
+    Buffers that the module declares as not persistent are left out, as in `state_dict`.
+    """
+    # By id: hashing a param takes longer than all else here.
+    trained = set(map(id, ddp.params.values()))
+    for name, param in ddp.module.named_parameters():
+        if id(param) not in trained:
+            yield _record(name, "frozen", param), param.detach()
+    skipped = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in ddp.module.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for name, tensor in ddp.module.named_buffers():
+        if name not in skipped:
+            yield _record(name, "buffer", tensor), tensor
+
+
+def merge_reports(
+    params: Sequence[ParamRecord], reports: Sequence[dict[str, Any]]
+) -> tuple[list[list[int]], list[ParamRecord], list[dict[str, Any]]]:
+    """Put together what all ranks reported.
+
+    Args:
+        params: The params of rank 0.
+        reports: Of all ranks.
+
+    Returns:
+        For every rank the indices of the pieces that it writes; the params with their groups and
+        state; and the groups.
+
+    Raises:
+        CheckpointError: If the ranks contradict each other, or an element has no owner.
+    """
+    owned = [
+        [(piece["param"], Span(*piece["span"])) for piece in report["pieces"]] for report in reports
+    ]
+    params = merge_params(params, [report["part_params"] for report in reports])
+    numels = {param.name: _count(param.shape) for param in params}
+    writers = assign_writers(numels, owned)
+    classes = {report["optimizer"] for report in reports}
+    if len(classes) > 1:
+        raise CheckpointError(f"Expected one class of optimizer but got {sorted(classes)}.")
+    groups: list[dict[str, Any]] = []
+    known: dict[str, tuple[int, list[dict[str, Any]], int]] = {}
+    for rank, report in enumerate(reports):
+        for piece in report["pieces"]:
+            settings = report["groups"][piece["group"]]
+            if settings not in groups:
+                groups.append(settings)
+            mine = (groups.index(settings), piece["state"])
+            first = known.setdefault(piece["param"], (*mine, rank))
+            if first[:2] != mine:
+                raise CheckpointError(
+                    f"Expected one param group and one step count for each param but ranks "
+                    f"{first[2]} and {rank}, which own parts of {piece['param']!r}, have "
+                    f"{groups[first[0]]}, {first[1]} and {settings}, {piece['state']}."
+                )
+    merged = []
+    for param in params:
+        group, state, _ = known.get(param.name, (None, [], 0))
+        entries = tuple(StateRecord(**entry) for entry in state)
+        merged.append(
+            ParamRecord(
+                name=param.name, shape=param.shape, dtype=param.dtype, group=group, state=entries
+            )
+        )
+    return writers, merged, groups
+
+
+def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Piece]:
+    inner = optimizer.inner
+    group_of = {
+        id(param): index
+        for index, group in enumerate(inner.param_groups)
+        for param in group["params"]
+    }
+    for master in optimizer._masters:
+        leaf = master.leaf
+        name, span = master.fragment.param, master.fragment.in_param
+        tensors = {MASTER: _keep(leaf.detach(), copy=copy)}
+        state: list[StateRecord] = []
+        for key, value in inner.state.get(leaf, {}).items():
+            entry = _describe_state(key, value, leaf=leaf, where=f"of {name!r}{span}")
+            if entry.dtype is not None:
+                tensors[name_state(key)] = _keep(value.detach(), copy=copy)
+            state.append(entry)
+        yield Piece(
+            param=name, span=span, tensors=tensors, state=tuple(state), group=group_of[id(leaf)]
+        )
+
+
+def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[dict[str, Any]]:
+    """Yield settings, and the learning rate that factors are applied to, of each group."""
+    groups = optimizer.inner.param_groups
+    for group, base_lr in zip(groups, optimizer._base_lrs, strict=True):
+        settings = read_settings(group)
+        yield {
+            "settings": {name: encode_value(value) for name, value in settings.items()},
+            "base_lr": encode_value(base_lr),
+        }
+
+
+def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: str) -> StateRecord:
+    if not isinstance(key, str):
+        raise CheckpointError(f"Expected state under a string but got {key!r} {where}.")
+    if isinstance(value, Tensor) and value.dim():
+        if value.shape != leaf.shape:
+            raise CheckpointError(
+                f"Expected state of one element or of shape {tuple(leaf.shape)}, the part that "
+                f"this rank owns, but got {key!r} of shape {tuple(value.shape)} {where}."
+            )
+        return StateRecord(key=key, dtype=name_dtype(value.dtype))
+    try:
+        return StateRecord(key=key, value=encode_value(value))
+    except CheckpointError as error:
+        raise CheckpointError(f"State {key!r} {where} cannot be saved. {error}") from error
+
+
+def _record(name: str, kind: Literal["frozen", "buffer"], tensor: Tensor) -> ModuleRecord:
+    return ModuleRecord(
+        name=name, kind=kind, shape=tuple(tensor.shape), dtype=name_dtype(tensor.dtype)
+    )
+
+
+def _keep(tensor: Tensor, *, copy: bool) -> Tensor:
+    return tensor.detach().to("cpu", copy=True) if copy else tensor
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,178 @@
+"""Tensors into files: each rank its own pieces, or rank 0 everything, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_sim.checkpoint.entries import (
+    CONSOLIDATED_NAME,
+    MODULE_NAME,
+    Entry,
+    build_part,
+    build_whole,
+    sort_entries,
+)
+from zero_sim.checkpoint.manifest import MASTER, FileRecord, ParamRecord, name_state
+from zero_sim.checkpoint.save_plan import SavePlan
+from zero_sim.checkpoint.tensorfile import TensorFileWriter
+from zero_sim.checkpoint.values import find_dtype, name_dtype
+from zero_sim.layout import Span
+
+
+def write_own_files(plan: SavePlan) -> list[FileRecord]:
+    """Write what this rank was chosen to write, and on rank 0 what is not trained.
+
+    No collectives: it may run in a thread of its own.
+    """
+    tensors: dict[Entry, Tensor] = {}
+    for piece in plan.pieces.values():
+        for name, tensor in piece.tensors.items():
+            dtype = name_dtype(tensor.dtype)
+            entry = build_part(param=piece.param, tensor=name, span=piece.span, dtype=dtype)
+            tensors[entry] = tensor
+    files = []
+    if tensors:
+        # Padded with zeros, so that a listing in string order is in rank order.
+        name = f"rank-{plan.team.rank:05d}-of-{plan.team.size:05d}.safetensors"
+        files.append(_write_file(plan.folder.saving / name, tensors))
+    return files + write_module_file(plan)
+
+
+def write_module_file(plan: SavePlan) -> list[FileRecord]:
+    """Write frozen params and buffers, if there are any and this is rank 0."""
+    tensors = _list_module(plan)
+    if plan.team.rank != 0 or not tensors:
+        return []
+    return [_write_file(plan.folder.saving / MODULE_NAME, tensors)]
+
+
+def write_consolidated(plan: SavePlan) -> list[FileRecord]:
+    """Gather on rank 0, which writes one tensor before the next comes.
+
+    Raises:
+        Exception: On rank 0, if it cannot write, once it has received everything.
+    """
+    if plan.team.rank != 0:
+        _send_own(plan)
+        return []
+    attempt = _Attempt()
+    module = _list_module(plan)
+    entries = [*_list_whole(plan.params), *module]
+    path = plan.folder.saving / CONSOLIDATED_NAME
+    attempt.start(path, entries)
+    # To the end even if the disk is full: the others send, and wait until it is received.
+    for entry, tensor in _collect_whole(plan, entries, module):
+        attempt.write(tensor.reshape(entry.shape))
+    record = attempt.finish()
+    if attempt.error is not None:
+        raise attempt.error
+    assert record is not None
+    return [record]
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A file being written, which after its first error ignores what comes."""
+
+    writer: TensorFileWriter | None = None
+    error: Exception | None = None
+
+    def start(self, path: Path, entries: Sequence[Entry]) -> None:
+        try:
+            self.writer = TensorFileWriter(path, entries=entries)
+        except Exception as error:  # noqa: BLE001  (agreed on by all ranks)
+            self.error = error
+
+    def write(self, tensor: Tensor) -> None:
+        if self.writer is None or self.error is not None:
+            return
+        try:
+            self.writer.write(tensor)
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+    def finish(self) -> FileRecord | None:
+        if self.writer is None:
+            return None
+        try:
+            return None if self.error is not None else self.writer.finish()
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+            return None
+        finally:
+            self.writer.close()
+
+
+def _send_own(plan: SavePlan) -> None:
+    """Send this rank's pieces in the order in which rank 0 wants them."""
+    pieces, own = plan.pieces, plan.find_pieces(plan.team.rank)
+    works = [
+        plan.team.start_sending(pieces[where].tensors[entry.piece.tensor])
+        for entry in sort_entries(_list_whole(plan.params))
+        for where in own
+        if where[0] == entry.piece.param
+    ]
+    for work in works:
+        work.wait()
+
+
+def _collect_whole(
+    plan: SavePlan, entries: Sequence[Entry], module: Mapping[Entry, Tensor]
+) -> Iterator[tuple[Entry, Tensor]]:
+    """Yield whole tensors in file order; of those that are gathered one is in memory at a time."""
+    owners: dict[str, list[tuple[int, Span]]] = {}
+    for rank in range(plan.team.size):
+        for name, span in plan.find_pieces(rank):
+            owners.setdefault(name, []).append((rank, span))
+    own = plan.pieces
+    for entry in sort_entries(entries):
+        if entry in module:
+            yield entry, module[entry]
+            continue
+        record = entry.piece
+        whole = torch.empty(record.stop, dtype=find_dtype(entry.dtype), device=plan.team.device)
+        for rank, span in owners.get(record.param, []):
+            part = whole[span.start : span.stop]
+            if rank == plan.team.rank:
+                part.copy_(own[record.param, span].tensors[record.tensor])
+            else:
+                plan.team.receive(part, rank=rank)
+        yield entry, whole
+
+
+def _list_whole(params: Sequence[ParamRecord]) -> list[Entry]:
+    entries = []
+    for param in params:
+        dtypes = {MASTER: "float32"}
+        dtypes |= {name_state(s.key): s.dtype for s in param.state if s.dtype is not None}
+        for name, dtype in dtypes.items():
+            entries.append(
+                build_whole(param=param.name, tensor=name, shape=param.shape, dtype=dtype)
+            )
+    return entries
+
+
+def _list_module(plan: SavePlan) -> dict[Entry, Tensor]:
+    tensors: dict[Entry, Tensor] = {}
+    pairs = zip(plan.snapshot.module, plan.snapshot.module_tensors, strict=True)
+    for module, tensor in pairs:
+        entry = build_whole(
+            param=module.name, tensor=module.kind, shape=module.shape, dtype=module.dtype
+        )
+        tensors[entry] = tensor
+    return tensors
+
+
+def _write_file(path: Path, tensors: Mapping[Entry, Tensor]) -> FileRecord:
+    writer = TensorFileWriter(path, entries=list(tensors))
+    try:
+        for entry in writer.entries:
+            writer.write(tensors[entry])
+        return writer.finish()
+    finally:
+        writer.close()

@@ -1,0 +1,75 @@
+"""The commands that tell people of findings: `explain` and `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zero_sim.cli.parts import (
+    DEFAULT_BUNDLES,
+    bundles_option,
+    echo_report,
+    json_option,
+    packages_needed,
+)
+from zero_sim.errors import BundleError, UsageError
+
+
+@click.command()
+@click.argument("name", metavar="CHECK|ID|PATH")
+@bundles_option
+@json_option
+def explain(name: str, bundles: Path, as_json: bool) -> None:
+    """Say what a check means, why ZeRO needs it, what usually breaks it, and where it was seen.
+
+    Of a bundle, the check of its first finding, with the case's own numbers.
+    """
+    from zero_sim.report.explain import EXPLANATIONS
+    from zero_sim.report.explain import explain as explain_check
+    from zero_sim.report.text import render_bundle, render_explanation
+
+    bundle, check = None, name
+    if name not in EXPLANATIONS:
+        with packages_needed():
+            from zero_sim.bundle import find_bundle, read_bundle
+        try:
+            path = find_bundle(name, folder=bundles)
+        except BundleError as error:
+            checks = ", ".join(EXPLANATIONS)
+            raise UsageError(f"expected a check or a bundle. {error}\nChecks: {checks}.") from None
+        bundle = read_bundle(path)
+        check = bundle.findings[0].check
+    explanation = explain_check(check)
+    if as_json:
+        about = {"bundle": None, "finding": None, "strip": None}
+        if bundle is not None:
+            strip = None if bundle.strip is None else bundle.strip.as_dict()
+            finding = bundle.findings[0].as_dict()
+            about = {"bundle": bundle.id, "finding": finding, "strip": strip}
+        echo_report({**explanation.as_dict(), **about})
+        return
+    if bundle is not None:
+        click.echo(render_bundle(bundle))
+    click.echo(render_explanation(explanation))
+
+
+@click.command()
+@click.argument("names", metavar="[ID|PATH]...", nargs=-1)
+@bundles_option
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("zero-sim.html"),
+    show_default=True,
+    metavar="FILE",
+    help="The page; a pipe is written to only where somebody reads it.",
+)
+def report(names: tuple[str, ...], bundles: Path, output: Path) -> None:
+    """Write one self-contained HTML page about some bundles; about all, if none is named."""
+    with packages_needed():
+        from zero_sim.bundle import find_bundles, read_bundle
+        from zero_sim.report.html import write_page
+    found = [read_bundle(path) for path in find_bundles(names, folder=bundles)]
+    write_page(output, found, bundles_folder=None if bundles == DEFAULT_BUNDLES else bundles)
+    click.echo(f"{output}: {len(found)} failed case{'' if len(found) == 1 else 's'}")

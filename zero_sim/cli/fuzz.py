@@ -1,0 +1,246 @@
+"""The command `zero-sim fuzz`: a campaign with its progress and its report."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING
+
+import click
+
+from zero_sim.cli.parts import (
+    EXIT_INTERRUPTED,
+    EXIT_NOTHING_SELECTED,
+    echo_report,
+    json_option,
+    packages_needed,
+    replay_command,
+)
+from zero_sim.host.terminal import takes_codes
+from zero_sim.outside import printable
+
+if TYPE_CHECKING:
+    from zero_sim.fuzz.campaign import Plan, Tally
+
+EXIT_FOUND = 1
+EXIT_LOST = 3
+DEFAULT_SECONDS = 60.0
+DEFAULT_CORPUS = Path(".zero-sim", "corpus")
+
+
+class _Shard(click.ParamType):
+    name = "i/n"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\d+)/(\d+)", str(value))
+        if match is None:
+            self.fail(f"expected two numbers such as 1/4, got {value!r}", param, ctx)
+        return int(match[1]), int(match[2])
+
+
+@click.command()
+@click.option(
+    "--target",
+    default="zero_sim",
+    show_default=True,
+    metavar="NAME|MODULE:NAME",
+    help="System under test: a registered one, or one to import.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Begin no case after so long, imports and what the corpus holds not counted; "
+    f"{DEFAULT_SECONDS:.0f} if --cases is not given either.",
+)
+@click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases of all shards.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")
+@click.option(
+    "--scheduler", metavar="ADDRESS", help="Run on a Dask cluster; needs the extra `cluster`."
+)
+@click.option(
+    "--shard",
+    type=_Shard(),
+    default="1/1",
+    show_default=True,
+    metavar="I/N",
+    help="Run only this share of the batches, for job arrays.",
+)
+@click.option(
+    "--corpus",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Keep everything in DIR, and go on from what is there; a link in it is refused.  "
+    f"[default: a folder by target and seed in {DEFAULT_CORPUS}, begun anew]",
+)
+@click.option("--pairs", is_flag=True, help="Also show which pairs of layout features were met.")
+@json_option
+@click.pass_context
+def fuzz(
+    ctx: click.Context,
+    target: str,
+    seconds: float | None,
+    cases: int | None,
+    seed: int,
+    jobs: int | None,
+    scheduler: str | None,
+    shard: tuple[int, int],
+    corpus: Path | None,
+    pairs: bool,
+    as_json: bool,
+) -> None:
+    """Draw cases at the edges of a partition, judge them, and shrink what fails.
+
+    With --corpus, what was found earlier is judged again first: what is fixed is said to be, and
+    its bundle goes to the folder `fixed` in DIR.
+
+    Exit status: 0 nothing found, 1 findings, 2 the usage is wrong, 3 a worker died, 4 this machine
+    cannot run it or keep more of it, 5 no case was run, 130 interrupted, by Ctrl-C or SIGTERM;
+    then everything so far is kept.
+    """
+    with packages_needed():
+        from zero_sim.fuzz.campaign import Plan, run_campaign
+        from zero_sim.fuzz.crews import open_crew
+    plan = Plan(
+        target=target,
+        seed=seed,
+        cases=cases,
+        seconds=DEFAULT_SECONDS if seconds is None and cases is None else seconds,
+        shard=shard,
+        corpus=corpus or _fresh_folder(target, seed=seed),
+    )
+    started = time.monotonic()
+    progress = _Progress(started)
+    # What a model prints must not end up in the middle of the JSON.
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, open_crew(jobs=jobs, scheduler=scheduler) as crew:
+        tally = run_campaign(plan, crew=crew, tell=progress.tell)
+    progress.clear()
+    elapsed = time.monotonic() - started
+    status = _status(tally)
+    if tally.unkept is not None:
+        click.echo(f"Error: {tally.unkept}", err=True)
+    if as_json:
+        facts = {"seconds": elapsed, "corpus": str(plan.corpus), "exit_status": status}
+        echo_report({**tally.as_dict(), **facts})
+    else:
+        _show(tally, plan=plan, elapsed=elapsed, pairs=pairs)
+    ctx.exit(status)
+
+
+def _fresh_folder(target: str, *, seed: int) -> Path:
+    """A folder that no campaign was in: nobody who names none wants to resume one."""
+    words = re.sub(r"[^\w.-]+", "_", target)
+    number = 1
+    while (DEFAULT_CORPUS / f"{words}-{seed}-{number}").exists():
+        number += 1
+    return DEFAULT_CORPUS / f"{words}-{seed}-{number}"
+
+
+def _status(tally: Tally) -> int:
+    if tally.interrupted:
+        return EXIT_INTERRUPTED
+    if tally.found:
+        return EXIT_FOUND
+    if tally.unkept is not None:
+        return tally.unkept.exit_status
+    if tally.is_empty:
+        return EXIT_NOTHING_SELECTED
+    return EXIT_LOST if tally.lost else 0
+
+
+def _why_empty(tally: Tally, plan: Plan) -> str:
+    """Why a campaign ran no case, and what to try."""
+    if tally.earlier_cases:
+        return (
+            f"all {tally.earlier_cases} were run earlier. Try more --cases, another --seed, or "
+            "another --corpus"
+        )
+    if not any(plan.batches()):
+        shard = "" if plan.shard == (1, 1) else f" for shard {plan.shard[0]}/{plan.shard[1]}"
+        return f"--cases {plan.cases} leaves none{shard}"
+    return f"--seconds {plan.seconds:g} ran out before the first one. Try more"
+
+
+class _Progress:
+    """One line on stderr: rewritten on a terminal, and now and then a new one elsewhere."""
+
+    LINE_SECONDS = 30.0
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self._told = started
+        self._known = 0
+
+    def tell(self, tally: Tally) -> None:
+        """Show how far it is."""
+        now = time.monotonic()
+        line = tally.progress(seconds=now - self._started)
+        if takes_codes(sys.stderr):
+            click.echo(f"\r\x1b[K{line}", err=True, nl=False)
+        elif now - self._told >= self.LINE_SECONDS or len(tally.found) > self._known:
+            click.echo(line, err=True)
+            self._told = now
+        self._known = len(tally.found)
+
+    def clear(self) -> None:
+        """Leave an empty line on a terminal."""
+        if takes_codes(sys.stderr):
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+
+_OUTCOMES = {
+    "fixed": "is fixed: its case passes now",
+    "fails": "still fails",
+    "fails-otherwise": "fails in another way now",
+    "unknown": "could not be judged now",
+}
+
+
+def _show_rechecked(tally: Tally, *, plan: Plan) -> None:
+    """Say what came of what earlier runs found."""
+    for one in tally.rechecked:
+        found, said = one.found, f": {one.said}" if one.said else ""
+        line = (
+            f"Found earlier, {_OUTCOMES[one.outcome]}{said}\n  {found.key.check}: {found.message}"
+        )
+        if one.outcome == "fixed" and found.bundle:
+            line += f"\n  bundle      {plan.corpus / 'fixed' / found.bundle}"
+        click.echo(printable(f"{line}\n", lines=True))
+
+
+def _show(tally: Tally, *, plan: Plan, elapsed: float, pairs: bool) -> None:
+    _show_rechecked(tally, plan=plan)
+    for found in tally.found:
+        count = sum(count for key, count in tally.keys.items() if found.is_met_by(key))
+        click.echo(printable(f"{found.text}\n  smallest    {found.size}", lines=True))
+        click.echo(f"  met         in {count} cases, first in case {found.case} of {found.seed}")
+        if found.bundle:
+            folder = plan.bundles / found.bundle
+            replay = replay_command(str(folder), target=plan.target)
+            click.echo(f"  case        {folder / 'case.toml'}\n  replay      {replay}")
+        elif found.scenario:
+            # Kept nowhere else where somebody would look.
+            why = f"none: {found.unkept}" if found.unkept else "none of such a finding"
+            click.echo(f"  bundle      {why}; its case is\n{indent(found.scenario, '    ')}")
+        click.echo("")
+    for lost in tally.lost:
+        what = f"Batch {lost.index} (seed {lost.seed}) was lost: {lost.lost}"
+        click.echo(printable(what, lines=True))
+    if pairs:
+        click.echo(tally.grid.table() + "\n")
+    verdicts = ", ".join(f"{count} {name}" for name, count in sorted(tally.verdicts.items()))
+    click.echo(f"{tally.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
+    if tally.is_empty and not tally.interrupted and tally.unkept is None:
+        click.echo(f"No case was run: {_why_empty(tally, plan)}.")
+    if tally.interrupted:
+        click.echo("Interrupted; everything so far is kept. Give --corpus to go on from it.")

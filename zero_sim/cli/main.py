@@ -1,0 +1,483 @@
+"""The command line: thin commands over `scenario`, `verify` and `report`.
+
+Exit status: 0 all cases passed; 1 a case failed, or an unexpected exception stopped one; 2 a usage
+or scenario error; 3 a case was inconclusive; 4 this machine cannot run a case; 5 nothing was
+selected; 130 interrupted, by Ctrl-C, SIGTERM or SIGHUP. Of several, the first of 1, 2, 4, 3 is
+given.
+
+torch is imported inside commands only, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+import zero_sim
+from zero_sim.cli.findings import explain, report
+from zero_sim.cli.fuzz import fuzz
+from zero_sim.cli.mutants import mutants
+from zero_sim.cli.mutate import mutate
+from zero_sim.cli.options import check_options, chosen_options, chosen_world
+from zero_sim.cli.parts import (
+    EXIT_INTERRUPTED,
+    bundles_option,
+    echo_json,
+    echo_report,
+    json_option,
+    packages_needed,
+    replay_command,
+    run_command,
+)
+from zero_sim.cli.session import Judge, Session, coloured, of_target, progress
+from zero_sim.cli.shrink import shrink
+from zero_sim.cli.torchrun import torchrun
+from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
+from zero_sim.host import supervisor
+from zero_sim.host.files import unwritten
+from zero_sim.host.frames import show_error
+from zero_sim.host.signals import at_second, heard_name, interrupt, listening
+from zero_sim.host.warnings_once import telling_once
+from zero_sim.outside import printable
+
+if TYPE_CHECKING:
+    from zero_sim.scenario.spec import Scenario
+
+_SCENARIO = "scenario"
+END_SECONDS = 2.0
+"""How long a second signal leaves for what was found to be kept and told."""
+DEFAULT_REGRESSIONS = Path("scenarios", "regressions")
+
+
+class _Commands(click.Group):
+    """Turns our errors into one message and an exit status; a traceback is for our own mistakes."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the command that this process was started for, or the one that is given."""
+        if args or options:
+            return super().main(*args, **options)
+        target = supervisor.foreign_target(sys.argv[1:])
+        if not supervisor.attach() and target:
+            sys.exit(supervisor.supervise(target))
+        at_second(_end_soon)
+        try:
+            return super().main()
+        except SystemExit as ended:
+            supervisor.confirm(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
+            raise
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            with listening(interrupt), telling_once():
+                supervisor.listen()
+                return super().invoke(ctx)
+        except ZeroSimError as error:
+            click.echo(printable(f"Error: {error}", lines=True), err=True)
+            ctx.exit(error.exit_status)
+        except KeyboardInterrupt:
+            name = heard_name()
+            by = f" by {name}" if name not in ("", "SIGINT") else ""
+            click.echo(f"Interrupted{by}.", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # Nobody reads on; click ends the process without a word.
+            where = error.filename or "where it was to go"
+            failed = unwritten("or read what was asked for", where, error)
+            click.echo(printable(f"Error: {failed}", lines=True), err=True)
+            ctx.exit(failed.exit_status)
+        except SystemExit as ended:
+            told = (
+                "Error: expected the command to come to its end, got code under test that ended "
+                f"the process with {ended.code!r}:\n{show_error(ended)}"
+            )
+            click.echo(printable(told, lines=True), err=True)
+            ctx.exit(UsageError.exit_status)
+
+
+def _end_soon() -> None:
+    """End the process, even where a rank sits in code that cannot be interrupted."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        click.echo("Interrupted.", err=True)
+        supervisor.end_process(EXIT_INTERRUPTED)
+
+    timer = threading.Timer(END_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(zero_sim.__version__, prog_name="zero-sim")
+def main() -> None:
+    """Prove sharded data-parallel training right, bit for bit, or show where it goes wrong."""
+
+
+@main.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.option(
+    "-k", "expression", metavar="EXPR", default="", help="Cases by id: words, and, or, not, ()."
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["sim", "gloo", "nccl"]),
+    default="sim",
+    show_default=True,
+    help="What carries the collectives: the simulated world, or real processes; nccl, and several "
+    "machines, under torchrun.",
+)
+@click.option(
+    "--order",
+    metavar="NAME",
+    help="Order in which reductions add, whatever the scenarios say; any: one that the judge is "
+    "not told, so that sums are judged by proven bounds.",
+)
+@click.option(
+    "--native",
+    is_flag=True,
+    help="Let gloo or nccl add in its own order, whatever the scenarios say; only cases that owe "
+    "nothing to an order are run.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the simulated ranks and the reference compute.",
+)
+@click.option(
+    "--target",
+    metavar="NAME",
+    help="System to judge, whatever the scenarios say: a registered name, or module:name, which "
+    "is imported.",
+)
+@bundles_option
+@click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a Chrome trace: a file for one case, a folder for several; to a pipe only where "
+    "somebody reads it.",
+)
+@click.option(
+    "--junit",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write JUnit XML, for CI services; to a pipe only where somebody reads it.",
+)
+@click.option(
+    "--stall-seconds",
+    type=click.FloatRange(min=0.001, max=10**6),
+    metavar="SECONDS",
+    help="Longest time without a call of torch.distributed, whatever the scenarios say.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="J",
+    help="Cases at a time, each on a process of its own; told in the same order.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show the notes of cases that pass, too.")
+@json_option
+@click.pass_context
+def run(
+    ctx: click.Context,
+    paths: tuple[str, ...],
+    expression: str,
+    backend: Literal["sim", "gloo", "nccl"],
+    order: str | None,
+    native: bool,
+    device: str,
+    target: str | None,
+    bundles: Path,
+    no_bundles: bool,
+    trace: Path | None,
+    junit: Path | None,
+    stall_seconds: float | None,
+    jobs: int,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Run every scenario in PATH..., files or folders, and judge it.
+
+    Exit status: 0 all passed, 1 a case failed, 2 a scenario or the usage is wrong, 3 a case was
+    inconclusive, 4 this machine cannot run a case, 5 nothing was selected.
+    """
+    from zero_sim.scenario.discover import discover
+
+    found = discover(paths, expression=expression)
+    if not found.cases and not found.errors:
+        have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
+        ctx.exit(Session(as_json=as_json, junit=junit).finish_empty(have))
+    imported = target is not None and ":" in target
+    session = Session(
+        as_json=as_json,
+        errors=found.errors,
+        # Only the simulated world on the CPU can repeat a run from its bundle.
+        bundles=None if no_bundles or backend != "sim" or device != "cpu" else bundles,
+        target=target,
+        trace=trace,
+        junit=junit,
+        stall_seconds=stall_seconds,
+        world=chosen_world(order, backend=backend),
+        options=chosen_options(backend=backend, order=order, native=native, device=device),
+        verbose=verbose,
+    )
+    check_options(
+        backend=backend,
+        native=native,
+        device=device,
+        traced=trace is not None,
+        jobs=jobs,
+    )
+    cases = [of_target(case, target) for case in found.cases]
+    if backend == "sim":
+        chosen = session.select(cases, lambda scenario: "")
+        how: dict[str, Any] = {"keep_logs": trace is not None, "device": device, "target": target}
+        if jobs > 1 and len(chosen) > 1:
+            asked = session.as_asked(chosen)
+            status = session.run(chosen, lambda: open_jobs(asked, jobs=jobs, **how))
+        else:
+            status = session.run(chosen, lambda: open_judge(backend=backend, **how))
+    else:
+        with packages_needed():
+            from zero_sim.run.on_processes import run_on_processes
+        status = run_on_processes(
+            session, cases, backend=backend, native=native, target=target if imported else None
+        )
+    ctx.exit(status)
+
+
+@main.command()
+@click.argument("name", metavar="ID|PATH")
+@bundles_option
+@click.option("--freeze", "frozen", is_flag=True, help="Keep the case as a scenario file.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=DEFAULT_REGRESSIONS,
+    show_default=True,
+    metavar="DIR",
+    help="Where --freeze writes.",
+)
+@click.option("--name", "file_name", default="", metavar="NAME", help="What --freeze calls it.")
+@click.option("--force", is_flag=True, help="Let --freeze replace a file.")
+@click.option(
+    "--target", metavar="MODULE:NAME", help="System under test, where it is one to import."
+)
+@json_option
+@click.pass_context
+def replay(
+    ctx: click.Context,
+    name: str,
+    bundles: Path,
+    frozen: bool,
+    folder: Path,
+    file_name: str,
+    force: bool,
+    target: str | None,
+    as_json: bool,
+) -> None:
+    """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
+
+    Exit status: 0 nothing is wrong now, 1 it fails, 2 the bundle cannot be read or its case is
+    refused, 3 the case is inconclusive now, 4 this machine cannot run it.
+    """
+    from zero_sim.report.text import render_replay
+
+    with packages_needed():
+        from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
+        from zero_sim.targets import import_target
+    bundle = read_bundle(find_bundle(name, folder=bundles))
+    system = None if target is None else import_target(target)
+    path = None
+    if frozen:
+        path = frozen_path(bundle, folder=folder, name=file_name, force=force)
+        freeze(bundle, path)
+    # What a model prints must not end up in the middle of the JSON.
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, progress(f"replay {bundle.id}  {bundle.scenario.name}"):
+        replayed = replay_bundle(bundle, target=system)
+    again = replay_command(name, bundles=bundles, target=target)
+    if as_json:
+        where = {"frozen": None if path is None else str(path), "replay": again}
+        echo_report({**replayed.as_dict(), **where})
+    else:
+        colour = {"fixed": "pass", "failed": "fail", "error": "error"}[replayed.outcome]
+        click.echo(coloured(render_replay(replayed), colour))
+        if replayed.outcome != "fixed":
+            click.echo(f"  replay: {again}")
+        if path is not None:
+            click.echo(f"  frozen: {path}\n  reproduce: {run_command(path, target=target)}")
+    ctx.exit(replayed.exit_status)
+
+
+@main.command()
+@click.argument("name", metavar="ID|PATH")
+@bundles_option
+@click.option(
+    "--chrome",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Chrome trace, for Perfetto; compressed where FILE ends in .gz. To a pipe only where "
+    "somebody reads it.",
+)
+@click.option(
+    "--flight-recorder",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="One Flight Recorder dump a rank, for torchfrtrace.",
+)
+def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path | None) -> None:
+    """Write the events of a bundle for other tools."""
+    if chrome is None and flight_recorder is None:
+        raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
+    with packages_needed():
+        from zero_sim.bundle import find_bundle, read_bundle
+        from zero_sim.report.chrome_trace import write_chrome_trace
+        from zero_sim.report.flight_recorder import write_flight_recorder
+    bundle = read_bundle(find_bundle(name, folder=bundles))
+    if not bundle.logs:
+        raise UsageError(f"expected a bundle with events, got {bundle.id}, which has none.")
+    if chrome is not None:
+        write_chrome_trace(chrome, bundle.logs, name=bundle.scenario.name)
+        click.echo(f"{chrome}: open it in https://ui.perfetto.dev")
+    if flight_recorder is not None:
+        files = write_flight_recorder(flight_recorder, bundle.logs[-1])
+        click.echo(f"{flight_recorder}: {len(files)} dumps; try `torchfrtrace {flight_recorder}`")
+
+
+main.add_command(explain)
+main.add_command(report)
+
+
+@main.command()
+@click.argument("what", metavar="[WHAT]", default=_SCENARIO)
+def schema(what: str) -> None:
+    """Print the JSON Schema of a scenario file, or of what a command prints with --json.
+
+    WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
+    fuzz, shrink, mutants, mutate, doctor or bench.
+    """
+    from zero_sim.report.schemas import COMMANDS, output_schema
+    from zero_sim.scenario.schema import scenario_schema
+
+    if what == _SCENARIO:
+        echo_json(scenario_schema())
+        return
+    for command in COMMANDS:
+        if what == command:
+            with packages_needed():
+                echo_json(output_schema(command))
+            return
+    names = ", ".join((_SCENARIO, *COMMANDS))
+    raise UsageError(f"expected one of {names}; got {what!r}.")
+
+
+@main.command()
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Say what this machine can run, and why it cannot run the rest."""
+    from zero_sim.doctor import examine
+    from zero_sim.report.text import render_facts
+
+    facts = examine()
+    if as_json:
+        echo_report({"facts": [fact.as_dict() for fact in facts]})
+    else:
+        click.echo(render_facts(facts))
+    can_run = all(fact.ok for fact in facts if fact.required)
+    ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
+
+
+@main.command()
+@json_option
+def bench(as_json: bool) -> None:
+    """Measure speed and memory on this machine, beside the goals. Never fails for being slow."""
+    from zero_sim.report.text import render_measurements
+
+    measurements = importlib.import_module("zero_sim.bench").run_benchmarks()
+    if as_json:
+        echo_report({"measurements": [row.as_dict() for row in measurements]})
+    else:
+        click.echo(render_measurements(measurements))
+
+
+main.add_command(fuzz)
+main.add_command(mutants)
+main.add_command(mutate)
+main.add_command(shrink)
+main.add_command(torchrun)
+
+
+@contextlib.contextmanager
+def open_judge(
+    *,
+    backend: Literal["sim", "gloo", "nccl"],
+    keep_logs: bool = False,
+    device: str = "cpu",
+    target: str | None = None,
+) -> Iterator[Judge]:
+    """What judges one case after another; the one place where the command line meets `verify`.
+
+    Worlds are kept from case to case, so that setting one up is paid for once.
+
+    Args:
+        backend: What carries the collectives.
+        keep_logs: Whether results carry their event logs even if nothing fails.
+        device: Where simulated ranks and the reference compute, `cpu` or `cuda`.
+        target: The system to judge in place of the scenarios' own: a registered name, or
+            `module:name`, whose code is run.
+
+    Raises:
+        UsageError: There is no such target.
+    """
+    with packages_needed():
+        from zero_sim.run.pool import Chosen, open_worlds
+        from zero_sim.run.real_ranks import Setup, TeamJudge
+    if backend != "sim":
+        with TeamJudge(Setup(backend=backend)) as judge:
+            yield judge
+        return
+    with open_worlds(Chosen(keep_logs=keep_logs, device=device, target=target)) as judge:
+        yield judge
+
+
+def open_jobs(
+    scenarios: Sequence[Scenario],
+    *,
+    jobs: int,
+    keep_logs: bool = False,
+    device: str = "cpu",
+    target: str | None = None,
+) -> AbstractContextManager[Judge]:
+    """What judges cases several at a time, and tells of them one after another.
+
+    Args:
+        scenarios: The cases, in the order in which they will be asked for.
+        jobs: Number of processes.
+        keep_logs: As for `open_judge`, like all that follows.
+        device: As there.
+        target: As there.
+
+    Raises:
+        UsageError: There is no such target.
+    """
+    with packages_needed():
+        from zero_sim.run.pool import Chosen, JobsJudge
+    chosen = Chosen(keep_logs=keep_logs, device=device, target=target)
+    return JobsJudge(scenarios, jobs=jobs, chosen=chosen)

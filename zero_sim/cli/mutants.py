@@ -1,0 +1,82 @@
+"""The command `zero-sim mutants`: how much of what is broken on purpose zero-sim finds."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from zero_sim.cli.parts import (
+    EXIT_INTERRUPTED,
+    EXIT_NOTHING_SELECTED,
+    cores_option,
+    echo_report,
+    json_option,
+    packages_needed,
+)
+
+
+@click.command()
+@click.argument("ids", metavar="[ID...]", nargs=-1)
+@click.option("--class", "kind", metavar="CLASS", help="Only those of a class, such as NORM.")
+@click.option("--core", is_flag=True, help="Only the core set.")
+@click.option(
+    "--cases",
+    type=click.IntRange(min=1),
+    default=2000,
+    show_default=True,
+    help="Cases that a mutant may survive.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the cases.")
+@cores_option
+@click.option(
+    "--shrink", is_flag=True, help="Bring each mutant to the smallest case that finds it."
+)
+@json_option
+@click.pass_context
+def mutants(
+    ctx: click.Context,
+    ids: tuple[str, ...],
+    kind: str | None,
+    core: bool,
+    cases: int,
+    seed: int,
+    jobs: int,
+    shrink: bool,
+    as_json: bool,
+) -> None:
+    """Break our own system in known ways and count how many of them zero-sim finds.
+
+    Exit status: 0 all were found, 1 one survived, 2 the usage is wrong, 130 interrupted; then the
+    score is that of those that were tried.
+    """
+    from zero_sim.report.mutants import render_score, render_trial
+
+    with packages_needed():
+        from zero_sim.mutants import find_mutants
+        from zero_sim.mutants.campaign import Budget, run_campaign
+        from zero_sim.mutants.score import score_of
+    chosen = find_mutants(ids, kind=kind, core=core)
+    if not chosen:
+        click.echo("Nothing selected.", err=True)
+        ctx.exit(EXIT_NOTHING_SELECTED)
+    by_id = {mutant.id: mutant for mutant in chosen}
+    started, trials = time.perf_counter(), []
+    budget = Budget(cases_max=cases, seed=seed, shrinks=shrink)
+    interrupted = False
+    try:
+        for trial in run_campaign(tuple(by_id), budget=budget, jobs=jobs):
+            trials.append(trial)
+            if not as_json:
+                click.echo(render_trial(trial, by_id[trial.id]))
+    except KeyboardInterrupt:
+        interrupted = True
+    score = score_of(trials, chosen, seconds=time.perf_counter() - started)
+    if as_json:
+        echo_report(score.as_dict())
+    else:
+        click.echo(render_score(score))
+    if interrupted:
+        click.echo(f"Interrupted; {len(chosen) - len(trials)} mutants were not tried.", err=True)
+        ctx.exit(EXIT_INTERRUPTED)
+    ctx.exit(score.exit_status)

@@ -1,0 +1,244 @@
+"""The command `zero-sim shrink`: a case that fails, made as small as it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zero_sim.cli.parts import (
+    bundles_option,
+    echo_report,
+    json_option,
+    packages_needed,
+    replay_command,
+    run_command,
+)
+from zero_sim.cli.session import coloured, progress
+from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.host.files import unwritten, write_whole
+
+if TYPE_CHECKING:
+    from zero_sim.findings.records import CaseResult
+    from zero_sim.scenario.spec import Scenario
+    from zero_sim.shrink import Reduced
+    from zero_sim.targets import Target
+
+EXIT_FAILS = 1
+EXIT_REFUSED = 2
+EXIT_INCONCLUSIVE = 3
+DEFAULT_SECONDS = 60.0
+
+
+@click.command()
+@click.argument("name", metavar="PATH|ID")
+@click.option(
+    "-k", "expression", metavar="EXPR", default="", help="Which case of a file that makes several."
+)
+@click.option(
+    "--target",
+    metavar="NAME|MODULE:NAME",
+    help="System to judge, whatever the case says: a registered one, or one to import.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_SECONDS,
+    show_default=True,
+    metavar="S",
+    help="Try no further case after so long.",
+)
+@bundles_option
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the smaller case as a scenario file, too; to a pipe only where somebody reads it.",
+)
+@json_option
+@click.pass_context
+def shrink(
+    ctx: click.Context,
+    name: str,
+    expression: str,
+    target: str | None,
+    seconds: float,
+    bundles: Path,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Make a case that fails smaller, as long as it has the same finding.
+
+    PATH is a scenario file or a bundle, ID a bundle's. First fewer ranks, then fewer params,
+    smaller ones, fewer steps and fewer features, until nothing smaller that is tried fails. What is
+    left is a bundle of its own. Ctrl-C and SIGTERM end the search after the case at hand, with the
+    smallest case so far; a second one at once, with nothing.
+
+    Exit status: 1 it fails, and here is the smallest such case, or the smallest so far; 0 it
+    passes; 2 the usage is wrong, the case is refused, or FILE cannot be written there; 3 it is
+    inconclusive; 4 this machine cannot run it, or has no room for FILE; 130 interrupted before
+    there was anything to shrink, or twice.
+    """
+    scenario = _case_of(name, expression=expression, bundles=bundles)
+    with packages_needed():
+        from zero_sim.targets import import_target
+    if target is not None and ":" not in target:
+        scenario = replace(scenario, system=replace(scenario.system, target=target))
+    system = import_target(target or scenario.system.target)
+    # What a model prints must not end up in the middle of the JSON.
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, progress(f"shrink {scenario.name}"):
+        done = _shrink(scenario, system, seconds=seconds)
+    imported = target if target is not None and ":" in target else ""
+    bundle, again, smaller = _write_bundle(done, bundles, target=imported), "", ""
+    if bundle:
+        again = replay_command(bundle, bundles=bundles, target=target)
+    unwritten_output: ZeroSimError | None = None
+    if done.reduced is not None and output is not None:
+        # What was found is not lost for want of a place.
+        try:
+            _write(done.reduced.scenario, output)
+            smaller = run_command(output, target=imported)
+        except ZeroSimError as error:
+            unwritten_output = error
+    if as_json:
+        commands = {"replay": again or None, "reproduce": smaller or None}
+        echo_report({**done.as_dict(bundle=bundle), **commands})
+    else:
+        _show(done, replay=again, reproduce=smaller)
+    if unwritten_output is not None:
+        raise unwritten_output
+    ctx.exit(done.exit_status)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """What came of a case and of its shrinking."""
+
+    scenario: Scenario
+    result: CaseResult
+    """Of the smallest case; of the case itself where it was not shrunk."""
+    reduced: Reduced | None = None
+
+    @property
+    def exit_status(self) -> int:
+        if self.reduced is not None:
+            return EXIT_FAILS
+        return {"pass": 0, "inconclusive": EXIT_INCONCLUSIVE}.get(self.result.verdict, EXIT_REFUSED)
+
+    def as_dict(self, *, bundle: str) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        from zero_sim.scenario.dump import to_chosen_toml
+        from zero_sim.shrink import size_of
+
+        small = self.reduced
+        return {
+            "id": self.scenario.name,
+            "before": size_of(self.scenario).as_dict(),
+            "after": None if small is None else small.size.as_dict(),
+            "scenario": None if small is None else to_chosen_toml(small.scenario),
+            "cases": 0 if small is None else small.cases,
+            "seconds": 0.0 if small is None else small.seconds,
+            "complete": None if small is None else small.complete,
+            "stopped": None if small is None else small.stopped,
+            "bundle": bundle or None,
+            "result": self.result.as_dict(),
+            "exit_status": self.exit_status,
+        }
+
+
+def _case_of(name: str, *, expression: str, bundles: Path) -> Scenario:
+    """The one case that is asked for: of a scenario file, or of a bundle."""
+    if os.path.isdir(name) or not os.path.lexists(name):
+        with packages_needed():
+            from zero_sim.bundle import find_bundle, read_bundle
+        return read_bundle(find_bundle(name, folder=bundles)).scenario
+    from zero_sim.scenario.discover import discover
+
+    found = discover([name], expression=expression)
+    for error in found.errors:
+        raise error
+    if len(found.cases) != 1:
+        ids = ", ".join(case.id for case in found.cases[:3])
+        have = f"{len(found.cases)} ({ids}{', ...' if len(found.cases) > 3 else ''})"
+        raise UsageError(
+            f"{name}: expected one case to shrink, got {have if found.cases else 'none'}. "
+            "Try -k with the id of one of them."
+        )
+    return found.cases[0].scenario
+
+
+def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
+    """Judge a case and, if something is found, look for the smallest with the same finding.
+
+    Raises:
+        UsageError: What was found is found for the case's own size.
+    """
+    with packages_needed():
+        from zero_sim.backends import Stop, WorldPool, interrupts_ask
+        from zero_sim.run import run_case
+        from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
+        from zero_sim.targets import refusals
+
+    with WorldPool() as pool:
+        result = run_case(scenario, pool=pool, target=target)
+        key = key_of(result)
+        if key is None or result.verdict == "error":
+            return _Done(scenario=scenario, result=result)
+        if not may_shrink(key):
+            raise UsageError(
+                f"expected a finding that smaller cases can have, got {key.check}, which is about "
+                "what this case expects at its own size. Try `zero-sim run`."
+            )
+        stop = Stop()
+        with interrupts_ask(stop):
+            reduced, best = shrink_finding(
+                scenario,
+                result,
+                judge=partial(run_case, pool=pool, target=target),
+                may_ask=lambda other: not refusals(target, other),
+                limits=Limits(seconds=seconds),
+                is_over=lambda: stop.asked,
+                right=right_judge(target, pool=pool),
+            )
+    return _Done(scenario=scenario, result=best, reduced=reduced)
+
+
+def _write_bundle(done: _Done, folder: Path, *, target: str) -> str:
+    """The id of the bundle that is written; empty where there is none."""
+    from zero_sim.bundle import write_bundle
+
+    if done.reduced is None or done.result.verdict != "fail":
+        return ""
+    try:
+        return write_bundle(done.reduced.scenario, done.result, folder=folder, target=target).name
+    except OSError as error:
+        click.echo(f"No bundle in {folder}: {error.strerror}.", err=True)
+        return ""
+
+
+def _write(scenario: Scenario, path: Path) -> None:
+    from zero_sim.scenario.dump import to_chosen_toml
+
+    try:
+        write_whole(path, to_chosen_toml(scenario).encode(errors="replace"))
+    except OSError as error:
+        raise unwritten("a scenario", path, error) from None
+
+
+def _show(done: _Done, *, replay: str, reproduce: str) -> None:
+    from zero_sim.report.text import render_case, render_reduced
+    from zero_sim.scenario.dump import to_chosen_toml
+
+    text = render_case(done.result, reproduce=reproduce, replay=replay)
+    click.echo(coloured(text, done.result.verdict))
+    small = done.reduced
+    if small is None:
+        return
+    click.echo(f"{render_reduced(small)}\n\n{to_chosen_toml(small.scenario)}", nl=False)

@@ -1,0 +1,64 @@
+"""What a rank of the textbook's ZeRO holds between two steps, in closed form, against what it does.
+
+Only what grows with the model counts; scalars and the module's own tensors do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from zero_sim.cost.forms import ParamSize, bucket_forms
+from zero_sim.findings.records import Finding
+from zero_sim.scenario.spec import Scenario
+
+_FP32_BYTES = 4
+
+
+def bytes_held(
+    sizes: Sequence[ParamSize],
+    *,
+    scenario: Scenario,
+    rank: int,
+    stored: int,
+) -> dict[str, int]:
+    """Return the bytes that one rank has to hold, under the names that a `CostedEngine` uses.
+
+    Args:
+        sizes: The params that the rank trains, in registration order.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+        stored: Numbers that the optimizer keeps of the elements that the rank owns.
+    """
+    system = scenario.system
+    forms = bucket_forms(sizes, scenario=scenario, rank=rank)
+    own = [form for form in forms if form.owns_elems]
+    held = {
+        "gradients": sum(form.elems * form.grad_bytes for form in forms),
+        "sums": sum(form.shard_elems * form.grad_bytes for form in forms),
+        "params": sum(form.elems * form.param_bytes for form in forms),
+        "masters": sum(form.shard_elems for form in own) * _FP32_BYTES,
+        "state": stored * _FP32_BYTES,
+        "other": 0,
+    }
+    if system.sync == "last":
+        held["sums"] = 0
+    if not system.stage:
+        held["params"] = 0
+    return held
+
+
+def check_memory(
+    held: Mapping[str, int], owed: Mapping[str, int], *, step: int, rank: int
+) -> Iterator[Finding]:
+    """Check that a rank holds what it has to, and no more."""
+    for name, expected in owed.items():
+        got = held.get(name, 0)
+        if got != expected:
+            yield Finding(
+                check="invariant.memory",
+                step=step,
+                rank=rank,
+                phase="gather",
+                message=f"this rank holds {got} bytes of {name} after the step, expected "
+                f"{expected} by the closed form of its stage",
+            )

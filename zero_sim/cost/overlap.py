@@ -1,0 +1,262 @@
+"""Whether a system that is to overlap communicates while it computes, in closed form.
+
+A reduction that is issued late and a gather that is waited for early have the right numbers, the
+right calls and the wrong cost. When each has to be on its way follows from when gradients arrive
+and modules begin, which the harness sees (`zero_sim.cost.hook_trace`), and from which params lie
+together in a bucket, which follows from their sizes (`zero_sim.cost.forms`).
+
+[Note: what is owed]
+Ranks meet by the order in which each issues, and gradients do not arrive alike on all. So buckets
+are reduced in one order, that in which backward is expected to complete them: the one whose first
+param is registered last comes first. A bucket is due once all its gradients are there and all
+buckets before it are due; one with a param that takes no part in this backward is never due before
+the end, nor are those behind it. What is due has to be issued by the next gradient, and not waited
+for before the last one. Sums over copies of the shards, which come behind, are all issued before
+the first of them is waited for. Gathers are all issued when the optimizer's step comes back, and
+waited for when a module begins that reads of the bucket, not before.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter
+
+from zero_sim.cost.forms import BucketForm, Call, ParamSize, bucket_forms, in_words
+from zero_sim.cost.hook_trace import Pace, Sight
+from zero_sim.findings.records import Finding
+from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import EventLog
+
+_GATHERS = ("all_gather", "all_to_all")
+_NAMES_SHOWN = 3
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A call of a rank, and when it was made: both indices into `EventLog.moments`."""
+
+    call: Call
+    issued: int
+    waited: float = math.inf
+    """When the rank began to wait for it, or learnt that it was done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rank:
+    """What is known of one rank."""
+
+    world_rank: int
+    pace: Pace
+    calls: Sequence[_Timed]
+    """In its program's order."""
+    forms: Sequence[BucketForm]
+    """Buckets, by the first registered param of each."""
+    scenario: Scenario
+    issues: Sequence[int]
+    """When any rank issued each call of the log."""
+
+    def issued_in(self, start: int, stop: int) -> Sequence[_Timed]:
+        """The calls of a half-open stretch of time."""
+        issued = attrgetter("issued")
+        first = bisect_left(self.calls, start, key=issued)
+        return self.calls[first : bisect_left(self.calls, stop, key=issued)]
+
+    def finding(
+        self, message: str, *, step: int, phase: str, param: str | None, span: tuple[int, int]
+    ) -> Finding:
+        """A finding in a half-open stretch of time."""
+        start, stop = (bisect_left(self.issues, time) for time in span)
+        return Finding(
+            check="invariant.overlap",
+            message=message,
+            step=step,
+            phase=phase,
+            rank=self.world_rank,
+            param=param,
+            call_start=start,
+            call_stop=stop,
+        )
+
+
+def check_overlap(
+    log: EventLog,
+    paces: Mapping[int, Pace],
+    *,
+    world_ranks: Sequence[int],
+    sizes: Mapping[int, Sequence[ParamSize]],
+    scenario: Scenario,
+) -> Iterator[Finding]:
+    """Check every reduction and gather of one dp-cp group; see [Note: what is owed].
+
+    Args:
+        log: Of the world.
+        paces: What each rank of the group did between its calls, by rank.
+        world_ranks: Its ranks, as findings name them.
+        sizes: What each of them trains, by rank.
+        scenario: The case as that group sees it.
+
+    Returns:
+        The first finding, if there is any: one of the earliest step.
+    """
+    if not paces:
+        return  # The log of a case that overlaps nothing need not be walked through.
+    found: list[Finding] = []
+    issues = [time for time, moment in enumerate(log.moments) if moment.what == "issue"]
+    calls = _calls_of_ranks(log)
+    for index, pace in paces.items():
+        rank = _Rank(
+            world_rank=world_ranks[index],
+            pace=pace,
+            calls=calls.get(world_ranks[index], ()),
+            forms=_by_registration(sizes[index], scenario=scenario, rank=index),
+            scenario=scenario,
+            issues=issues,
+        )
+        found.extend(islice(chain(_check_sums(rank), _check_gathers(rank)), 1))
+    yield from sorted(found, key=lambda finding: finding.step or 0)[:1]
+
+
+def _calls_of_ranks(log: EventLog) -> dict[int, list[_Timed]]:
+    timed: dict[int, dict[int, _Timed]] = {}
+    for time, moment in enumerate(log.moments):
+        calls = timed.setdefault(moment.rank, {})
+        if moment.what == "issue":
+            record = log.collectives[moment.record]
+            made = (record.kind, len(record.group_ranks), record.elems)
+            calls[moment.record] = _Timed(call=made, issued=time)
+        elif moment.what in ("wait", "land"):
+            calls[moment.record].waited = min(calls[moment.record].waited, time)
+    return {rank: list(calls.values()) for rank, calls in timed.items()}
+
+
+def _by_registration(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
+) -> list[BucketForm]:
+    place = {size.name: index for index, size in enumerate(sizes)}
+    forms = bucket_forms(sizes, scenario=scenario, rank=rank)
+    return sorted(forms, key=lambda form: min(place[name] for name in form.names))
+
+
+def _check_sums(rank: _Rank) -> Iterator[Finding]:
+    """Every backward that reduces."""
+    if not overlaps_grads(rank.scenario.system):
+        return
+    run, sync = rank.scenario.run, rank.scenario.system.sync
+    for (step, micro), arrivals in rank.pace.arrivals.items():
+        if sync == "every" or micro == run.micro_batches - 1:
+            yield from _check_backward(rank, step=step, micro=micro, arrivals=arrivals)
+            yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
+
+
+def _check_backward(
+    rank: _Rank, *, step: int, micro: int, arrivals: Sequence[Sight]
+) -> Iterator[Finding]:
+    start, stop = rank.pace.starts[step, micro], arrivals[-1].time
+    made = rank.issued_in(start, stop)
+    issued: dict[Call, list[int]] = {}
+    for call in made:
+        issued.setdefault(call.call, []).append(call.issued)
+    for when, form in _due(rank, step=step, arrivals=arrivals):
+        if when + 1 == len(arrivals):
+            break
+        following, times = arrivals[when + 1], issued.get(form.sum_call, [])
+        if not times or times.pop(0) >= following.time:
+            yield rank.finding(
+                f"{in_words(form.sum_call)}, which reduces the bucket of {_some(form.names)}, was "
+                f"due in micro-batch {micro}, but not issued before the next gradient arrived, "
+                f"that of {_some(sorted(following.names))}",
+                step=step,
+                phase="backward",
+                param=form.names[0],
+                span=(start, following.time),
+            )
+            return
+    early = Counter(call.call for call in made if call.waited < stop)
+    early &= Counter(form.sum_call for form in rank.forms)
+    if rank.scenario.system.divide_by == "tokens":
+        # Ranks tell each other their tokens before anything is divided, and wait for that.
+        early -= Counter({("all_reduce", rank.scenario.world.size, 1): 1})
+    for call in early:
+        yield rank.finding(
+            f"{early.total()} reductions were waited for before the last gradient of micro-batch "
+            f"{micro} arrived, the first of {in_words(call)}",
+            step=step,
+            phase="backward",
+            param=None,
+            span=(start, stop),
+        )
+        return
+
+
+def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator[Finding]:
+    """The sums over copies of the shards, which follow the last gradient."""
+    left = Counter(form.copies_call for form in rank.forms if form.copies_call is not None)
+    stop = rank.pace.starts.get((step, micro + 1), rank.pace.ends[step])
+    copies: list[_Timed] = []
+    for call in rank.issued_in(start, stop):
+        if left[call.call]:
+            left[call.call] -= 1
+            copies.append(call)
+    waited = sum(call.waited < copies[-1].issued for call in copies)
+    if waited:
+        yield rank.finding(
+            f"{waited} of {len(copies)} sums over copies of the shards were waited for before the "
+            f"last of them was issued, in micro-batch {micro}",
+            step=step,
+            phase="reduce",
+            param=None,
+            span=(rank.pace.starts[step, micro], stop),
+        )
+
+
+def _due(rank: _Rank, *, step: int, arrivals: Sequence[Sight]) -> Iterator[tuple[int, BucketForm]]:
+    """The buckets that are due within a backward, and with which arrival each became so."""
+    spans = rank.scenario.model.freeze
+    frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
+    when = {name: index for index, sight in enumerate(arrivals) for name in sight.names}
+    due = -1
+    for form in reversed(rank.forms):
+        for name in form.names_with_elems:
+            if name in frozen:
+                continue
+            if name not in when:
+                return
+            due = max(due, when[name])
+        yield due, form
+
+
+def _check_gathers(rank: _Rank) -> Iterator[Finding]:
+    """Every step's gathers, up to the first forward of the next."""
+    if not overlaps_params(rank.scenario.system):
+        return
+    pace = rank.pace
+    for step, end in pace.ends.items():
+        begun = rank.issued_in(pace.starts[step, 0], end)
+        gathers = [call for call in begun if call.call[0] in _GATHERS]
+        read = set(pace.unguarded)
+        for sight in (Sight(names=frozenset(), time=end), *pace.begins.get(step + 1, ())):
+            waited = sum(call.waited < sight.time for call in gathers)
+            needed = sum(not read.isdisjoint(form.names_with_elems) for form in rank.forms)
+            if waited > needed:
+                where = f"the forward that reads {_some(sorted(sight.names))} began"
+                yield rank.finding(
+                    f"{waited} of {len(gathers)} gathers were waited for before "
+                    f"{where if sight.names else 'the step of the optimizer came back'}, where "
+                    f"modules that began before it needed {needed}",
+                    step=step,
+                    phase="gather",
+                    param=None,
+                    span=(pace.starts[step, 0], sight.time),
+                )
+                return
+            read |= sight.names
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

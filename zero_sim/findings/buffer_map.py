@@ -1,0 +1,227 @@
+"""The strip of a finding: the flat buffer in which it lies, put together from what its owners tell.
+
+Integers and names only; `zero_sim.report` draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from zero_sim.findings.compare import SPANS_MAX
+from zero_sim.findings.records import Finding, Strip, StripBucket, StripPiece, StripShard
+from zero_sim.targets import Place
+
+PIECES_MAX = 512
+"""Pieces told of in one strip; of a larger buffer, those around the first difference."""
+
+DIFFER_MAX = 512
+"""Spans marked in one strip."""
+
+Span = tuple[int, int]
+
+
+def build_strip(
+    first: Finding, *, found: Sequence[Finding], places: Mapping[int, Sequence[Place]]
+) -> Strip | None:
+    """The strip of a finding.
+
+    Args:
+        first: The finding to show.
+        found: All findings of its check, it among them: what else differs is marked, too.
+        places: What each rank owns, by the rank's name in findings, for all ranks that share the
+            finding's param.
+
+    Returns:
+        None where it lies in no buffer that any rank told of.
+    """
+    owned = [
+        located
+        for rank in sorted(places)
+        for place in places[rank]
+        for located in _locate(rank, place)
+    ]
+    buffer = next((each.place.buffer for each in owned if each.place.param == first.param), None)
+    if buffer is None:
+        return None
+    inside = [each for each in owned if each.place.buffer == buffer]
+    pieces = _pieces(inside)
+    buckets = _buckets(inside)
+    padding, unowned = _gaps([each.place for each in inside], pieces, buckets)
+    differ = _flat(found, pieces)
+    if not differ:
+        return None
+    elems = max(bucket.stop for bucket in buckets)
+    start, stop = _window(pieces, differ=_flat([first], pieces) or differ, elems=elems)
+    whole = (start, stop) == (0, elems)
+    return Strip(
+        check=first.check,
+        buffer=buffer,
+        elems=elems,
+        start=start,
+        stop=stop,
+        buckets=tuple(b for b in buckets if whole or _meets(b, start, stop)),
+        shards=tuple(s for s in _shards(inside) if whole or _meets(s, start, stop)),
+        pieces=tuple(p for p in pieces if whole or _meets(p, start, stop)),
+        padding=_cut(padding, start, stop),
+        unowned=_cut(unowned, start, stop),
+        differ=_cut(differ, start, stop)[:DIFFER_MAX],
+        differ_cut=len(_cut(differ, start, stop)) > DIFFER_MAX
+        or any(len(finding.differ_spans) == SPANS_MAX for finding in found),
+        differ_ranks=tuple(sorted({f.rank for f in found if f.rank is not None})),
+    )
+
+
+class _Located(NamedTuple):
+    """A place of which the engine told where in the buffer it is."""
+
+    rank: int
+    place: Place
+    flat_start: int
+    bucket: int
+    shard: int
+    shard_start: int
+    shard_stop: int
+
+
+def _locate(rank: int, place: Place) -> Iterator[_Located]:
+    told = (place.flat_start, place.bucket, place.shard, place.shard_start, place.shard_stop)
+    known = [value for value in told if value is not None]
+    if len(known) == len(told):
+        yield _Located(rank, place, *known)
+
+
+def _pieces(inside: Iterable[_Located]) -> list[StripPiece]:
+    spans = {
+        (
+            at.flat_start,
+            at.flat_start + at.place.stop - at.place.start,
+            at.place.param,
+            at.place.start,
+        )
+        for at in inside
+    }
+    return [
+        StripPiece(param=param, start=start, stop=stop, param_start=param_start)
+        for start, stop, param, param_start in sorted(spans)
+        if start < stop
+    ]
+
+
+def _buckets(inside: Iterable[_Located]) -> list[StripBucket]:
+    spans: dict[int, Span] = {}
+    for at in inside:
+        start, stop = at.place.bucket_start, at.place.bucket_stop
+        if start is None or stop is None:
+            start, stop = at.shard_start, at.shard_stop
+        known = spans.get(at.bucket, (start, stop))
+        spans[at.bucket] = (min(start, known[0]), max(stop, known[1]))
+    return [StripBucket(index=i, start=a, stop=b) for i, (a, b) in sorted(spans.items())]
+
+
+def _shards(inside: Iterable[_Located]) -> list[StripShard]:
+    ranks: dict[tuple[int, int, int, int], list[int]] = {}
+    for at in inside:
+        holders = ranks.setdefault((at.shard_start, at.shard_stop, at.bucket, at.shard), [])
+        if at.rank not in holders:
+            holders.append(at.rank)
+    return [
+        StripShard(index=shard, bucket=bucket, ranks=tuple(ranks[key]), start=start, stop=stop)
+        for key in sorted(ranks)
+        for start, stop, bucket, shard in [key]
+    ]
+
+
+def _gaps(
+    places: Sequence[Place], pieces: Sequence[StripPiece], buckets: Sequence[StripBucket]
+) -> tuple[list[Span], list[Span]]:
+    """What no piece covers: padding, and what should have an owner and has none."""
+    covered = _merged((piece.start, piece.stop) for piece in pieces)
+    gaps = _without(_merged((bucket.start, bucket.stop) for bucket in buckets), covered)
+    told = [
+        (place.padding_start, place.bucket_stop)
+        for place in places
+        if place.padding_start is not None and place.bucket_stop is not None
+    ]
+    # Who does not tell of padding has said nothing of where it must not be.
+    padding = _merged(told) if len(told) == len(places) else gaps
+    return padding, _without(gaps, padding)
+
+
+def _flat(found: Iterable[Finding], pieces: Sequence[StripPiece]) -> list[Span]:
+    """Where in the buffer the elements lie that differ."""
+    of_param: dict[str, list[StripPiece]] = {}
+    for piece in pieces:
+        of_param.setdefault(piece.param, []).append(piece)
+    return _merged(
+        chain.from_iterable(
+            _place_span(span, of_param[finding.param])
+            for finding in found
+            if finding.param in of_param
+            for span in finding.differ_spans
+        )
+    )
+
+
+def _place_span(span: Span, pieces: Sequence[StripPiece]) -> list[Span]:
+    found: list[Span] = []
+    left = [span]
+    for piece in pieces:
+        shift = piece.start - piece.param_start
+        stop = piece.param_start + piece.stop - piece.start
+        start, end = max(span[0], piece.param_start), min(span[1], stop)
+        if start < end:
+            found.append((start + shift, end + shift))
+            left = _without(left, [(start, end)])
+    # What nobody owns lies where it would if the param were in one piece.
+    shift = pieces[0].start - pieces[0].param_start
+    return found + [(start + shift, stop + shift) for start, stop in left if start + shift >= 0]
+
+
+def _window(pieces: Sequence[StripPiece], *, differ: Sequence[Span], elems: int) -> Span:
+    if len(pieces) <= PIECES_MAX:
+        return 0, elems
+    at = sum(piece.start <= differ[0][0] for piece in pieces) - 1
+    low = max(0, min(at - PIECES_MAX // 2, len(pieces) - PIECES_MAX))
+    high = low + PIECES_MAX
+    start = 0 if low == 0 else pieces[low].start
+    return start, elems if high == len(pieces) else pieces[high - 1].stop
+
+
+def _meets(part: StripBucket | StripShard | StripPiece, start: int, stop: int) -> bool:
+    return part.start < stop and start < part.stop
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
+    """What of some spans lies in no hole; both sorted and disjoint."""
+    found: list[Span] = []
+    first = 0
+    for begin, stop in spans:
+        start = begin
+        while first < len(holes) and holes[first][1] <= start:
+            first += 1
+        for hole_start, hole_stop in holes[first:]:
+            if hole_start >= stop:
+                break
+            if start < hole_start:
+                found.append((start, hole_start))
+            start = max(start, hole_stop)
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
+def _cut(spans: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
+    cut = ((max(a, start), min(b, stop)) for a, b in spans)
+    return tuple((a, b) for a, b in cut if a < b)

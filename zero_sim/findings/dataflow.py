@@ -1,0 +1,100 @@
+"""The way of an error through a step, and findings put in that order.
+
+What is wrong first makes wrong what is computed from it: a gradient its norm, the norm what is
+clipped by it, the state of the optimizer a master, a master the working param. Look at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from zero_sim.findings.records import Finding
+
+_FLOW: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("load", ("equality.load",)),
+    (
+        "forward",
+        (
+            "invariant.ownership",
+            "invariant.start",
+            "invariant.zero-gradients",
+            "equality.loss",
+        ),
+    ),
+    ("backward", ()),
+    ("reduce", ("equality.grad", "invariant.replicas", "invariant.padding")),
+    (
+        "norm",
+        (
+            "equality.norm",
+            "invariant.replicas",
+            "equality.zeros",
+            "equality.skipped",
+            "equality.loss-scale",
+        ),
+    ),
+    ("optimizer", ("equality.state", "equality.master")),
+    ("write-back", ("equality.scale", "invariant.cast")),
+    ("gather", ("equality.params", "invariant.replicas", "invariant.padding")),
+)
+"""The phases of a step, and within each what is checked, in the order of computation."""
+
+_PHASES = {phase: place for place, (phase, _) in enumerate(_FLOW)}
+_CHECKS = {(phase, check): place for phase, checks in _FLOW for place, check in enumerate(checks)}
+_UNKNOWN_CHECK = len(_CHECKS)
+_DETAIL_LINES = 12
+_KEYED = ("equality.state", "equality.load")
+"""Checks of several things of one param; which of them, the message says."""
+
+
+def earliest_first(found: Iterable[Finding]) -> list[Finding]:
+    """Findings in the order in which an error travels: step, phase, what is checked, rank."""
+
+    def place(finding: Finding) -> tuple[int, int, int, int]:
+        phase = finding.phase or ""
+        return (
+            finding.step or 0,
+            _PHASES.get(phase, -1),
+            _CHECKS.get((phase, finding.check), _UNKNOWN_CHECK),
+            -1 if finding.rank is None else finding.rank,
+        )
+
+    return sorted(found, key=place)
+
+
+def sort_and_merge(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Keep the first finding of each check, in the order in which an error travels.
+
+    The others of the same check are summed up in its `detail`: how much differs on which rank.
+    """
+    merged: dict[str, list[Finding]] = {}
+    for finding in earliest_first(found):
+        merged.setdefault(finding.check, []).append(finding)
+    return tuple(replace(group[0], detail=_summary(group)) for group in merged.values())
+
+
+def of_first_step(found: Sequence[Finding]) -> list[Finding]:
+    """Findings of the first step in which anything is wrong; what has no step stays."""
+    first = min((finding.step for finding in found if finding.step is not None), default=None)
+    return [finding for finding in found if finding.step in (None, first)]
+
+
+def _summary(group: Sequence[Finding]) -> str:
+    if len(group) == 1:
+        return group[0].detail
+    lines = [f"{len(group)} such differences in this step:"]
+    for finding in group[:_DETAIL_LINES]:
+        where = f" param {finding.param!r}" if finding.param else ""
+        count = (
+            f": {finding.differ_count} of {finding.compared_count} elements"
+            if finding.differ_count
+            else ""
+        )
+        # What differs, without what is known of how.
+        what = finding.message.partition(": ")[0]
+        key = f" ({what})" if finding.check in _KEYED else ""
+        lines.append(f"  rank {finding.rank}{where}{count}{key}")
+    if len(group) > _DETAIL_LINES:
+        lines.append(f"  and {len(group) - _DETAIL_LINES} more")
+    return "\n".join(lines)

@@ -1,0 +1,270 @@
+"""Turns what a check saw into the record that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zero_sim.findings.compare import find_difference, spans_of
+from zero_sim.findings.manner import manner_of
+from zero_sim.findings.ratio import common_ratio
+from zero_sim.findings.records import Evidence, Finding
+from zero_sim.reference import Interval
+from zero_sim.targets import Place
+
+EVIDENCE_ELEMS_MAX = 1024
+"""Elements kept of a tensor that differs: enough to see a pattern, never a whole model."""
+
+
+def loss(step: int, rank: int, micro: int) -> Finding:
+    """A loss, before it is compared."""
+    return Finding(
+        check="equality.loss",
+        message=f"the loss of micro-batch {micro} differs",
+        step=step,
+        phase="forward",
+        rank=rank,
+    )
+
+
+def param(step: int, rank: int, name: str) -> Finding:
+    """A working param, before it is compared."""
+    return Finding(
+        check="equality.params",
+        message="the working param differs",
+        step=step,
+        phase="gather",
+        rank=rank,
+        param=name,
+        offset_in_param=0,
+    )
+
+
+def gradient(step: int, rank: int, name: str) -> Finding:
+    """The reduced gradient of a whole param, before it is compared."""
+    return Finding(
+        check="equality.grad",
+        message="the reduced gradient differs",
+        step=step,
+        phase="reduce",
+        rank=rank,
+        param=name,
+        offset_in_param=0,
+    )
+
+
+def scale(step: int, rank: int, name: str) -> Finding:
+    """The scale of a param in fp8, before it is compared."""
+    return Finding(
+        check="equality.scale",
+        message="the scale of the fp8 param differs",
+        step=step,
+        phase="write-back",
+        rank=rank,
+        param=name,
+    )
+
+
+def norm(step: int, rank: int) -> Finding:
+    """The norm of the gradient, before it is compared."""
+    return Finding(
+        check="equality.norm",
+        message="the norm of the gradient differs",
+        step=step,
+        phase="norm",
+        rank=rank,
+    )
+
+
+def said(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
+    """Something that the engine says of the step is not so."""
+    return Finding(
+        check=f"equality.{name.replace('_', '-')}",
+        step=step,
+        phase="norm",
+        rank=rank,
+        message=f"the step's {name}: expected {expected!r}, got {got!r}",
+        manner=_manner_said(expected, got),
+    )
+
+
+def said_outside(
+    name: str, step: int, rank: int, *, ends: tuple[float, float], got: float
+) -> Finding:
+    """Something that the engine says of the step does not lie where it must."""
+    low, high = ends
+    return Finding(
+        check=f"equality.{name}",
+        step=step,
+        phase="norm",
+        rank=rank,
+        message=f"the step's {name}: expected {low!r} to {high!r}, whatever the order of addition, "
+        f"got {got!r}",
+        manner="smaller" if got < low else "larger" if got > high else "values",
+    )
+
+
+def missing(at: Finding, message: str) -> Finding:
+    """A finding for what one side has and the other has not.
+
+    Args:
+        at: Of what, before it is compared.
+        message: Who has it not.
+    """
+    return replace(at, message=message, manner=_behind(at.manner, "missing"))
+
+
+_OWNED = {
+    "equality.load": ("load", "{key} is not what was saved"),
+    "equality.grad": ("reduce", "the reduced gradient differs"),
+    "equality.master": ("optimizer", "the fp32 master differs"),
+    "equality.state": ("optimizer", "optimizer state {key!r} differs"),
+    "invariant.cast": ("write-back", "the working param is not its master, cast"),
+}
+"""Phase and message of each check of what a rank owns."""
+
+
+def owned(check: str, key: str, step: int, rank: int, place: Place) -> Finding:
+    """Something a rank owns, before it is compared; offsets are of the part's first element."""
+    phase, message = _OWNED[check]
+    return Finding(
+        check=check,
+        message=message.format(key=key),
+        step=step,
+        phase=phase,
+        rank=rank,
+        param=place.param,
+        offset_in_param=place.start,
+        flat_offset=place.flat_start,
+        bucket=place.bucket,
+        shard=place.shard,
+        shard_start=place.shard_start,
+        shard_stop=place.shard_stop,
+        manner=key,
+    )
+
+
+def differing(at: Finding, expected: Tensor, got: Tensor, *, hint: str = "") -> Finding:
+    """Fill in the first element that differs, its values and how many more there are.
+
+    Args:
+        at: The finding, of the first element that was compared.
+        expected: Any shape.
+        got: What came.
+        hint: What is known of it besides; said where no one factor explains it.
+    """
+    if expected.dtype != got.dtype or expected.numel() != got.numel():
+        return replace(
+            at,
+            message=f"{at.message}: expected {expected.numel()} elements of {expected.dtype}, "
+            f"got {got.numel()} of {got.dtype}",
+            manner=_behind(at.manner, "shape"),
+            evidence=_evidence(0, expected, got),
+        )
+    difference = find_difference(expected, got)
+    assert difference is not None, "same_bits and find_difference must agree"
+    first = difference.first
+    return replace(
+        at,
+        message=": ".join(filter(None, [at.message, common_ratio(expected, got) or hint])),
+        offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
+        flat_offset=None if at.flat_offset is None else at.flat_offset + first,
+        expected=_hex(difference.expected) + _byte(expected, first),
+        got=_hex(difference.got) + _byte(got, first),
+        expected_value=repr(difference.expected),
+        got_value=repr(difference.got),
+        ulp=difference.ulp,
+        differ_count=difference.differ_count,
+        compared_count=difference.compared_count,
+        differ_spans=_moved(difference.spans, by=at.offset_in_param or 0),
+        manner=_behind(at.manner, manner_of(expected, got)),
+        evidence=_evidence(first, expected, got),
+    )
+
+
+def outside(at: Finding, interval: Interval, inside: Tensor, got: Tensor) -> Finding:
+    """Fill in the first element that no order of addition gives.
+
+    Args:
+        at: The finding, of the part's first element.
+        interval: 1D: what is owed of the part.
+        inside: 1D, bool: which elements lie within it.
+        got: 1D.
+    """
+    stray = ~inside
+    first = int(stray.nonzero()[0])
+    low, high = float(interval.low[first]), float(interval.high[first])
+    is_one = low == high
+    middle = ((interval.low + interval.high) / 2).to(got.dtype)
+    return replace(
+        at,
+        message=f"{at.message} from what "
+        + ("every order of addition gives" if is_one else "any order of addition can give"),
+        offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
+        flat_offset=None if at.flat_offset is None else at.flat_offset + first,
+        expected=_hex(low) if is_one else f"[{_hex(low)}, {_hex(high)}]",
+        got=_hex(got[first].item()),
+        expected_value=repr(low) if is_one else f"{low!r} to {high!r}",
+        got_value=repr(got[first].item()),
+        differ_count=int(stray.sum()),
+        compared_count=stray.numel(),
+        differ_spans=_moved(spans_of(stray), by=at.offset_in_param or 0),
+        manner="values" if bool(got[stray].isfinite().all()) else "nonfinite",
+        evidence=_evidence(first, middle, got),
+    )
+
+
+def _moved(spans: Sequence[tuple[int, int]], *, by: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start + by, stop + by) for start, stop in spans)
+
+
+def _evidence(first: int, expected: Tensor, got: Tensor) -> Evidence:
+    start = max(0, first - EVIDENCE_ELEMS_MAX // 2)
+    stop = start + EVIDENCE_ELEMS_MAX
+    # Views of live state, which the next step overwrites.
+    kept = (tensor.detach().reshape(-1)[start:stop].clone() for tensor in (expected, got))
+    return Evidence(start=start, expected=next(kept), got=next(kept))
+
+
+def _manner_said(expected: object, got: object) -> str:
+    """How something that is said of a step differs from what is so."""
+    if got is None:
+        return "missing"
+    numbers = all(isinstance(each, int | float) for each in (expected, got))
+    if isinstance(got, bool) or not numbers:
+        return str(got).lower()
+    return "smaller" if got < expected else "larger"  # pyrefly: ignore
+
+
+def _behind(key: str, manner: str) -> str:
+    """A manner behind the key of what differs, if it has one."""
+    return f"{key} {manner}".strip()
+
+
+def _hex(value: float) -> str:
+    return float(value).hex()
+
+
+def _byte(values: Tensor, index: int) -> str:
+    """The byte of an fp8 number, which is what travels and what tells the two formats apart."""
+    if not values.is_floating_point() or values.element_size() != 1:
+        return ""
+    return f" = byte {int(values.reshape(-1)[index].view(torch.uint8)):#04x}"
+
+
+def _index(first: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), shape)) if shape else ()
+
+
+def with_index(finding: Finding, shapes: dict[str, tuple[int, ...]]) -> Finding:
+    """Add the index in the param's own shape, where only the flat offset is known."""
+    if finding.index is not None or finding.param not in shapes or finding.offset_in_param is None:
+        return finding
+    shape = shapes[finding.param]
+    numel = torch.Size(shape).numel()
+    if finding.offset_in_param >= numel:
+        return finding
+    return replace(finding, index=_index(finding.offset_in_param, shape))

@@ -1,0 +1,1 @@
+"""The judge: everything a rank holds against the reference, and the verdict."""

@@ -1,0 +1,325 @@
+"""What is owed where the order of addition is not known: bounds of sums, the bits of all else.
+
+[Note: what is owed where the order is not known]
+Step by step, each of these is checked, and together they leave the sums no other freedom:
+
+1. Every rank is replayed from the working params that the system showed after the step before. So
+   its losses are owed bit for bit, and its local gradients are known.
+2. A reduced gradient lies within the bound that is proven from these; where no order can change it,
+   it is owed bit for bit.
+3. Ranks that hold the same sum hold the same bits of it: one rank finishes it and copies travel.
+4. Master and optimizer state follow bit for bit from the gradient that the system showed.
+5. The norm lies within what the bounds of the gradients leave it, is one number on all ranks, and
+   is that of the gradients that they show. What is clipped by it is clipped by what ranks say.
+6. A working param is its master, cast, on the rank that owns it; and the same on all ranks. It is
+   these that the next step is replayed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zero_sim.findings import describe as findings
+from zero_sim.findings.records import Finding
+from zero_sim.judge.copies import Copy, Ledger, What, digest_of
+from zero_sim.judge.grad_stats import Tally, Told
+from zero_sim.judge.group import Group
+from zero_sim.judge.guarantee import Width
+from zero_sim.judge.harness import AskedEngine
+from zero_sim.judge.seen import Seen, with_shown
+from zero_sim.judge.shown import Shown
+from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
+from zero_sim.targets import OwnedPart, StepResult
+from zero_sim.targets.adapt import PARTS
+
+
+class OwesBounds:
+    """Holds a group to what every order of addition gives.
+
+    See [Note: what is owed where the order is not known].
+
+    Args:
+        group: The group.
+        reference: Its oracle, at the step before the first one.
+    """
+
+    steps_unseen = False
+
+    def __init__(self, group: Group, *, reference: BoundedReference) -> None:
+        self._group = group
+        self._comparer = group.comparer
+        self._reference = reference
+        self.steps: dict[int, BoundedStep] = {}
+        self.uncertified_step: int | None = None
+        self._last_step: int | None = None
+        self._ledger = Ledger(group.world_ranks)
+        self._followers: dict[tuple[str, int, int], tuple[int, Follower]] = {}
+        """By part of a param: after how many steps, and its master and state."""
+        self._norms: dict[int, Tensor | None] = {}
+        """By rank: the norm that it said last."""
+        self._width = Width()
+        self._unfollowed = ""
+        self._copies: list[Copy] = []
+        self._tallies: list[Tally] = []
+        self._sayings: list[Told] = []
+        world, system = group.scenario.world, group.scenario.system
+        self._replica_count = world.size if system.stage == 0 else system.redundancy
+
+    def follows(self, step: int) -> bool:
+        """Whether there was nothing before a step that could not be followed.
+
+        Args:
+            step: The step.
+        """
+        return self.uncertified_step is None or step <= self.uncertified_step
+
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Tell where each rank's working params lie, before the first step.
+
+        Args:
+            addresses: By rank.
+        """
+        self._reference.place(addresses)
+
+    def advance(self, panel: Sequence[OwesBounds]) -> Sequence[BoundedStep]:
+        """Replay the next step from the params that were shown after the last one.
+
+        Args:
+            panel: This group; there are no others where the order is not known.
+        """
+        return [each._step() for each in panel]
+
+    def _step(self) -> BoundedStep:
+        if self._last_step is not None:
+            self._reference.adopt(self._ledger.params_of(self._last_step))
+        taken = self._reference.replay_step()
+        self._last_step = taken.step
+        self.steps[taken.step] = taken
+        self._unfollowed = self._why_not_followed(taken)
+        if self._unfollowed:
+            self.uncertified_step = taken.step
+        elif taken.norm.isfinite():
+            self._width += _width_of(taken)
+        return taken
+
+    def forget(self, step: int) -> None:
+        """Forget a step that every rank was shown with, but for the params to go on from.
+
+        Args:
+            step: It.
+        """
+        self.steps.pop(step, None)
+        self._ledger.forget(before=step)
+
+    def scales(self, step: int) -> Mapping[str, Tensor]:
+        """None: params in fp8 are judged only where the order is known.
+
+        Args:
+            step: The step.
+        """
+        return {}
+
+    def compare_loaded(self, engine: AskedEngine, *, rank: int) -> Iterator[Finding]:
+        """None: a case whose order is not known goes on in no other world."""
+        yield from ()
+
+    def add_to(self, seen: Seen) -> Seen:
+        """Return what was seen with what ranks showed, compared where all of them did.
+
+        Args:
+            seen: It.
+        """
+        shown = Shown(
+            copies=tuple(self._copies), tallies=tuple(self._tallies), told=tuple(self._sayings)
+        )
+        seen = replace(seen, width=self._width, unfollowed=self._unfollowed, shown=shown)
+        return with_shown(seen) if self._group.sees_all else seen
+
+    def _why_not_followed(self, taken: BoundedStep) -> str:
+        """Why what comes of a step cannot be judged; empty where it can."""
+        if PARTS in self._group.unobserved:
+            return (
+                "the order of addition is not known, so that an update can only be followed from "
+                f"the gradient that was reduced, and the target does not tell its {PARTS}"
+            )
+        narrow = any(grad.dtype is not torch.float32 for grad in taken.grads.values())
+        if self._tells_divided(taken) and narrow:
+            return (
+                "the order of addition is not known, so that an update can only be followed from "
+                "the gradient that was reduced, and the target tells it after a division that "
+                "rounds. Try system.divide = 'pre'"
+            )
+        if taken.overflow == "possible":
+            return (
+                "gradients are so large that whether their sum overflows depends on the order of "
+                "addition, which is not known. Try smaller ones, or a smaller loss scale"
+            )
+        return ""
+
+    def _tells_divided(self, taken: BoundedStep) -> bool:
+        """Whether the gradients that are told are divided already, by more than 1."""
+        return taken.divisor != 1 and self._group.tells_divided
+
+    def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare norm and zeros with what the bounds leave them.
+
+        Args:
+            result: What the engine said of the step.
+            rank: The rank.
+            step: The step.
+        """
+        expected = self.steps[step]
+        self._norms[rank] = result.norm
+        if expected.overflow != "never":
+            return
+        norm, zeros = result.norm, result.zeros
+        if norm is not None:
+            self._comparer.elems += 1
+            low, high = expected.norm_min, expected.norm
+            if norm.dtype != high.dtype or not bool(low <= norm <= high):
+                ends = low.item(), high.item()
+                yield findings.said_outside("norm", step, rank, ends=ends, got=norm.item())
+            yield from self._compare_copies("norm", norm, step=step, rank=rank)
+        if zeros is not None and not expected.zeros_min <= zeros <= expected.zeros:
+            ends = expected.zeros_min, expected.zeros
+            yield findings.said_outside("zeros", step, rank, ends=ends, got=zeros)
+        self._sayings.append(
+            Told(
+                step=step,
+                rank=self._group.world_ranks[rank],
+                norm=None if norm is None else norm.item(),
+                zeros=zeros,
+                terms=sum(expected.grads[name].numel() for name in expected.active),
+            )
+        )
+
+    def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare a part's gradient with its bounds, and what follows from it bit for bit.
+
+        Args:
+            part: It.
+            rank: The rank that owns it.
+            step: The step.
+        """
+        expected, place = self.steps[step], part.place
+        name, start, stop = place.param, place.start, place.stop
+        assert part.grad is not None, "gradients are told after a step"
+        at = findings.owned("equality.grad", "", step, rank, place)
+        wanted = expected.grads[name].reshape(-1)[start:stop]
+        self._comparer.elems += wanted.numel()
+        if part.grad.dtype != wanted.dtype or part.grad.numel() != wanted.numel():
+            yield findings.differing(at, wanted, part.grad)
+            return
+        bound = expected.bounds[name].cut(start, stop)
+        if self._tells_divided(expected):
+            bound = bound.divided_by(expected.divisor)
+        inside = bound.holds(part.grad)
+        if not bool(inside.all()):
+            yield findings.outside(at, bound, inside, part.grad)
+        if self._replica_count > 1:
+            yield from self._compare_copies(
+                "grad", part.grad, step=step, rank=rank, param=name, start=start
+            )
+        follower = self._follow(rank, part, expected)
+        yield from self._group.compare_update(
+            part, rank=rank, step=step, master=follower.master, state=follower.state
+        )
+
+    def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:
+        """Return a part's follower, after the step; the first rank to be seen takes it."""
+        place = part.place
+        key = place.param, place.start, place.stop
+        if key not in self._followers:
+            follower = self._reference.follow(place.param, start=place.start, stop=place.stop)
+            self._followers[key] = self._group.first_step, follower
+        steps, follower = self._followers[key]
+        if steps <= expected.step:
+            if place.param in expected.active and not expected.skipped:
+                assert part.grad is not None, "gradients are told after a step"
+                measured = follower.step(
+                    part.grad,
+                    update=expected.update,
+                    norm=self._norms[rank],
+                    divided=self._tells_divided(expected),
+                )
+                self._tallies.append(
+                    Tally(
+                        step=expected.step,
+                        param=place.param,
+                        start=place.start,
+                        squares=measured.squares,
+                        terms=measured.terms,
+                        zeros=measured.zeros,
+                    )
+                )
+            self._followers[key] = expected.step + 1, follower
+        return follower
+
+    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare nothing: what tells no parts is not followed.
+
+        Args:
+            engine: The rank's engine.
+            rank: The rank.
+            step: The step.
+        """
+        yield from ()
+
+    def compare_params(
+        self, params: Mapping[str, Tensor], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the working params of ranks with each other.
+
+        Args:
+            params: By name.
+            rank: The rank.
+            step: The step.
+        """
+        for name, like in self.steps[step].params.items():
+            got = params.get(name)
+            at = findings.param(step, rank, name)
+            if got is None:
+                yield findings.missing(at, "the system does not have this param")
+                continue
+            self._comparer.elems += like.numel()
+            if got.dtype != like.dtype or got.numel() != like.numel():
+                yield findings.differing(at, like, got)
+            else:
+                yield from self._compare_copies("params", got, step=step, rank=rank, param=name)
+
+    def _compare_copies(
+        self,
+        what: What,
+        held: Tensor,
+        *,
+        step: int,
+        rank: int,
+        param: str = "",
+        start: int = 0,
+    ) -> Iterator[Finding]:
+        """Compare what a rank holds with what others do, those that are judged elsewhere later."""
+        yield from self._ledger.compare(what, held, step=step, rank=rank, param=param, start=start)
+        if not self._group.sees_all:
+            self._copies.append(
+                Copy(
+                    step=step,
+                    what=what,
+                    param=param,
+                    start=start,
+                    rank=self._group.world_ranks[rank],
+                    digest=digest_of(held),
+                )
+            )
+
+
+def _width_of(taken: BoundedStep) -> Width:
+    """How much the bounds of a step allow."""
+    bounds = [(b, b.low != b.high) for b in taken.bounds.values()]
+    return Width(
+        reach=max((bound.reach for bound, loose in bounds if bool(loose.any())), default=0.0),
+        signless=sum(int((loose & ~bound.signed).sum()) for bound, loose in bounds),
+    )

@@ -1,0 +1,300 @@
+"""What is owed where the order of addition is known: every bit, as the reference computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from zero_sim.findings import describe as findings
+from zero_sim.findings.recognition import Known
+from zero_sim.findings.records import Finding
+from zero_sim.judge.group import Group
+from zero_sim.judge.harness import AskedEngine
+from zero_sim.judge.loaded import compare_loaded
+from zero_sim.judge.rules import RulesTrial, param_picked, part_picked
+from zero_sim.judge.seen import Seen
+from zero_sim.reference import (
+    POSITION_FREE,
+    Addresses,
+    Orders,
+    Reference,
+    ReferenceStep,
+    step_together,
+)
+from zero_sim.targets import OwnedPart, StepResult
+from zero_sim.targets.adapt import PARTS
+
+
+class OwesBits:
+    """Holds a group to the bits that its reference computes.
+
+    Args:
+        group: The group.
+        reference: Its oracle, at the step before the first one.
+        order_seed: Seed of the world, from which orders are drawn.
+    """
+
+    steps_unseen = True
+
+    def __init__(self, group: Group, *, reference: Reference, order_seed: int) -> None:
+        self._group = group
+        self._comparer = group.comparer
+        self._reference = reference
+        self._order_seed = order_seed
+        self.steps: dict[int, ReferenceStep] = {}
+        self.uncertified_step: int | None = None if reference.certified else group.first_step
+        self._rules = RulesTrial()
+
+    def follows(self, step: int) -> bool:
+        """Always: it needs nothing to be shown."""
+        return True
+
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Tell where each rank's working params lie, before the first step.
+
+        Args:
+            addresses: By rank.
+        """
+        self._reference.place(addresses)
+
+    def advance(self, panel: Sequence[OwesBits]) -> Sequence[ReferenceStep]:
+        """Take the next step of all references that share a norm.
+
+        Args:
+            panel: All groups that share it, this one among them.
+        """
+        orders = [each._prepare() for each in panel]
+        taken = step_together(
+            [each._reference for each in panel], orders, order_seed=self._order_seed
+        )
+        for each, own in zip(panel, taken, strict=True):
+            each._take(own)
+        return taken
+
+    def _prepare(self) -> Orders | None:
+        """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        for earlier, kept in self.steps.items():
+            self.steps[earlier] = _frozen(kept)
+        if self._group.scenario.world.order in POSITION_FREE:
+            return None
+        return self._group.holders.orders()
+
+    def _take(self, taken: ReferenceStep) -> None:
+        self.steps[taken.step] = taken
+        if not taken.clip_certified and self.uncertified_step is None:
+            self.uncertified_step = taken.step
+
+    def forget(self, step: int) -> None:
+        """Forget a step that every rank was shown with.
+
+        Args:
+            step: It.
+        """
+        self.steps.pop(step, None)
+        self._rules.forget(step)
+
+    def scales(self, step: int) -> Mapping[str, Tensor]:
+        """The scales of params in fp8 after a step.
+
+        Args:
+            step: It.
+        """
+        return self.steps[step].scales
+
+    def compare_loaded(self, engine: AskedEngine, *, rank: int) -> Iterator[Finding]:
+        """Compare all that a rank goes on with after a load, before its first step.
+
+        Args:
+            engine: The rank's engine.
+            rank: The rank.
+        """
+        standing = self._reference.standing()
+        # Ranks that wait for none of the others may be steps ahead of them.
+        if standing.next_step == self._group.first_step:
+            yield from compare_loaded(self._group, engine, standing=standing, rank=rank)
+
+    def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare norm and zeros; the norm only where every order of adding gives it.
+
+        Args:
+            result: What the engine said of the step.
+            rank: The rank.
+            step: The step.
+        """
+        expected = self.steps[step]
+        norm = result.norm if expected.norm_certified else None
+        if norm is not None and self._comparer.differs(expected.norm, norm):
+            yield self._group.differing(findings.norm(step, rank), expected.norm, norm)
+        if result.zeros is not None and result.zeros != expected.zeros:
+            yield findings.said("zeros", step, rank, expected=expected.zeros, got=result.zeros)
+
+    def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare a part's gradient, master and optimizer state.
+
+        Args:
+            part: It.
+            rank: The rank that owns it.
+            step: The step.
+        """
+        expected, place = self.steps[step], part.place
+        name, start, stop = place.param, place.start, place.stop
+        whole = stop - start == expected.masters[name].numel()
+
+        def cut(tensor: Tensor) -> Tensor:
+            flat = tensor.reshape(-1)
+            return flat if whole else flat[start:stop]
+
+        grad = cut(self._told(expected, name))
+        assert part.grad is not None, "gradients are told after a step"
+        if self._comparer.differs(grad, part.grad):
+            at = findings.owned("equality.grad", "", step, rank, place)
+            known = partial(self._known_grads, expected, rank=rank, name=name, start=start)
+            yield self._group.differing(at, grad, part.grad, known=known)
+        want = expected.state[name]
+        found = list(
+            self._group.compare_update(
+                part,
+                rank=rank,
+                step=step,
+                master=cut(expected.masters[name]),
+                state={key: cut(value) if value.dim() else value for key, value in want.items()},
+                known=partial(_known_updates, expected, name=name, start=start),
+            )
+        )
+        yield from found
+        pick, got = part_picked(part)
+        self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
+
+    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare gradients of whole params, where the target declares that it shows them.
+
+        Args:
+            engine: The rank's engine.
+            rank: The rank.
+            step: The step.
+        """
+        group, spec = self._group, self._group.scenario.optimizer
+        changed = spec.clip_norm or spec.clip_value or spec.loss_scale
+        if not group.numerics.grads_in_params or changed:
+            if PARTS in group.unobserved:
+                group.unobserved.add("reduced gradients")
+            return
+        told = engine.gradients()
+        for name in group.holders.held[rank]:
+            wanted, got = self._told(self.steps[step], name), told.get(name)
+            if got is None:
+                if wanted.any():
+                    at = findings.gradient(step, rank, name)
+                    yield findings.missing(at, "the system has no gradient of this param")
+            elif self._comparer.differs(wanted, got):
+                at = findings.gradient(step, rank, name)
+                known = partial(self._known_grads, self.steps[step], rank=rank, name=name, start=0)
+                yield self._group.differing(at, wanted, got, known=known)
+
+    def _known_grads(
+        self, expected: ReferenceStep, *, rank: int, name: str, start: int
+    ) -> Iterator[Known]:
+        """What may stand in place of a reduced gradient: a rank's own, or another param's."""
+        for other, brought in enumerate(expected.brought):
+            if name in brought:
+                whose = "this rank" if other == rank else f"rank {self._group.world_ranks[other]}"
+                yield Known(
+                    what=f"the gradient of {whose} alone, not reduced",
+                    values=self._divided(brought[name], expected.divisor),
+                    start=start,
+                )
+        yield from _of_params(
+            {each: self._told(expected, each) for each in expected.grads}, start=start
+        )
+
+    def _told(self, expected: ReferenceStep, name: str) -> Tensor:
+        """A reduced gradient as the target is to tell it."""
+        grad = expected.grads[name]
+        return self._divided(grad, expected.divisor)
+
+    def _divided(self, grad: Tensor, divisor: int) -> Tensor:
+        return grad if divisor == 1 or not self._group.tells_divided else grad / divisor
+
+    def compare_params(
+        self, params: Mapping[str, Tensor], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the working params that a rank holds, those that others own included.
+
+        Args:
+            params: By name.
+            rank: The rank.
+            step: The step.
+        """
+        for name, value in self.steps[step].params.items():
+            if name not in self._group.holders.held[rank]:
+                continue
+            if name not in params:
+                at = findings.param(step, rank, name)
+                yield findings.missing(at, "the system does not have this param")
+                continue
+            differs = self._comparer.differs(value, params[name])
+            if differs:
+                at = findings.param(step, rank, name)
+                known = partial(_known_params, self.steps[step], name=name)
+                yield self._group.differing(at, value, params[name], known=known)
+            pick, got = param_picked(name, params[name])
+            self._rules.look(
+                step, self.steps[step].otherwise, pick=pick, got=got, agrees=not differs
+            )
+
+    def add_to(self, seen: Seen) -> Seen:
+        """Return what was seen with the rules that would fit what differs.
+
+        Args:
+            seen: It.
+        """
+        return replace(seen, rules=self._rules.of_step(seen.bad_step))
+
+
+def _of_params(values: Mapping[str, Tensor], *, start: int) -> Iterator[Known]:
+    """What any param should have, to be looked for at its own place and at any other."""
+    for name, value in values.items():
+        what = f"what param {name!r} should have"
+        yield Known(what=what, values=value, start=start, name=name)
+
+
+def _known_params(expected: ReferenceStep, *, name: str) -> Iterator[Known]:
+    """What may stand in place of a working param: what was there, or another param."""
+    if name in expected.params_before:
+        yield Known(what="what it was before the step", values=expected.params_before[name])
+    yield from _of_params(expected.params, start=0)
+
+
+def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) -> Iterator[Known]:
+    """What may stand in place of a master, or of the optimizer state of a key."""
+    if key:
+        for other, value in expected.state[name].items():
+            if value.dim() and other != key:
+                what = f"what optimizer state {other!r} should have"
+                yield Known(what=what, values=value, start=start)
+        told = {each: state[key] for each, state in expected.state.items() if key in state}
+        yield from _of_params({n: v for n, v in told.items() if v.dim()}, start=start)
+        return
+    if name in expected.masters_before:
+        before = expected.masters_before[name]
+        yield Known(what="what it was before the step", values=before, start=start)
+    yield from _of_params(expected.masters, start=start)
+
+
+def _frozen(step: ReferenceStep) -> ReferenceStep:
+    """A copy that survives the reference's next step; needed only where one rank runs ahead."""
+
+    def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    return replace(
+        step,
+        grads=copied(step.grads),
+        masters=copied(step.masters),
+        params=copied(step.params),
+        scales=copied(step.scales),
+        state={name: copied(state) for name, state in step.state.items()},
+    )

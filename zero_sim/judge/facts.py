@@ -1,0 +1,91 @@
+"""What a rank says of its engine before the first step: what others need in order to judge.
+
+The order of a sum depends on where an element stands, and the bits of a product on where a param
+lies; so the oracle that replays all ranks has to hear it of all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_sim.judge.harness import AskedEngine
+from zero_sim.reference import Addresses, MemoryPlace, place_of
+from zero_sim.targets import Place
+
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """One rank's engine before the first step."""
+
+    places: tuple[Place, ...]
+    """What it owns of the optimizer."""
+    addresses: Addresses
+    """Where its working params lie."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of these params."""
+    untold: frozenset[str] = frozenset()
+    """What it does not tell, in words."""
+    start: Mapping[str, str] = field(default_factory=dict)
+    """By name: a digest of each param and buffer of its module; empty where nobody asked."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "places": [list(dataclasses.astuple(place)) for place in self.places],
+            "addresses": {
+                name: [place.address, list(place.strides)] for name, place in self.addresses.items()
+            },
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "untold": sorted(self.untold),
+            "start": dict(self.start),
+        }
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Facts:
+        """What `as_dict` gave."""
+        names = [field.name for field in dataclasses.fields(Place)]
+        return cls(
+            places=tuple(
+                Place(**dict(zip(names, values, strict=True))) for values in told["places"]
+            ),
+            addresses={
+                name: MemoryPlace(address, tuple(strides))
+                for name, (address, strides) in told["addresses"].items()
+            },
+            shapes={name: tuple(shape) for name, shape in told["shapes"].items()},
+            untold=frozenset(told["untold"]),
+            start=told["start"],
+        )
+
+
+def facts_of(engine: AskedEngine, *, with_start: bool = False) -> Facts:
+    """Ask a rank's engine.
+
+    Args:
+        engine: It.
+        with_start: Whether to look at what it begins with, too.
+    """
+    params = engine.params()
+    begun = {**engine.module_tensors(), **params} if with_start else {}
+    return Facts(
+        places=tuple(part.place for part in engine.parts()),
+        addresses={name: place_of(param) for name, param in params.items()},
+        shapes={name: tuple(param.shape) for name, param in params.items()},
+        untold=engine.untold,
+        start={name: _digest(tensor) for name, tensor in begun.items()},
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    # As bytes, since numpy knows neither bf16 nor fp8.
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

@@ -1,0 +1,125 @@
+"""What is known of one group of ranks while it is judged, and what is noted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from zero_sim.findings import describe as findings
+from zero_sim.findings.compare import same_bits
+from zero_sim.findings.recognition import Known, recognize
+from zero_sim.findings.records import Finding
+from zero_sim.judge.ownership import Holders
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Numerics, OwnedPart
+
+Guesses = Callable[[], Iterable[Known]]
+"""Gives what may have come in place of what was expected."""
+
+
+class Comparer:
+    """Compares tensors bit for bit, and counts their elements."""
+
+    def __init__(self) -> None:
+        self.elems = 0
+        """Compared so far, of whatever kind of state."""
+
+    def differs(self, expected: Tensor, got: Tensor) -> bool:
+        """Whether dtype, number of elements or bits are others than expected."""
+        self.elems += expected.numel()
+        if expected.dtype != got.dtype or expected.numel() != got.numel():
+            return True
+        return not same_bits(expected, got)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A group of ranks with a judge: the judge and what it holds the ranks to share this."""
+
+    scenario: Scenario
+    numerics: Numerics
+    holders: Holders
+    world_ranks: Sequence[int]
+    """Its ranks, as findings name them."""
+    first_step: int
+    """The first step to judge."""
+    sees_all: bool
+    """Whether all of its ranks are shown to its judge."""
+    comparer: Comparer = field(default_factory=Comparer)
+    unobserved: set[str] = field(default_factory=set)
+    """What the engine could tell and does not, so that nothing is known of it; grows."""
+    _guessed: set[tuple[str, int | None, int | None]] = field(default_factory=set)
+    """Check, step and rank of the findings that were looked at for what came instead."""
+
+    @property
+    def tells_divided(self) -> bool:
+        """Whether the gradients that are told are divided already, where that comes after a sum."""
+        return self.numerics.grads_told != "before-division"
+
+    def differing(
+        self, at: Finding, expected: Tensor, got: Tensor, *, known: Guesses = tuple
+    ) -> Finding:
+        """Fill in a finding with what differs, and with what came instead where that is known.
+
+        Args:
+            at: The finding, of the first element that was compared.
+            expected: Any shape.
+            got: What came.
+            known: Gives what that might be; asked for the first finding of each check and rank.
+        """
+        hint, key = "", (at.check, at.step, at.rank)
+        if key not in self._guessed and expected.dtype == got.dtype:
+            self._guessed.add(key)
+            if expected.numel() == got.numel():
+                hint = self._guess(expected, got, known)
+        return findings.differing(at, expected, got, hint=hint)
+
+    def _guess(self, expected: Tensor, got: Tensor, known: Guesses) -> str:
+        what = recognize(expected, got, known=known())
+        if what:
+            return f"what came {what}"
+        timing = self.scenario.world.timing
+        if timing != "eager" and bool((got.isnan() & ~expected.isnan()).any()):
+            return (
+                f"NaN came, which is what memory in flight holds under timing {timing!r}; it may "
+                "have been read before its wait"
+            )
+        return ""
+
+    def compare_update(
+        self,
+        part: OwnedPart,
+        *,
+        rank: int,
+        step: int,
+        master: Tensor,
+        state: Mapping[str, Tensor],
+        known: Callable[[str], Iterable[Known]] = lambda key: (),
+    ) -> Iterator[Finding]:
+        """Compare what the optimizer made of a part of a param.
+
+        Args:
+            part: It.
+            rank: The rank that owns it.
+            step: After which step.
+            master: What it must be, cut to the part.
+            state: What the optimizer's state must be, by torch's key.
+            known: Gives what may have come instead, of a key, or of the master for an empty one.
+        """
+        place = part.place
+        compared = [("equality.master", "", master, part.master)]
+        compared += [
+            ("equality.state", key, state[key], part.state[key])
+            for key in sorted(state.keys() & part.state.keys())
+        ]
+        for check, key, value, got in compared:
+            if self.comparer.differs(value, got):
+                at = findings.owned(check, key, step, rank, place)
+                yield self.differing(at, value, got, known=partial(known, key))
+        for key in sorted(state.keys() ^ part.state.keys()):
+            at = findings.owned("equality.state", key, step, rank, place)
+            side = "the reference" if key in part.state else "the system"
+            yield findings.missing(at, f"optimizer state {key!r} is missing in {side}")

@@ -1,0 +1,169 @@
+"""What must hold whatever the numbers are; none of it needs the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from zero_sim.findings.records import Finding
+from zero_sim.judge.harness import AskedEngine
+from zero_sim.targets import Place
+
+
+def check_ownership(
+    replicas: Sequence[Mapping[int, Sequence[Place]]],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    step: int,
+) -> Iterator[Finding]:
+    """Check that the ranks of every replica own each element exactly once between them.
+
+    Args:
+        replicas: What each rank owns, by rank, for each replica of the optimizer state.
+        shapes: Shape of every trainable param.
+        step: The step that comes next, for the finding.
+    """
+    for places in replicas:
+        owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
+        for finding in _check_cover(owned, shapes=shapes):
+            yield replace(finding, step=step)
+
+
+def check_holding(
+    names: Mapping[int, Iterable[str]], *, held: Sequence[Collection[str]], step: int
+) -> Iterator[Finding]:
+    """Check that no rank holds a param that is not its own to train, such as another's expert.
+
+    Args:
+        names: Names of the params that each rank has, by rank.
+        held: Names of those that it is to have, in rank order.
+        step: The step that comes next, for the finding.
+    """
+    for rank in sorted(names):
+        for name in names[rank]:
+            if name not in held[rank]:
+                yield replace(
+                    _ownership(name, 0, "this rank holds a param that is not among its own"),
+                    step=step,
+                    rank=rank,
+                )
+
+
+def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterator[Finding]:
+    """Check that ranks which hold the same param or buffer begin with the same values of it.
+
+    Args:
+        starts: By rank and name, a digest of what the rank has.
+        step: The step that comes next, for the finding.
+    """
+    first: dict[str, int] = {}
+    for rank in sorted(starts):
+        for name, digest in starts[rank].items():
+            holder = first.setdefault(name, rank)
+            if digest != starts[holder][name]:
+                yield Finding(
+                    check="invariant.start",
+                    step=step,
+                    rank=rank,
+                    param=name,
+                    message=f"before the step this rank has other values of it than rank {holder}",
+                )
+
+
+def _check_cover(
+    owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Finding]:
+    by_param: dict[str, list[tuple[int, int, int]]] = {name: [] for name in shapes}
+    for rank, place in owned:
+        by_param.setdefault(place.param, []).append((place.start, place.stop, rank))
+    for name, spans in by_param.items():
+        numel = prod(shapes.get(name, (0,)))
+        reached, last_rank = 0, -1
+        for start, stop, rank in [*sorted(spans), (numel, numel, -1)]:
+            if start > reached:
+                yield _ownership(
+                    name,
+                    reached,
+                    f"elements {reached} to {start} of {numel} belong to no rank",
+                    stop=start,
+                )
+            elif start < reached and start < stop:
+                yield _ownership(
+                    name,
+                    start,
+                    f"elements {start} to {min(stop, reached)} belong to ranks "
+                    f"{last_rank} and {rank}",
+                    stop=min(stop, reached),
+                )
+            if stop > numel:
+                yield _ownership(
+                    name, numel, f"rank {rank} owns elements up to {stop} of a param with {numel}"
+                )
+            if stop > reached:
+                reached, last_rank = stop, rank
+
+
+def _ownership(param: str, offset: int, message: str, *, stop: int | None = None) -> Finding:
+    return Finding(
+        check="invariant.ownership",
+        message=message,
+        step=0,
+        phase="forward",
+        param=param,
+        offset_in_param=offset,
+        differ_spans=() if stop is None else ((offset, stop),),
+    )
+
+
+def check_same_places(
+    before: Sequence[Place], now: Sequence[Place], *, step: int, rank: int
+) -> Iterator[Finding]:
+    """Check that a rank still owns what it owned at the start: what is not told is not compared."""
+    if before != now:
+        gone = sorted({place.param for place in before} - {place.param for place in now})
+        yield Finding(
+            check="invariant.ownership",
+            message=f"this rank owned {len(before)} parts at the start and {len(now)} now"
+            + (f"; gone: {', '.join(gone)}" if gone else ""),
+            step=step,
+            phase="forward",
+            rank=rank,
+        )
+
+
+def check_zero_gradients(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
+    """Check that gradient buffers are zero before the first micro-batch of a step."""
+    where = engine.stray_gradients(padding_only=False)
+    if where:
+        yield Finding(
+            check="invariant.zero-gradients",
+            step=step,
+            rank=rank,
+            phase="forward",
+            message=f"gradients are not zero before the first micro-batch: {where}",
+        )
+
+
+def check_padding(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
+    """Check that the padding of gradient buffers is still zero after a step."""
+    where = engine.stray_gradients(padding_only=True)
+    if where:
+        yield _written_padding("a gradient buffer", where, step=step, rank=rank, phase="reduce")
+
+
+def check_param_padding(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
+    """Check that the padding of param buffers and master shards is still zero after a step."""
+    where = engine.stray_padding()
+    if where:
+        yield _written_padding("params or masters", where, step=step, rank=rank, phase="gather")
+
+
+def _written_padding(what: str, where: str, *, step: int, rank: int, phase: str) -> Finding:
+    return Finding(
+        check="invariant.padding",
+        step=step,
+        rank=rank,
+        phase=phase,
+        message=f"padding of {what} was written: {where}",
+    )

@@ -1,0 +1,436 @@
+"""Compares everything a rank holds with the reference, after every step.
+
+A judge is called by the rank programs themselves, one rank at a time, right after a step and before
+anything else changes the state; so nothing is copied unless a difference is found.
+
+Where every rank is a process of its own, each has a judge that observes that one rank and hears of
+the others what they say before their first step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from zero_sim.cost.forms import ParamSize
+from zero_sim.cost.hook_trace import Pace
+from zero_sim.cost.memory import bytes_held, check_memory
+from zero_sim.cost.volume import StepWindow
+from zero_sim.findings import describe as findings
+from zero_sim.findings.buffer_map import build_strip
+from zero_sim.findings.recognition import Known
+from zero_sim.findings.records import Finding, Strip
+from zero_sim.judge import invariants
+from zero_sim.judge.facts import Facts
+from zero_sim.judge.group import Group
+from zero_sim.judge.guarantee import Row, count_rows
+from zero_sim.judge.harness import AskedEngine
+from zero_sim.judge.known_or_not import AnyReference, AnyStep, owing_of
+from zero_sim.judge.ownership import Holders
+from zero_sim.judge.seen import Seen
+from zero_sim.judge.trainable import check_trainable
+from zero_sim.reference import encode
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Numerics, OwnedPart, StepResult
+from zero_sim.targets.adapt import PARTS
+
+
+class Judge:
+    """Judges one run; collects findings of the first step at which anything is wrong.
+
+    Args:
+        scenario: The case.
+        reference: The oracle, at the step before `first_step`.
+        first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
+        stop_step: The step before which this world ends; all of the case where left out.
+        world_ranks: The ranks of the group that is judged, as findings name them.
+        order_seed: Seed of the world, if it is not the scenario's.
+        calls_made: How many calls the world has logged, for findings to say where in the log they
+            stand; left out where there is no log.
+        numerics: What the target declares; without it, gradients are told before the division.
+        observed: The ranks, within the group, that this judge is shown; all where left out.
+
+    Judges of one world that share a norm have to be told of each other by `seat_together`.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        reference: AnyReference,
+        first_step: int = 0,
+        stop_step: int | None = None,
+        world_ranks: Sequence[int] | None = None,
+        order_seed: int | None = None,
+        calls_made: Callable[[], int] | None = None,
+        numerics: Numerics | None = None,
+        observed: Collection[int] | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.first_step = first_step
+        self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
+        self.nonzero_fraction_max = 0.0
+        self.same_data = scenario.world.size > 1
+        self.has_stepped = False
+        """Whether any step was taken, and on finite gradients: others prove nothing."""
+        self.owed: Counter[Row] = Counter()
+        """Elements of the reduced gradients of all steps, by why they are owed."""
+        self.windows: list[StepWindow] = []
+        """Where the steps of all ranks lie in the event log."""
+        self.sizes: dict[int, Sequence[ParamSize]] = {}
+        """What each rank trains, if it is one that closed forms hold for."""
+        self.paces: dict[int, Pace] = {}
+        """What each such rank did between its calls, if that is looked at."""
+        ranks = range(scenario.world.size) if observed is None else observed
+        self._observed = dict.fromkeys(ranks, first_step - 1)
+        """By rank that is shown: the last step at which it was."""
+        self._holders = Holders(scenario, held=reference.held)
+        self._group = Group(
+            scenario=scenario,
+            numerics=numerics or Numerics(),
+            holders=self._holders,
+            world_ranks=self.world_ranks,
+            first_step=first_step,
+            sees_all=len(self._observed) == scenario.world.size,
+        )
+        self._owing = owing_of(
+            self._group,
+            reference=reference,
+            order_seed=scenario.run.seed if order_seed is None else order_seed,
+        )
+        self._call_count = calls_made or int
+        self._calls_seen: dict[int, int] = {}
+        self._skipped: dict[int, bool] = {}
+        stop_step = scenario.run.steps if stop_step is None else stop_step
+        # What leaks has done so after the second step. Weighing costs as much as comparing.
+        self._weighed_step = min(first_step + 1, stop_step - 1)
+        self._calls_made = calls_made
+        self._call_starts: dict[tuple[int, int], int] = {}
+        self._parts: dict[int, list[OwnedPart]] = {}
+        self._bad_step: int | None = None
+        self._begun_step = self._taken_step = first_step - 1
+        self._findings: list[Finding] = []
+        self._panel: Sequence[Judge] = (self,)
+
+    @staticmethod
+    def seat_together(judges: Sequence[Judge]) -> None:
+        """Let judges step their references together: every rank of all has built by then."""
+        for judge in judges:
+            judge._panel = judges
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What was found at the first bad step, in the order in which an error travels."""
+        return self.seen().merged()
+
+    def seen(self) -> Seen:
+        """All there is to say of this run, as plain data."""
+        placed = (findings.with_index(found, self._holders.shapes) for found in self._findings)
+        seen = Seen(
+            world_ranks=tuple(self.world_ranks),
+            first_step=self.first_step,
+            has_started=self.has_started,
+            compared_elems=self._group.comparer.elems,
+            nonzero_fraction_max=self.nonzero_fraction_max,
+            same_data=self.same_data,
+            has_stepped=self.has_stepped,
+            uncertified_step=self._owing.uncertified_step,
+            unobserved=frozenset(self._group.unobserved),
+            owed=self.owed,
+            bad_step=self._bad_step,
+            findings=tuple(
+                found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
+                for found in placed
+            ),
+        )
+        return self._owing.add_to(seen)
+
+    def strip(self) -> Strip | None:
+        """The flat buffer of the first finding that lies in one."""
+        seen = self.seen()
+        for first in seen.merged():
+            told = self._holders.places
+            sharing = (ranks for ranks, names in self._holders.sharings if first.param in names)
+            places = {
+                self.world_ranks[rank]: told[rank] for rank in next(sharing, ()) if rank in told
+            }
+            found = [finding for finding in seen.findings if finding.check == first.check]
+            strip = build_strip(first, found=found, places=places)
+            if strip is not None:
+                return strip
+        return None
+
+    def hear(self, rank: int, facts: Facts) -> None:
+        """Note what a rank's engine says before the first step: who owns what, and where it lies.
+
+        Args:
+            rank: The rank, within the group.
+            facts: What it says. Of every rank, also those that are not observed, before any steps.
+        """
+        self._holders.hear(rank, facts)
+        self._group.unobserved.update(facts.untold)
+        if self.has_started:
+            self._owing.place(self._holders.addresses)
+            tell_parts = PARTS not in self._group.unobserved
+            self._report(
+                self.first_step, self._holders.check(self.first_step, tell_parts=tell_parts)
+            )
+
+    def observe_load(self, rank: int, engine: AskedEngine) -> None:
+        """Judge what a rank goes on with, right after it has loaded a checkpoint.
+
+        Args:
+            rank: The rank, within the group.
+            engine: Its engine; params can be read.
+        """
+        self._report(self.first_step, self._owing.compare_loaded(engine, rank=rank))
+
+    def hold_to_costs(
+        self, rank: int, sizes: Sequence[ParamSize], *, pace: Pace | None = None
+    ) -> None:
+        """Hold a rank to the closed forms of its stage.
+
+        Args:
+            rank: The rank, within the group.
+            sizes: What it trains, as it was before its engine had it.
+            pace: What it will do between its calls; left out where that is not looked at.
+        """
+        self.sizes[rank] = sizes
+        if pace is not None:
+            self.paces[rank] = pace
+        self._calls_seen[rank] = self._call_count()
+
+    @property
+    def param_names(self) -> frozenset[str]:
+        """Names of the params that any rank of the group trains."""
+        return frozenset[str]().union(*self._holders.held)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether every rank has built its engine and told of it."""
+        return self._holders.are_all_there
+
+    def before_backward(self, rank: int, step: int, engine: AskedEngine) -> None:
+        """Look at a rank right before the first backward of a step."""
+        self._begun_step = max(self._begun_step, step)
+        if self._calls_made is not None:
+            self._call_starts[rank, step] = self._calls_made()
+            # Params of the step before may be looked at in this one.
+            self._call_starts.pop((rank, step - 2), None)
+        self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
+
+    def observe(
+        self,
+        rank: int,
+        step: int,
+        losses: Sequence[Tensor],
+        result: StepResult,
+        engine: AskedEngine,
+    ) -> None:
+        """Judge all of a rank's state after a step.
+
+        Args:
+            rank: The rank.
+            step: The step it has just done, from 0.
+            losses: Its loss for each micro-batch.
+            result: What its engine said of the step.
+            engine: Its engine; params may still be in flight.
+        """
+        if self._bad_step is not None and step > self._bad_step:
+            return
+        if self._owing.follows(step):
+            expected = self._expected(step)
+            if self._owing.uncertified_step is None:
+                self._report(step, self._compare_result(rank, step, result, expected))
+                self._report(step, self._compare(rank, step, losses, engine, expected))
+        else:
+            self._skipped.setdefault(step, bool(result.skipped))
+        self._close_window(rank, step)
+
+    def _close_window(self, rank: int, step: int) -> None:
+        """Note what the rank called since its last step ended."""
+        start, stop = self._calls_seen.get(rank, 0), self._call_count()
+        self._calls_seen[rank] = stop
+        self.windows.append(
+            StepWindow(
+                rank=rank,
+                world_rank=self.world_ranks[rank],
+                step=step,
+                start=start,
+                stop=stop,
+                skipped=self._skipped[step],
+            )
+        )
+
+    def observe_params(self, rank: int, step: int, engine: AskedEngine) -> None:
+        """Judge a rank's working params, once a step's gathers are done; last look at that step."""
+        is_owed = self._owing.uncertified_step is None
+        if is_owed and (self._bad_step is None or step <= self._bad_step):
+            self._report(step, self._compare_params(rank, step, engine))
+            if rank in self.sizes and step == self._weighed_step:
+                self._report(step, self._compare_memory(rank, step, engine))
+        self._observed[rank] = step
+        self._forget_shown(step)
+
+    def step_unseen(self) -> None:
+        """Let the references of the whole panel take a step of which nothing is shown here."""
+        if self._owing.steps_unseen:
+            self._advance()
+
+    def ask_reference(self) -> None:
+        """Let the reference take the step that a rank has begun, if it has not yet.
+
+        Raises:
+            UntrainableError: It cannot, or not with finite numbers.
+        """
+        if self._owing.steps_unseen and self._taken_step < self._begun_step:
+            self._advance()
+
+    def _report(self, step: int, found: Iterator[Finding]) -> None:
+        for finding in found:
+            is_first = self.first_step and finding.step == self.first_step
+            if is_first and finding.phase != "load":
+                message = f"{finding.message}, in the first step after the checkpoint was loaded"
+                finding = replace(finding, message=message)
+            self._findings.append(self._dated(finding))
+            self._bad_step = step if self._bad_step is None else min(self._bad_step, step)
+        if self._bad_step is not None:
+            # Only the first bad step tells where it began.
+            self._findings = [f for f in self._findings if f.step in (None, self._bad_step)]
+
+    def _dated(self, finding: Finding) -> Finding:
+        """A finding with its place in the event log."""
+        if self._calls_made is None:
+            return finding
+        started = None
+        if finding.rank is not None and finding.step is not None:
+            started = self._call_starts.get((finding.rank, finding.step))
+        return replace(finding, call_start=started, call_stop=self._calls_made())
+
+    def _expected(self, step: int) -> AnyStep:
+        if step not in self._owing.steps:
+            self._advance()
+        return self._owing.steps[step]
+
+    def _advance(self) -> None:
+        """Take the next step of all references that share a norm."""
+        taken = self._owing.advance([judge._owing for judge in self._panel])
+        for judge, own in zip(self._panel, taken, strict=True):
+            judge._take(own)
+
+    def _take(self, taken: AnyStep) -> None:
+        """Note a step that the reference has just done."""
+        self._forget_shown(taken.step)
+        self._taken_step = taken.step
+        self._skipped[taken.step] = taken.skipped
+        self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
+        if taken.norm.isfinite():
+            self.owed += count_rows(
+                taken,
+                rank_count=self.scenario.world.size,
+                replica_count=self.scenario.system.redundancy,
+                order_known=self.scenario.world.order_known,
+            )
+        self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
+        self.same_data &= len(set(taken.data_digests.values())) == 1
+        # Behind a finding the system's own mistake may have led there.
+        if not self._findings:
+            check_trainable(taken, self.scenario, world_ranks=self.world_ranks)
+
+    def _forget_shown(self, step: int) -> None:
+        """Forget a step once all ranks were shown with it; at once where none ever is."""
+        if all(last >= step for last in self._observed.values()):
+            self._owing.forget(step)
+
+    def _compare_result(
+        self, rank: int, step: int, result: StepResult, expected: AnyStep
+    ) -> Iterator[Finding]:
+        yield from self._owing.compare_measured(result, rank=rank, step=step)
+        told = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
+        self._group.unobserved.update(name for name, got in told.items() if got is None)
+        spec = self.scenario.optimizer
+        if result.norm is None and spec.clip_norm is not None:
+            yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
+        if result.loss_scale is None and spec.loss_scale is not None:
+            yield findings.said("loss_scale", step, rank, expected=expected.loss_scale, got=None)
+        said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
+        for name, got in said:
+            wanted = getattr(expected, name)
+            if got is not None and got != wanted:
+                yield findings.said(name, step, rank, expected=wanted, got=got)
+
+    def _compare(
+        self,
+        rank: int,
+        step: int,
+        losses: Sequence[Tensor],
+        engine: AskedEngine,
+        expected: AnyStep,
+    ) -> Iterator[Finding]:
+        for micro, loss in enumerate(losses):
+            if self._group.comparer.differs(expected.losses[rank, micro], loss):
+                at = findings.loss(step, rank, micro)
+                known = partial(self._other_losses, expected)
+                yield self._group.differing(at, expected.losses[rank, micro], loss, known=known)
+        # Views of live state, looked at once more when the params are there.
+        self._parts[rank] = list(engine.parts())
+        owned = [part.place for part in self._parts[rank]]
+        yield from invariants.check_same_places(
+            self._holders.places[rank], owned, step=step, rank=rank
+        )
+        for part in self._parts[rank]:
+            yield from self._owing.compare_part(part, rank=rank, step=step)
+        yield from invariants.check_padding(engine, step=step, rank=rank)
+        yield from self._owing.compare_told(engine, rank=rank, step=step)
+
+    def _other_losses(self, expected: AnyStep) -> Iterator[Known]:
+        for (rank, micro), loss in expected.losses.items():
+            what = f"the loss of rank {self.world_ranks[rank]}, micro-batch {micro}"
+            yield Known(what=what, values=loss)
+
+    def _compare_params(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
+        params, held = engine.params(), self._holders.held[rank]
+        expected, differs = self._owing.scales(step), self._group.comparer.differs
+        scales = engine.scales([name for name in expected if name in held])
+        for name, scale in scales.items():
+            if scale is None:
+                at = findings.scale(step, rank, name)
+                yield findings.missing(at, "the system does not have the scale of this param")
+            elif differs(expected[name], scale):
+                at = findings.scale(step, rank, name)
+                yield findings.differing(at, expected[name], scale)
+        for part in self._parts[rank]:
+            place = part.place
+            if place.param not in params:
+                continue  # Said below, for the whole param.
+            working = params[place.param].reshape(-1)[place.start : place.stop]
+            # With the rank's own scale: this is about what it holds, right or wrong.
+            scale = scales.get(place.param)
+            cast = (
+                part.master.to(working.dtype)
+                if scale is None
+                else encode(part.master, scale=scale, dtype=working.dtype)
+            )
+            if differs(cast, working):
+                at = findings.owned("invariant.cast", "", step, rank, place)
+                yield findings.differing(at, cast, working)
+        yield from self._owing.compare_params(params, rank=rank, step=step)
+        yield from invariants.check_param_padding(engine, step=step, rank=rank)
+
+    def _compare_memory(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
+        owed = bytes_held(
+            self.sizes[rank],
+            scenario=self.scenario,
+            rank=rank,
+            # What state an element has was compared with the reference before.
+            stored=sum(
+                part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
+                for part in self._parts[rank]
+            ),
+        )
+        if PARTS in self._group.unobserved:
+            del owed["state"]  # How much of it an element has only parts tell.
+        yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)

@@ -1,0 +1,152 @@
+"""What a system owes of the numbers that the order of addition decides: known or not, one seam.
+
+Where the order is known, the reference tells the bits of all there is (`verify.owing_bits`). Where
+it is not, sums owe a place between two numbers, and all that follows from them its bits
+(`verify.owing_bounds`). A judge knows no difference between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from zero_sim.errors import UsageError
+from zero_sim.findings.records import Finding
+from zero_sim.judge.bounded import OwesBounds
+from zero_sim.judge.exact import OwesBits
+from zero_sim.judge.group import Group
+from zero_sim.judge.harness import AskedEngine
+from zero_sim.judge.seen import Seen
+from zero_sim.reference import (
+    Addresses,
+    BoundedReference,
+    BoundedStep,
+    ClipForm,
+    Norm,
+    Reference,
+    ReferenceStep,
+)
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import OwnedPart, StepResult
+from zero_sim.workloads import Workload
+
+AnyReference = Reference | BoundedReference
+AnyStep = ReferenceStep | BoundedStep
+
+
+class Owing(Protocol):
+    """What one group of ranks owes, step by step."""
+
+    @property
+    def steps(self) -> Mapping[int, AnyStep]:
+        """Those that the reference has taken and that are not forgotten."""
+        ...
+
+    @property
+    def uncertified_step(self) -> int | None:
+        """Step from whose update on nothing is owed; None as long as all is."""
+        ...
+
+    @property
+    def steps_unseen(self) -> bool:
+        """Whether the reference can take a step without being shown the one before."""
+        ...
+
+    def follows(self, step: int) -> bool:
+        """Whether the reference can take a step at all."""
+        ...
+
+    def place(self, addresses: Sequence[Addresses]) -> None:
+        """Tell where each rank's working params lie, before the first step."""
+        ...
+
+    def advance(self, panel: Sequence[Self]) -> Sequence[AnyStep]:
+        """Take the next step of all groups that share a norm, this one among them."""
+        ...
+
+    def forget(self, step: int) -> None:
+        """Forget a step that every rank was shown with."""
+        ...
+
+    def scales(self, step: int) -> Mapping[str, Tensor]:
+        """The scales of params in fp8 after a step."""
+        ...
+
+    def compare_loaded(self, engine: AskedEngine, *, rank: int) -> Iterator[Finding]:
+        """Compare all that a rank goes on with after a load, before its first step."""
+        ...
+
+    def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare what was measured of the whole gradient."""
+        ...
+
+    def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare a part that a rank owns: its gradient, its master, its optimizer state."""
+        ...
+
+    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+        """Compare gradients of whole params, where the target declares that it shows them."""
+        ...
+
+    def compare_params(
+        self, params: Mapping[str, Tensor], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare the working params that a rank holds, those that others own included."""
+        ...
+
+    def add_to(self, seen: Seen) -> Seen:
+        """Return what was seen of a run with what only this knows."""
+        ...
+
+
+def owing_of(group: Group, *, reference: AnyReference, order_seed: int) -> Owing:
+    """What a group owes by a reference.
+
+    Args:
+        group: The group.
+        reference: The oracle, at the step before the first one.
+        order_seed: Seed of the world, from which orders are drawn.
+    """
+    if isinstance(reference, Reference):
+        return OwesBits(group, reference=reference, order_seed=order_seed)
+    return OwesBounds(group, reference=reference)
+
+
+def take_reference(
+    scenario: Scenario,
+    *,
+    before: AnyReference | None,
+    workload: Workload,
+    uncounted: Sequence[str] = (),
+    weights_only: bool = False,
+    norm: Norm = "of-elements",
+    clip: ClipForm = "fp32-division",
+) -> AnyReference:
+    """Build the reference that fits what is known of the order, or go on with the one there is.
+
+    Args:
+        scenario: The case, as the reference is to replay it.
+        before: The reference of the world before this one, if there was one.
+        workload: The case's workload.
+        uncounted: As for `Reference`.
+        weights_only: As for `Reference.continue_as`.
+        norm: As for `Reference`; where the order is not known, of all elements.
+        clip: As for `Reference`; where the order is not known, not a form that takes the root.
+
+    Raises:
+        ModelError: The model has nothing to train.
+        UsageError: The reference cannot go on in this world.
+    """
+    if before is None:
+        if scenario.world.order_known:
+            return Reference(scenario, workload=workload, uncounted=uncounted, norm=norm, clip=clip)
+        return BoundedReference(scenario, workload=workload, clip=clip)
+    if isinstance(before, BoundedReference):
+        raise UsageError(
+            "Expected a known order of addition in a case that goes on in another world, but got "
+            "world.order_known = false. Try leaving out one of the two."
+        )
+    before.continue_as(scenario, workload=workload, weights_only=weights_only)
+    return before

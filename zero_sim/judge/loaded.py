@@ -1,0 +1,176 @@
+"""What a rank goes on with after it has loaded a checkpoint, compared before its first forward.
+
+Where a load goes wrong, everything after it is wrong: said here, it has the param and the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from zero_sim.findings import describe as findings
+from zero_sim.findings.recognition import Known
+from zero_sim.findings.records import Finding
+from zero_sim.judge.group import Group
+from zero_sim.judge.harness import AskedEngine
+from zero_sim.reference import Standing
+from zero_sim.targets import OwnedPart, Settings
+
+CHECK = "equality.load"
+
+_FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
+"""Settings that choose between ways of computing the same."""
+
+
+def compare_loaded(
+    group: Group, engine: AskedEngine, *, standing: Standing, rank: int
+) -> Iterator[Finding]:
+    """Compare masters, optimizer state, working params, scales and settings, if they are told.
+
+    After a load of the weights alone an optimizer may have made its state already or not: that is
+    compared after the next step.
+
+    Args:
+        group: The group.
+        engine: The rank's engine.
+        standing: What the reference goes on with.
+        rank: The rank, within the group.
+    """
+    for part in engine.parts():
+        yield from _compare_part(group, part, standing=standing, rank=rank)
+    params = engine.params()
+    for name, wanted in standing.params.items():
+        if name not in group.holders.held[rank]:
+            continue
+        at = _of_param(group, name, rank=rank)
+        if name not in params:
+            yield findings.missing(at, "the system does not have this param after the load")
+        elif group.comparer.differs(wanted, params[name]):
+            known = partial(_others, standing.params)
+            yield group.differing(at, wanted, params[name], known=known)
+    yield from _compare_scales(group, engine, standing=standing, rank=rank)
+    settings = engine.settings()
+    if settings is None:
+        group.unobserved.add("settings of the optimizer after a load")
+    else:
+        yield from _compare_settings(group, settings, standing=standing, rank=rank)
+
+
+def _compare_part(
+    group: Group, part: OwnedPart, *, standing: Standing, rank: int
+) -> Iterator[Finding]:
+    place, step = part.place, group.first_step
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1)[place.start : place.stop] if tensor.dim() else tensor
+
+    def others(values: Mapping[str, Tensor]) -> Iterator[Known]:
+        return _others(values, start=place.start)
+
+    name = place.param
+    master = standing.masters[name].reshape(-1)[place.start : place.stop]
+    if group.comparer.differs(master, part.master):
+        at = findings.owned(CHECK, "the fp32 master", step, rank, place)
+
+        def known() -> Iterator[Known]:
+            yield _narrowed(standing, name, start=place.start)
+            yield from others(standing.masters)
+
+        yield group.differing(replace(at, manner="master"), master, part.master, known=known)
+    wanted = standing.state[name]
+    # Without any, the optimizer may have made its state already or not: seen after its next step.
+    for key in sorted(wanted.keys() | part.state.keys()) if wanted else ():
+        at = findings.owned(CHECK, f"optimizer state {key!r}", step, rank, place)
+        at = replace(at, manner=key)
+        if key not in wanted or key not in part.state:
+            side = "the reference" if key in part.state else "the system"
+            message = f"optimizer state {key!r} is missing in {side} after the load"
+            yield findings.missing(at, message)
+            continue
+        value, got = cut(wanted[key]), part.state[key]
+        if not group.comparer.differs(value, got):
+            continue
+
+        def known_state(key: str = key) -> Iterator[Known]:
+            for other, stored in wanted.items():
+                if other != key and stored.dim():
+                    what = f"what optimizer state {other!r} should have"
+                    yield Known(what=what, values=stored, start=place.start)
+            told = {each: state[key] for each, state in standing.state.items() if key in state}
+            yield from others({each: value for each, value in told.items() if value.dim()})
+
+        yield group.differing(at, value, got, known=known_state)
+
+
+def _compare_scales(
+    group: Group, engine: AskedEngine, *, standing: Standing, rank: int
+) -> Iterator[Finding]:
+    held = [name for name in standing.scales if name in group.holders.held[rank]]
+    for name, scale in engine.scales(held).items():
+        at = replace(_of_param(group, name, rank=rank), manner="scale")
+        if scale is None:
+            yield findings.missing(at, "the system does not have the scale after the load")
+        elif group.comparer.differs(standing.scales[name], scale):
+            at = replace(at, message="the scale of the fp8 param is not what was saved")
+            yield group.differing(at, standing.scales[name], scale)
+
+
+def _compare_settings(
+    group: Group, settings: Settings, *, standing: Standing, rank: int
+) -> Iterator[Finding]:
+    for name, told in settings.params.items():
+        wanted = standing.settings.get(name, {})
+        for key in sorted(wanted.keys() & told.keys() - _FREE):
+            if told[key] != wanted[key]:
+                yield _setting(
+                    group, f"the setting {key!r}", wanted[key], told[key], rank=rank, param=name
+                )
+    for what, expected, got in (
+        ("the loss scale", standing.loss_scale, settings.loss_scale),
+        ("the count of good steps", standing.good_steps, settings.good_steps),
+    ):
+        if expected is not None and got != expected:
+            yield _setting(group, what, expected, got, rank=rank)
+
+
+def _setting(
+    group: Group, what: str, expected: object, got: object, *, rank: int, param: str | None = None
+) -> Finding:
+    return Finding(
+        check=CHECK,
+        message=f"{what} is not what was saved: expected {expected!r}, got {got!r}",
+        step=group.first_step,
+        phase="load",
+        rank=rank,
+        param=param,
+        manner=what,
+    )
+
+
+def _of_param(group: Group, name: str, *, rank: int) -> Finding:
+    """A whole working param, before it is compared."""
+    return Finding(
+        check=CHECK,
+        message="the working param is not what was saved",
+        step=group.first_step,
+        phase="load",
+        rank=rank,
+        param=name,
+        offset_in_param=0,
+        manner="param",
+    )
+
+
+def _narrowed(standing: Standing, name: str, *, start: int) -> Known:
+    """The working param in fp32: a master that was made of it has lost its lower bits."""
+    values = standing.params[name].float()
+    return Known(what="the working param, without the lower bits", values=values, start=start)
+
+
+def _others(values: Mapping[str, Tensor], *, start: int = 0) -> Iterator[Known]:
+    for name, value in values.items():
+        what = f"what param {name!r} should have"
+        yield Known(what=what, values=value, start=start, name=name)

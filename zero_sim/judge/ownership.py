@@ -1,0 +1,139 @@
+"""Who holds what, and where it lies: what engines say before the first step, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+
+from zero_sim.findings.records import Finding
+from zero_sim.judge import invariants
+from zero_sim.judge.facts import Facts
+from zero_sim.judge.positions import sum_spans
+from zero_sim.reference import Addresses, Orders
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Place
+
+
+class Holders:
+    """The ranks of a group, and what each of them holds.
+
+    Args:
+        scenario: The case.
+        held: For every rank, the names of the params that it is to hold. It is the reference that
+            knows that, never the system.
+    """
+
+    def __init__(self, scenario: Scenario, *, held: Sequence[frozenset[str]]) -> None:
+        self._scenario = scenario
+        self.held = held
+        self.places: dict[int, list[Place]] = {}
+        """By rank: what it owns of the optimizer."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of all working params."""
+        self._addresses: dict[int, Addresses] = {}
+        self._starts: dict[int, Mapping[str, str]] = {}
+
+    def hear(self, rank: int, facts: Facts) -> None:
+        """Note what a rank's engine says.
+
+        Args:
+            rank: The rank, within the group.
+            facts: What it says.
+        """
+        self.places[rank] = list(facts.places)
+        self._addresses[rank] = facts.addresses
+        self._starts[rank] = facts.start
+        self.shapes |= facts.shapes
+
+    @property
+    def are_all_there(self) -> bool:
+        """Whether every rank has built its engine and told of it."""
+        return len(self.places) == self._scenario.world.size
+
+    @property
+    def addresses(self) -> list[Addresses]:
+        """Where the working params of each rank lie."""
+        return [self._addresses[rank] for rank in sorted(self._addresses)]
+
+    @cached_property
+    def sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
+        """The ranks that hold params together, and which: dense ones, and each share of experts."""
+        names_of: dict[tuple[int, ...], set[str]] = {}
+        for name in frozenset[str]().union(*self.held):
+            ranks = tuple(rank for rank, names in enumerate(self.held) if name in names)
+            names_of.setdefault(ranks, set()).add(name)
+        return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
+
+    def check(self, step: int, *, tell_parts: bool) -> Iterator[Finding]:
+        """Check that each element of a param has one owner a replica, and that holders begin alike.
+
+        Args:
+            step: The step before which this is.
+            tell_parts: Whether engines say what they own.
+        """
+        named = {
+            rank: {**addresses, **{place.param: None for place in self.places[rank]}}
+            for rank, addresses in self._addresses.items()
+        }
+        yield from invariants.check_holding(named, held=self.held, step=step)
+        yield from invariants.check_start(self._starts, step=step)
+        for ranks, names in self.sharings if tell_parts else ():
+            for finding in invariants.check_ownership(
+                self._replicas(ranks, names),
+                shapes={name: shape for name, shape in self.shapes.items() if name in names},
+                step=step,
+            ):
+                yield replace(finding, message=f"{finding.message}; {self._who_owns()}")
+
+    def _who_owns(self) -> str:
+        """Who is to own what, by what the case asks for, and how a target says otherwise."""
+        system = self._scenario.system
+        if system.stage == 0:
+            return (
+                "at system.stage = 0 every rank keeps all optimizer state; a target that shards it "
+                "declares Capabilities(stages=(1,))"
+            )
+        copies = (
+            f"with system.redundancy = {system.redundancy}, each block of "
+            f"{self._scenario.world.size // system.redundancy} consecutive ranks shares it out"
+            if system.redundancy > 1
+            else "with system.redundancy = 1, all ranks together share it out"
+        )
+        return (
+            f"at system.stage = 1 {copies}; a target that keeps all of it on every rank declares "
+            "Capabilities(stages=(0,)), and one that keeps several copies follows "
+            "scenario.system.redundancy and declares follows=('system.redundancy',)"
+        )
+
+    def orders(self) -> Orders:
+        """Where every element of every param stands in the calls that add it."""
+        orders = {name: [] for name in self.shapes}
+        for ranks, names in self.sharings:
+            # Replicas say the same; one of them is enough.
+            places = self._replicas(ranks, names)[0].values()
+            orders |= sum_spans(
+                chain.from_iterable(places), replica_count=self._scenario.system.redundancy
+            )
+        return orders
+
+    def _replicas(
+        self, ranks: Sequence[int], names: Collection[str]
+    ) -> list[dict[int, list[Place]]]:
+        """The ranks that hold all state of some params between them, replica by replica.
+
+        Args:
+            ranks: All that hold these params.
+            names: The params; places of others are left out.
+        """
+        system = self._scenario.system
+        replica_count = len(ranks) if system.stage == 0 else system.redundancy
+        share = len(ranks) // replica_count
+        return [
+            {
+                rank: [place for place in self.places[rank] if place.param in names]
+                for rank in ranks[start : start + share]
+            }
+            for start in range(0, len(ranks), share)
+        ]

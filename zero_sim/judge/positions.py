@@ -1,0 +1,111 @@
+"""Where each element stands in the calls that reduce it: what most orders of addition depend on.
+
+The reference knows no buffers; where the order model needs positions, it is told them as facts that
+were observed on the running system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zero_sim.errors import UsageError
+from zero_sim.judge.facts import Facts
+from zero_sim.reference import POSITION_FREE, SumSite, SumSpan
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import Place
+from zero_sim.targets.adapt import PARTS
+
+
+def sum_spans(places: Iterable[Place], *, replica_count: int) -> dict[str, list[SumSpan]]:
+    """Where every element of every param stands in the sums over the ranks.
+
+    Args:
+        places: What the ranks of one replica own, each element once.
+        replica_count: Number of replicas, whose shards are summed by a second all-reduce.
+
+    Returns:
+        By param, spans of its flattened elements.
+    """
+    spans: dict[str, list[SumSpan]] = {}
+    for place in places:
+        spans.setdefault(place.param, []).append(
+            SumSpan(
+                start=place.start,
+                stop=place.stop,
+                site=_site_of(place),
+                replica_site=_replica_site_of(place) if replica_count > 1 else None,
+            )
+        )
+    return spans
+
+
+def check_told(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
+    """Check that an engine tells all that the order of addition depends on.
+
+    Args:
+        facts: What a rank's engine says before the first step.
+        scenario: The case.
+        target_name: Of the target that built it.
+
+    Raises:
+        UsageError: It does not, and the order depends on it.
+    """
+    world = scenario.world
+    if not world.order_known or world.order in POSITION_FREE:
+        return
+    got = "an engine without `parts`"
+    if PARTS not in facts.untold:
+        try:
+            sum_spans(facts.places, replica_count=scenario.system.redundancy)
+        except _Untold as untold:
+            got = f"{untold.field} = None for param {untold.param!r}"
+        else:
+            return
+    raise UsageError(
+        f"expected target {target_name!r} to tell where its gradients lie in the calls that "
+        f"reduce them, because sums in world.order = {world.order!r} depend on it, got {got}. Try "
+        "`parts` with places that tell it (zero_sim.targets.Place), or world.order = 'linear'."
+    )
+
+
+class _Untold(UsageError):
+    """An order depends on a field of a place that is not told."""
+
+    def __init__(self, field: str, param: str) -> None:
+        self.field = field
+        self.param = param
+        super().__init__(f"expected {field} of a place of param {param!r}, got None.")
+
+
+def _site_of(place: Place) -> SumSite:
+    shard, kind = _told(place, "shard"), place.reduced_by
+    if kind == "reduce_scatter_list":
+        # Every rank's entry is a tensor of its own.
+        return SumSite(kind="reduce_scatter_list", **_in_shard(place), ends_on=shard)
+    return SumSite(
+        kind=kind or "all_reduce",
+        elems=_told(place, "call_elems"),
+        offset=_told(place, "call_offset"),
+        ends_on=0 if kind == "all_reduce" else shard,
+        joined_elems=place.joined_elems,
+        joined_offset=place.joined_offset,
+    )
+
+
+def _replica_site_of(place: Place) -> SumSite:
+    return SumSite(kind="all_reduce", **_in_shard(place))
+
+
+def _in_shard(place: Place) -> dict[str, int]:
+    start = _told(place, "shard_start")
+    return {
+        "elems": _told(place, "shard_stop") - start,
+        "offset": _told(place, "flat_start") - start,
+    }
+
+
+def _told(place: Place, field: str) -> int:
+    value: int | None = getattr(place, field)
+    if value is None:
+        raise _Untold(field, place.param)
+    return value

@@ -1,0 +1,146 @@
+"""What a judge has seen of one run, as plain data: it can be sent, and merged with what others saw.
+
+Where each rank is a process of its own, each has a judge of its own with an oracle of its own. What
+they say of the oracle is the same; what they say of the ranks adds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from zero_sim.findings.dataflow import sort_and_merge
+from zero_sim.findings.records import Finding
+from zero_sim.judge.guarantee import Row, Width
+from zero_sim.judge.rules import RulesTried, rules_together, with_rules
+from zero_sim.judge.shown import Shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What a judge has to say of one group in one segment."""
+
+    world_ranks: tuple[int, ...]
+    """The ranks of the group."""
+    first_step: int
+    has_started: bool
+    """Whether every rank has built its engine."""
+    compared_elems: int
+    nonzero_fraction_max: float
+    """Largest share of gradient elements that were not zero in a step."""
+    same_data: bool
+    """Whether all ranks saw the same data in every step."""
+    has_stepped: bool
+    """Whether any step was taken, and on finite gradients."""
+    uncertified_step: int | None
+    """First step whose norm may round either way, so that nothing after clipping is owed."""
+    unobserved: frozenset[str]
+    """What the engine could tell and does not."""
+    owed: Counter[Row]
+    """Elements of the reduced gradients of all steps, by why they are owed."""
+    width: Width = field(default_factory=Width)
+    """How much the bounds allow of those that stand under one."""
+    unfollowed: str = ""
+    """Why the run could not be followed from some step on, where the order is not known."""
+    shown: Shown = field(default_factory=Shown)
+    """What ranks showed of such a run, to be compared when all of it is there."""
+    rules: RulesTried | None = None
+    """What came of trying other rules on that step, if any would have given other bits."""
+    bad_step: int | None
+    """First step at which anything is wrong."""
+    findings: tuple[Finding, ...]
+    """All that is wrong in that step, one by one."""
+
+    def merged(self) -> tuple[Finding, ...]:
+        """One finding for each check, in the order in which an error travels."""
+        return with_rules(sort_and_merge(self.findings), self.rules)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the evidence, ready for JSON."""
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "world_ranks": list(self.world_ranks),
+            "unobserved": sorted(self.unobserved),
+            "owed": dict(self.owed),
+            "width": self.width.as_dict(),
+            "shown": self.shown.as_dict(),
+            "rules": None if self.rules is None else self.rules.as_dict(),
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Seen:
+        """What `as_dict` gave."""
+        return cls(
+            **{name: told[name] for name in _PLAIN},
+            world_ranks=tuple(told["world_ranks"]),
+            unobserved=frozenset(told["unobserved"]),
+            owed=cast(Counter[Row], Counter(told["owed"])),
+            width=Width(**told["width"]),
+            shown=Shown.from_dict(told["shown"]),
+            rules=None if told["rules"] is None else RulesTried.from_dict(told["rules"]),
+            findings=tuple(finding_from(each) for each in told["findings"]),
+        )
+
+
+_PLAIN = (
+    "first_step",
+    "has_started",
+    "compared_elems",
+    "nonzero_fraction_max",
+    "same_data",
+    "has_stepped",
+    "uncertified_step",
+    "unfollowed",
+    "bad_step",
+)
+
+
+def finding_from(told: Mapping[str, Any]) -> Finding:
+    """What `Finding.as_dict` gave."""
+    names = {field.name for field in dataclasses.fields(Finding)} - {"evidence"}
+    values: dict[str, Any] = {name: told[name] for name in names}
+    if values["index"] is not None:
+        values["index"] = tuple(values["index"])
+    values["differ_spans"] = tuple(tuple(span) for span in values["differ_spans"])
+    return Finding(**values)
+
+
+def merge_seen(parts: Sequence[Seen]) -> Seen:
+    """What the judges of one group say together, each of which was shown other ranks.
+
+    Args:
+        parts: Of the same group and segment; at least one.
+    """
+    bad = min((part.bad_step for part in parts if part.bad_step is not None), default=None)
+    # What no single rank is to blame for, every judge has found.
+    found = dict.fromkeys(finding for part in parts for finding in part.findings)
+    merged = replace(
+        # Of one that got furthest, since a rank that failed has seen less of the data.
+        max(parts, key=lambda part: part.owed.total()),
+        has_started=all(part.has_started for part in parts),
+        compared_elems=sum(part.compared_elems for part in parts),
+        unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),
+        unfollowed=next((part.unfollowed for part in parts if part.unfollowed), ""),
+        shown=Shown.together([part.shown for part in parts]),
+        rules=rules_together([part.rules if part.bad_step == bad else None for part in parts]),
+        bad_step=bad,
+        findings=tuple(found),
+    )
+    return with_shown(merged)
+
+
+def with_shown(seen: Seen) -> Seen:
+    """Return what was seen with what the ranks showed compared; of the first bad step alone."""
+    compared = tuple(seen.shown.check())
+    steps = [seen.bad_step, *(finding.step for finding in compared)]
+    bad = min((step for step in steps if step is not None), default=None)
+    found = (*seen.findings, *compared)
+    return replace(
+        seen,
+        bad_step=bad,
+        findings=tuple(finding for finding in found if finding.step in (None, bad)),
+    )

@@ -1,0 +1,54 @@
+"""What ranks showed of a run whose sums no reference knows; compared once all of it is there.
+
+Where each rank is judged in a process of its own, this is what judges have to tell each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_sim.findings.records import Finding
+from zero_sim.judge.copies import Copy, compare_copies
+from zero_sim.judge.grad_stats import Tally, Told, check_measures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """What some ranks showed, of all steps."""
+
+    copies: tuple[Copy, ...] = ()
+    """What they hold that others, judged elsewhere, hold too."""
+    tallies: tuple[Tally, ...] = ()
+    """What the parts that they own add to the measure of the gradient."""
+    told: tuple[Told, ...] = ()
+    """What they say of that measure."""
+
+    def check(self) -> Iterator[Finding]:
+        """Give a finding for each thing that does not agree; ranks are the world's."""
+        yield from compare_copies(self.copies)
+        yield from check_measures(self.tallies, self.told)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Shown:
+        """What `as_dict` gave."""
+        return cls(
+            copies=tuple(Copy(**each) for each in told["copies"]),
+            tallies=tuple(Tally(**each) for each in told["tallies"]),
+            told=tuple(Told(**each) for each in told["told"]),
+        )
+
+    @classmethod
+    def together(cls, parts: Sequence[Shown]) -> Shown:
+        """What several judges were shown."""
+        return cls(
+            copies=tuple(dict.fromkeys(copy for part in parts for copy in part.copies)),
+            tallies=tuple(tally for part in parts for tally in part.tallies),
+            told=tuple(dict.fromkeys(said for part in parts for said in part.told)),
+        )

@@ -1,0 +1,88 @@
+"""The parts of a world that train params of their own: its dp-cp groups.
+
+Each cell is judged by itself, by a reference of its own. They have one thing in common: the norm is
+over the params of all cells, and an overflow in one is one in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zero_sim.findings.records import Finding
+from zero_sim.layout.topology import Topology
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import CollectiveRecord
+
+_SEED_STRIDE = 1_000_003
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One dp-cp group."""
+
+    ranks: tuple[int, ...]
+    """World ranks of its members, in group order."""
+    scenario: Scenario
+    """The case as this group alone sees it: its size, its seed, its ranks counted from 0."""
+    uncounted: tuple[str, ...] = ()
+    """Endings of the names of params that another cell counts in the norm."""
+
+
+def cells_of(scenario: Scenario) -> tuple[Cell, ...]:
+    """The cells of a case's world; one, the world itself, where tp and pp are 1."""
+    spec = scenario.topology
+    parts = spec.tp * spec.cp * spec.pp
+    topology = Topology(
+        tp=spec.tp, cp=spec.cp, pp=spec.pp, dp=scenario.world.size // parts, order=spec.order
+    )
+    groups = topology.dp_cp_groups()
+    if len(groups) == 1:
+        return (Cell(ranks=groups[0], scenario=scenario),)
+    return tuple(
+        Cell(
+            ranks=ranks,
+            scenario=_as_seen_by(scenario, ranks, index),
+            uncounted=_copies_at(scenario, topology.coordinates(ranks[0])),
+        )
+        for index, ranks in enumerate(groups)
+    )
+
+
+def _copies_at(scenario: Scenario, place: Mapping[str, int]) -> tuple[str, ...]:
+    """Names of the params of which the first tp or pp rank has the copy that counts."""
+    spec = scenario.topology
+    return (*(spec.shared if place["tp"] else ()), *(spec.tied if place["pp"] else ()))
+
+
+def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenario:
+    nan = scenario.data.nan
+    if nan is not None:
+        nan = replace(nan, rank=ranks.index(nan.rank)) if nan.rank in ranks else None
+    return replace(
+        scenario,
+        world=replace(scenario.world, size=len(ranks)),
+        run=replace(scenario.run, seed=(scenario.run.seed + index * _SEED_STRIDE) % 2**63),
+        data=replace(scenario.data, nan=nan),
+    )
+
+
+def check_crossing(records: Iterable[CollectiveRecord], cells: Sequence[Cell]) -> Iterator[Finding]:
+    """Check that collectives join ranks of one cell, or of one place in all cells.
+
+    Ranks at one place agree on norm and overflow; nothing else is to pass between cells. A barrier
+    moves no data and may join anyone.
+    """
+    homes = [set(cell.ranks) for cell in cells]
+    homes += [set(ranks) for ranks in zip(*(cell.ranks for cell in cells), strict=True)]
+    for record in records:
+        if record.kind == "barrier" or len(cells) == 1:
+            continue
+        if not any(home.issuperset(record.group_ranks) for home in homes):
+            yield Finding(
+                check="invariant.crossing",
+                rank=record.rank,
+                message=f"{record.kind} at {record.site} joins ranks {list(record.group_ranks)}, "
+                "which train different params and are at different places",
+            )
+            return

@@ -1,0 +1,107 @@
+"""`zero-sim run` on real processes: own workers, or those that a launcher started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from zero_sim.backends.torchrun import is_launched, place
+from zero_sim.errors import UsageError
+from zero_sim.host import supervisor
+from zero_sim.run import CaseResult
+from zero_sim.run.real_ranks import LaunchedJudge, RealBackend, Setup, TeamJudge
+from zero_sim.scenario.discover import Case
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import import_target
+
+
+class Session(Protocol):
+    """What tells the results of cases."""
+
+    junit: Path | None
+    """Where JUnit XML goes, if anywhere; of several processes one writes it."""
+
+    def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
+        """The cases that a backend can judge."""
+        ...
+
+    def run(
+        self,
+        cases: Sequence[Case],
+        judging: Callable[[], AbstractContextManager[Callable[[Scenario], CaseResult]]],
+    ) -> int:
+        """Judge them and tell all; the exit status."""
+        ...
+
+    def note_hang(self, result: CaseResult) -> None:
+        """Tell all, since the process is about to end."""
+        ...
+
+
+def run_on_processes(
+    session: Session,
+    cases: Sequence[Case],
+    *,
+    backend: RealBackend,
+    native: bool,
+    target: str | None = None,
+) -> int:
+    """Run cases where every rank is a process.
+
+    Args:
+        session: What tells the results.
+        cases: All that are selected; those that the backend cannot judge are left out.
+        backend: What carries the collectives.
+        native: Whether the backend adds in its own order, whatever the cases say.
+        target: `module:name` of the system to judge, which every rank imports; None for those that
+            the cases name.
+
+    Returns:
+        The exit status. A process that a launcher started does not come back: it ends with it, the
+        same on every rank.
+
+    Raises:
+        UsageError: The backend has to be launched and is not; or there is no such target.
+        EnvironmentProblem: This machine has no such backend, or too few devices.
+    """
+    if target is not None:
+        # Said once, and not by every rank in every case.
+        import_target(target)
+    if not is_launched():
+        if backend == "nccl":
+            raise UsageError(
+                "expected --backend nccl to be started by torchrun. Try "
+                "torchrun --nproc-per-node 2 -m zero_sim run PATH --backend nccl."
+            )
+        setup = Setup(backend=backend, native=native)
+        chosen = session.select(cases, setup.why_left_out)
+        return session.run(chosen, lambda: TeamJudge(setup, target=target or ""))
+    rank, ranks_max = place()
+    setup = Setup(backend=backend, native=native, ranks_max=ranks_max)
+    if rank:
+        session.junit = None
+    with _silent() if rank else contextlib.nullcontext():
+        chosen = session.select(cases, setup.why_left_out)
+        status = session.run(
+            chosen, lambda: LaunchedJudge(setup, target=target or "", on_hang=session.note_hang)
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads that torch leaves behind abort a process now and then that ends in the ordinary way.
+    supervisor.end_process(status)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Print nothing: rank 0 says it all."""
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield

@@ -1,0 +1,328 @@
+"""What every rank of a case runs: a plain training loop with the judge looking on.
+
+A case is one segment, or two where it reloads a checkpoint into another world in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.cost.forms import ParamSize, sizes_of
+from zero_sim.cost.hook_trace import Clock, Pace, watch_pace
+from zero_sim.errors import ProtocolError, UsageError
+from zero_sim.judge.facts import Facts, facts_of
+from zero_sim.judge.harness import AskedEngine, Excused, ours
+from zero_sim.judge.judge import Judge
+from zero_sim.judge.positions import check_told
+from zero_sim.run.cells import Cell
+from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
+from zero_sim.scenario.reload import after_reload
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import CompletedEngine, Target, complete
+from zero_sim.targets.answers import model_of
+from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Consecutive steps in one world."""
+
+    scenario: Scenario
+    start: int
+    stop: int
+    """Half-open range of steps."""
+    load: Path | None = None
+    """Checkpoint to start from."""
+    weights_only: bool = False
+    """Whether to take the weights alone from it."""
+    save: Path | None = None
+    """Checkpoint to end with."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the ranks tell besides what the judge sees."""
+
+    accuracy: float | None = None
+    notes: list[str] = field(default_factory=list)
+    overlap: dict[str, float] = field(default_factory=dict)
+    """Collectives in flight while a rank computed, of gradients and of params; the least of all
+    ranks. Empty where no engine tells it."""
+
+
+def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
+    """The segments of a case, in order.
+
+    Args:
+        scenario: The case.
+        folder: Where a checkpoint goes.
+    """
+    reload, steps = scenario.reload, scenario.run.steps
+    if reload is None:
+        yield Segment(scenario=scenario, start=0, stop=steps)
+        return
+    path = folder / "checkpoint"
+    yield Segment(scenario=scenario, start=0, stop=reload.step, save=path)
+    yield Segment(
+        scenario=after_reload(scenario),
+        start=reload.step,
+        stop=steps,
+        load=path,
+        weights_only=reload.weights_only,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """What the ranks of one cell need to run."""
+
+    cell: Cell
+    workload: Workload
+    judge: Judge
+
+
+Tell = Callable[[int, Facts], None]
+"""How the judges hear what the engine of a rank, of the world, says before the first step."""
+
+
+def _never_timed(excuse: bool) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def build_program(
+    segment: Segment,
+    *,
+    seats: Sequence[Seat],
+    target: Target,
+    outcome: Outcome,
+    excused: Excused = _never_timed,
+    tell: Tell | None = None,
+    clock: Clock | None = None,
+) -> Callable[[int], None]:
+    """The program of one segment.
+
+    Args:
+        segment: The steps to take, and where.
+        seats: Every cell of the world, with what it trains and who judges it.
+        target: The system under test.
+        outcome: Filled in by rank 0.
+        excused: How the world is told that a rank's time is the harness's; left out where no world
+            counts it.
+        tell: How judges hear of a rank's engine; left out where all ranks have the same judges.
+        clock: The time of the world's log; left out where there is none.
+    """
+
+    def program(world_rank: int) -> None:
+        group, seat = dist.group.WORLD, seats[0]
+        if len(seats) > 1:
+            # Every rank makes every group, in one order, as torch.distributed demands.
+            groups = [dist.new_group(list(seat.cell.ranks)) for seat in seats]
+            mine = next(i for i, seat in enumerate(seats) if world_rank in seat.cell.ranks)
+            group, seat = groups[mine], seats[mine]
+        assert isinstance(group, dist.ProcessGroup)
+        built = _build(segment, seat, target=target, group=group, excused=excused, clock=clock)
+        asked = AskedEngine(built.engine, excused=excused)
+        with ours(excused):
+            facts = facts_of(asked, with_start=segment.scenario.model.distinct_start)
+        # What the user is to mend, and no failure of the judge that would hear of it.
+        check_told(facts, scenario=seat.cell.scenario, target_name=target.name)
+        if tell is not None:
+            tell(world_rank, facts)
+        else:
+            with ours(excused):
+                seat.judge.hear(group.rank(), facts)
+        if segment.load is not None:
+            built.engine.settle()
+            with ours(excused):
+                seat.judge.observe_load(group.rank(), asked)
+        if asked.tells_costs:
+            seat.judge.hold_to_costs(group.rank(), built.sizes, pace=built.pace)
+        _train(
+            segment,
+            seat,
+            built=built,
+            group=group,
+            outcome=outcome,
+            excused=excused,
+            target_name=target.name,
+        )
+
+    return program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Built:
+    """A rank's engine, and what the harness knows of it."""
+
+    engine: CompletedEngine
+    names: frozenset[str]
+    """Of the params of the bare model."""
+    sizes: tuple[ParamSize, ...]
+    """What it trains."""
+    pace: Pace | None
+    """What it does between its calls, where it is held to costs and overlaps anything."""
+
+
+def _build(
+    segment: Segment,
+    seat: Seat,
+    *,
+    target: Target,
+    group: dist.ProcessGroup,
+    excused: Excused,
+    clock: Clock | None,
+) -> _Built:
+    """Build a rank's engine, from a checkpoint where the segment starts with one."""
+    scenario = seat.cell.scenario
+    with ours(excused):
+        module = build_module(seat.workload, expert_index=group.rank() % scenario.topology.ep)
+        if scenario.model.distinct_start:
+            make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
+        sizes = sizes_of(module)
+        names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
+        model = model_of(module, known=seat.judge.param_names)
+    engine = complete(target.build(module, scenario=scenario, group=group), model=model)
+    _check_can_reload(engine, segment, target=target)
+    if segment.load is not None:
+        engine.load(segment.load, weights_only=segment.weights_only)
+    pace = None
+    overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
+    if clock is not None and overlaps and engine.costed is not None:
+        with ours(excused):
+            pace = watch_pace(module, names=names, clock=clock)
+    return _Built(engine=engine, names=frozenset(names.values()), sizes=sizes, pace=pace)
+
+
+def _train(
+    segment: Segment,
+    seat: Seat,
+    *,
+    built: _Built,
+    group: dist.ProcessGroup,
+    outcome: Outcome,
+    excused: Excused,
+    target_name: str,
+) -> None:
+    """Take the segment's steps; the judge looks on after each.
+
+    What the judge reads is not charged to the system, whatever is in flight.
+    """
+    scenario, workload, judge = seat.cell.scenario, seat.workload, seat.judge
+    rank, engine, pace = group.rank(), built.engine, built.pace
+    asked = AskedEngine(engine, excused=excused)
+    # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
+    # once that forward has used them.
+    deferred = overlaps_params(scenario.system)
+    if dist.get_world_size() > group.size():
+        # Judges of all cells step together, which they can once every engine is there.
+        dist.barrier()
+    for step in range(segment.start, segment.stop):
+        _freeze(built, scenario, step, target_name=target_name)
+        engine.zero_grad()
+        with ours(excused):
+            judge.before_backward(rank, step, asked)
+        losses: list[Tensor] = []
+        for micro in range(scenario.run.micro_batches):
+            with ours(excused):
+                batch = _draw(workload, scenario, step, rank, micro)
+            last_micro = micro == scenario.run.micro_batches - 1
+            if pace is not None:
+                pace.start(step, micro)
+            losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
+            if deferred and micro == 0 and step > segment.start:
+                with ours(excused):
+                    judge.observe_params(rank, step - 1, asked)
+        result = engine.step(lr_factor=lr_factor(scenario, step))
+        if pace is not None:
+            pace.end(step)
+        with ours(excused):
+            judge.observe(rank, step, losses, result, asked)
+        if not deferred:
+            engine.settle()
+            with ours(excused):
+                judge.observe_params(rank, step, asked)
+    engine.settle()
+    if deferred:
+        with ours(excused):
+            judge.observe_params(rank, segment.stop - 1, asked)
+    if engine.costed is not None:
+        for name, mean in engine.overlap().items():
+            outcome.overlap[name] = min(mean, outcome.overlap.get(name, mean))
+    if segment.save is not None:
+        assert scenario.reload is not None
+        engine.save(segment.save, form=scenario.reload.form)
+    elif seat.cell.ranks[rank] == 0:
+        outcome.accuracy = workload.accuracy(engine.module)
+        outcome.notes.extend(engine.notes())
+
+
+def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:
+    if (segment.save or segment.load) and not engine.can_reload:
+        raise UsageError(
+            f"expected a target with save and load for a scenario with `reload`, got "
+            f"{target.name!r}, which has not both. Try a scenario without `reload`."
+        )
+
+
+def lr_factor(scenario: Scenario, step: int) -> float:
+    """What learning rates are multiplied by in a step: a linear warm-up, then 1."""
+    warmup_steps = scenario.optimizer.warmup_steps
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def _freeze(built: _Built, scenario: Scenario, step: int, *, target_name: str) -> None:
+    for freeze in scenario.model.freeze:
+        # An expert is not on all ranks; whether a param exists at all, the reference has checked.
+        if freeze.param in built.names:
+            param = _find_param(built, freeze.param, target_name=target_name)
+            param.requires_grad_(not freeze.start <= step < freeze.stop)
+
+
+def _find_param(built: _Built, name: str, *, target_name: str) -> Tensor:
+    """The param of the engine's module that has a name in the bare model.
+
+    Wrappers add parts to names, at the front or within: `module.up.weight`,
+    `up._fsdp_wrapped_module.weight`. Systems may also put other tensors in a param's place.
+    """
+    held = dict(built.engine.module.named_parameters())
+    if name in held:
+        return held[name]
+    alike = [each for each in held if _contains(each.split("."), name.split("."))]
+    if len(alike) == 1:
+        return held[alike[0]]
+    raise ProtocolError(
+        f"expected `module` of what target {target_name!r} builds to have param {name!r}, which "
+        f"model.freeze names, got {', '.join(map(repr, alike or held)) or 'no params'}. Try a "
+        "wrapper that keeps the params' names but for parts that it adds, or a scenario without "
+        "model.freeze."
+    )
+
+
+def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the parts of a name have those of another among them, in order, the last one last."""
+    rest = iter(parts)
+    return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
+
+
+def _draw(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
+    # torch.manual_seed asks every kind of device first, which takes 100 us.
+    torch.default_generator.manual_seed(seed_of(scenario, step=step, rank=rank, micro=micro))
+    return workload.batch(step=step, rank=rank, micro=micro)
+
+
+def _micro_batch(
+    engine: CompletedEngine, workload: Workload, batch: Batch, *, last_micro: bool
+) -> Tensor:
+    # The loss runs the system's module, so what fails or lasts here is the system's.
+    engine.start_micro_batch(last=last_micro)
+    # A workload does no more with a module than call it.
+    loss = workload.loss(engine.forward, batch)  # pyrefly: ignore
+    engine.backward(loss, last_micro=last_micro, rows=batch.rows)
+    return loss.detach()

@@ -1,0 +1,1 @@
+"""Process groups and stores: how calls come in, meet, and move data."""

@@ -1,0 +1,292 @@
+"""What each collective does to the data, once every member has come.
+
+Pure functions over the members' calls in group-rank order. In-place forms, where an output is a
+view of an input, come out as they do on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.call import SPARSE, Call
+from zero_sim.sim.order import Fold, Order, Stretch
+
+_SMALL_BYTES = 1 << 16
+"""Up to this size a buffer is moved as a whole, in few operations; above it, chunk by chunk."""
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    return a.add_(b)
+
+
+FOLDS: dict[ReduceOp.RedOpType, Fold] = {
+    ReduceOp.SUM: _add,
+    ReduceOp.AVG: _add,
+    ReduceOp.PREMUL_SUM: _add,
+    ReduceOp.PRODUCT: lambda a, b: a.mul_(b),
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+"""How two contributions combine. What AVG and PREMUL_SUM do besides is the order model's to say."""
+
+
+def _reduced(
+    calls: Sequence[Call], parts: Sequence[Tensor], order: Order, *, at: Stretch
+) -> Tensor:
+    """Reduce one stretch of all ranks' contributions, 1D each, to new memory of their dtype."""
+    op, dtype, rank_count = calls[0].reduce_op, parts[0].dtype, len(calls)
+    assert op is not None
+    factors: Sequence[float | Tensor] = ()
+    if op == ReduceOp.PREMUL_SUM:
+        factors = _premul_factors(calls, order)
+    elif op == ReduceOp.AVG and order.averaging == "premultiply":
+        factors = [_reciprocal(rank_count, dtype)] * rank_count
+    if factors:
+        parts = [
+            part * torch.as_tensor(factor, dtype=dtype, device=part.device)
+            for part, factor in zip(parts, factors, strict=True)
+        ]
+    accumulator = order.accumulator(dtype)
+    total = order.reduce([part.to(accumulator) for part in parts], FOLDS[op], at=at)
+    if op == ReduceOp.AVG and order.averaging == "postmultiply":
+        total.mul_(_reciprocal(rank_count, accumulator))
+    total = total.to(dtype)
+    return total.div_(rank_count) if _divides(op, order) else total
+
+
+def _divides(op: ReduceOp.RedOpType, order: Order) -> bool:
+    return op == ReduceOp.AVG and order.averaging == "divide"
+
+
+def _reciprocal(count: int, dtype: torch.dtype) -> Tensor:
+    """0D `1 / count`, rounded to fp32 on its way to a narrower dtype."""
+    if dtype == torch.float64:
+        return torch.tensor(1.0 / count, dtype=dtype)
+    return torch.tensor(1.0 / count, dtype=torch.float32).to(dtype)
+
+
+def _premul_factors(calls: Sequence[Call], order: Order) -> list[float | Tensor]:
+    if not order.has_premul:
+        raise UsageError(
+            f"expected a reduce operation that order {order.name!r} has, got PREMUL_SUM, which its "
+            "backend does not have. Try SUM of scaled tensors, or order 'nccl-ring'."
+        )
+    factors = [call.factor for call in calls if call.factor is not None]
+    if len(factors) != len(calls):
+        raise UsageError("expected a factor with PREMUL_SUM on every rank, got none on some")
+    return factors
+
+
+def _entries(calls: Sequence[Call]) -> Iterator[tuple[int, Stretch]]:
+    """The index and the place of every tensor of a call that may be coalesced."""
+    first = calls[0]
+    sizes = [tensor.numel() for tensor in first.inputs]
+    for i, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        yield (
+            i,
+            Stretch(
+                kind=first.kind, buffer_elems=size, call_elems=sum(sizes), call_start=end - size
+            ),
+        )
+
+
+def _write(output: Tensor, value: Tensor) -> None:
+    output.copy_(value.reshape(output.shape))
+
+
+def all_reduce(calls: Sequence[Call], order: Order) -> None:
+    """Every rank's tensors become the reduction of all ranks' tensors, entry by entry."""
+    for i, at in _entries(calls):
+        total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
+        for call in calls:
+            _write(call.inputs[i], total)
+
+
+def all_reduce_sparse(calls: Sequence[Call], order: Order) -> None:
+    """Every rank's sparse tensor becomes the coalesced sum of all ranks', in rank order.
+
+    As gloo has it: indices and values are gathered and every rank adds them up alike, so that no
+    order of a reduction comes into it.
+    """
+    total = calls[0].inputs[0].clone()
+    for call in calls[1:]:
+        total = total + call.inputs[0]
+    total = total.coalesce()
+    for call in calls:
+        call.inputs[0].copy_(total)
+
+
+def reduce(calls: Sequence[Call], order: Order) -> None:
+    """As `all_reduce`, but only the root's tensor is written."""
+    parts, root = [call.inputs[0].reshape(-1) for call in calls], calls[0].root
+    elems = parts[0].numel()
+    at = Stretch(kind="reduce", buffer_elems=elems, call_elems=elems, destination=root)
+    _write(calls[root].inputs[0], _reduced(calls, parts, order, at=at))
+
+
+def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
+    """Flat forms: chunk `r` of every input is reduced into rank `r`'s output, entry by entry."""
+    first = calls[0]
+    for i, at in _entries(calls):
+        if _is_small(first.inputs[i]) and not order.positional:
+            total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
+            rows = total.view(len(calls), first.outputs[i].numel())
+            for call, row in zip(calls, rows, strict=True):
+                _write(call.outputs[i], row)
+        else:
+            _reduce_scatter_by_chunk(calls, i, order, at=at)
+
+
+def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order, *, at: Stretch) -> None:
+    world_size = len(calls)
+    chunked = [call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls]
+    in_place = all(_in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls))
+    late: list[tuple[Tensor, Tensor]] = []
+    for r, call in enumerate(calls):
+        start = r * call.outputs[i].numel()
+        here = replace(at, start=start, call_start=at.call_start + start, destination=r)
+        total = _reduced(calls, [rows[r] for rows in chunked], order, at=here)
+        if in_place:
+            _write(call.outputs[i], total)
+        else:
+            late.append((call.outputs[i], total))
+    for output, total in late:
+        _write(output, total)
+
+
+def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
+    """Whether chunks can be written one by one: `part` is that chunk of `whole`, or elsewhere.
+
+    What NCCL allows too; it spares a copy of the whole buffer.
+    """
+    if whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
+        return True
+    part_bytes = part.numel() * part.element_size()
+    return (
+        whole.is_contiguous()
+        and part.is_contiguous()
+        and part.data_ptr() == whole.data_ptr() + chunk * part_bytes
+    )
+
+
+def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
+    """List form: every rank's `inputs[r]` is reduced into rank `r`'s output; sizes may differ."""
+    totals = [
+        _reduced(
+            calls,
+            [call.inputs[r].reshape(-1) for call in calls],
+            order,
+            at=replace(at, call_elems=at.buffer_elems, call_start=0, destination=r),
+        )
+        for r, at in _entries(calls)
+    ]
+    for call, total in zip(calls, totals, strict=True):
+        _write(call.outputs[0], total)
+
+
+def all_gather(calls: Sequence[Call], order: Order) -> None:
+    """Flat forms: every output becomes the ranks' inputs one after another, entry by entry."""
+    for i in range(len(calls[0].inputs)):
+        values = [call.inputs[i].reshape(-1) for call in calls]
+        outputs = [call.outputs[i] for call in calls]
+        if _is_small(outputs[0]) or not all(output.is_contiguous() for output in outputs):
+            gathered = torch.cat(values)
+            for output in outputs:
+                _write(output, gathered)
+        else:
+            _all_gather_by_chunk(values, outputs)
+
+
+def _all_gather_by_chunk(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    if not all(_in_place(outputs[r], value, r) for r, value in enumerate(values)):
+        values = [value.clone() for value in values]
+    for output in outputs:
+        for row, value in zip(output.view(len(values), -1), values, strict=True):
+            if row.data_ptr() != value.data_ptr():
+                row.copy_(value)
+
+
+def all_gather_list(calls: Sequence[Call], order: Order) -> None:
+    """List form: `outputs[i * world_size + r]` becomes rank `r`'s `inputs[i]`."""
+    world_size = len(calls)
+    for i in range(len(calls[0].inputs)):
+        values = [call.inputs[i].clone() for call in calls]
+        for call in calls:
+            for r, value in enumerate(values):
+                _write(call.outputs[i * world_size + r], value)
+
+
+def broadcast(calls: Sequence[Call], order: Order) -> None:
+    """Every rank's tensors become the root's."""
+    root = calls[0].root
+    for i, value in enumerate(calls[root].inputs):
+        for r, call in enumerate(calls):
+            if r != root:
+                _write(call.inputs[i], value)
+
+
+def scatter(calls: Sequence[Call], order: Order) -> None:
+    """Rank `r`'s output becomes the root's `inputs[r]`."""
+    values = [value.clone() for value in calls[calls[0].root].inputs]
+    for call, value in zip(calls, values, strict=True):
+        _write(call.outputs[0], value)
+
+
+def gather(calls: Sequence[Call], order: Order) -> None:
+    """The root's `outputs[r]` becomes rank `r`'s input."""
+    values = [call.inputs[0].clone() for call in calls]
+    for output, value in zip(calls[calls[0].root].outputs, values, strict=True):
+        _write(output, value)
+
+
+def all_to_all_list(calls: Sequence[Call], order: Order) -> None:
+    """Rank `r`'s `outputs[s]` becomes rank `s`'s `inputs[r]`."""
+    values = [[value.clone() for value in call.inputs] for call in calls]
+    for r, call in enumerate(calls):
+        for s, output in enumerate(call.outputs):
+            _write(output, values[s][r])
+
+
+def all_to_all_flat(calls: Sequence[Call], order: Order) -> None:
+    """As the list form, with the lists cut from the first dimension of one tensor each."""
+    rows = [
+        [part.clone() for part in call.inputs[0].split(list(call.input_splits))] for call in calls
+    ]
+    for r, call in enumerate(calls):
+        for s, output in enumerate(call.outputs[0].split(list(call.output_splits))):
+            _write(output, rows[s][r])
+
+
+def barrier(calls: Sequence[Call], order: Order) -> None:
+    """Nothing to move: coming together is all."""
+
+
+PERFORM: dict[str, Callable[[Sequence[Call], Order], None]] = {
+    "all_reduce": all_reduce,
+    SPARSE: all_reduce_sparse,
+    "reduce": reduce,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_list": reduce_scatter_list,
+    "all_gather": all_gather,
+    "all_gather_list": all_gather_list,
+    "broadcast": broadcast,
+    "scatter": scatter,
+    "gather": gather,
+    "all_to_all_list": all_to_all_list,
+    "all_to_all": all_to_all_flat,
+    "barrier": barrier,
+}

@@ -1,0 +1,588 @@
+"""The face that torch.distributed sees: a process group that turns every method into a `Call`.
+
+[Note: two spellings]
+torch 2.13 calls `all_gather_single`, `reduce_scatter_single`, `all_to_all_single` and their
+`_coalesced` forms; older versions call `_allgather_base`, `_reduce_scatter_base`, `alltoall_base`,
+`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. Both are defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, Work
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.comm import several
+from zero_sim.sim.comm.arguments import (
+    as_list,
+    as_rows,
+    check_alike,
+    check_can_fold,
+    check_coalesced,
+    check_contiguous,
+    check_dense,
+    check_gathered,
+    check_gathered_coalesced,
+    check_like,
+    check_no_rows,
+    check_one,
+    check_pairs,
+    check_rows,
+    check_some,
+    check_sparse_sum,
+    factor_of,
+    reduce_op_of,
+    root_of,
+    root_tensor_of,
+    splits_of,
+)
+from zero_sim.sim.call import SPARSE, Call
+from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend, present_devices
+from zero_sim.sim.comm.plain import (
+    check_writable,
+    inner_calls,
+    inner_tensors,
+    is_plain,
+    memory_of,
+    storages_of,
+)
+from zero_sim.sim.comm.rendezvous import Group
+from zero_sim.sim.comm.timeouts import after_monitored, check_monitored, seconds_of
+from zero_sim.sim.failures import TimedOut, WorldFailure
+
+
+class Cluster(Protocol):
+    """What a process group needs of the world."""
+
+    def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> Work:
+        """Issue one rank's side of a collective."""
+        ...
+
+    def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> Work:
+        """Issue a send."""
+        ...
+
+    def receive(
+        self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
+    ) -> Work:
+        """Issue a receive."""
+        ...
+
+    def join_works(
+        self, rank: int, works: Sequence[Any], *, result: Sequence[Any] | None = None
+    ) -> Work:
+        """One work that is done when all are, with a result of its own or with theirs."""
+        ...
+
+    def note_destroyed(self, group: Group, group_rank: int) -> None:
+        """Note that a member destroyed its side of a group."""
+        ...
+
+    def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
+        """The error for a member that destroyed its side of a group and uses it."""
+        ...
+
+
+def _asynchronous(opts: Any) -> bool:
+    return bool(getattr(opts, "asyncOp", False))
+
+
+_OF_TORCH = ("gloo", "nccl", "mpi", "ucc", "xccl", "threaded")
+"""Backends that have their own name in torch."""
+
+
+class SimProcessGroup(ProcessGroup):
+    """One member's view of a group of simulated ranks."""
+
+    def __init__(self, cluster: Cluster, group: Group, group_rank: int) -> None:
+        # torch's stub does not show the constructor meant for subclasses: (rank, size).
+        super().__init__(group_rank, len(group.ranks))  # pyrefly: ignore
+        self._cluster = cluster
+        self._group = group
+        self._group_rank = group_rank
+        self._coalescing: list[Work] | None = None
+        self._destroyed = False
+        self._store: Store | None = None
+        self.ask_for("sim")
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._group.ranks)
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """World ranks of the members, in the order of their group ranks."""
+        return self._group.ranks
+
+    @property
+    def owner(self) -> int:
+        """World rank of the member whose view it is."""
+        return self._group.ranks[self._group_rank]
+
+    def getBackendName(self) -> str:
+        """`sim`: of one that is `gloo` torch's C++ wants its ProcessGroupGloo object."""
+        return "sim"
+
+    def name(self) -> str:
+        """The backend that a program asked for; of those of other people torch says `custom`."""
+        name = self._backend.name()
+        return name if name in _OF_TORCH else "custom"
+
+    @property
+    def group_name(self) -> str:
+        """The name under which c10d knows it."""
+        return self._group.name
+
+    @property
+    def group_desc(self) -> str:
+        """The name under which records show it."""
+        return self._group.label
+
+    def getGroupName(self) -> str:
+        """As `group_name`, for C++ callers."""
+        return self._group.name
+
+    def ask_for(self, backend: str, *, timeout: timedelta | None = None) -> None:
+        """Note which backend a program asked for: what this one answers to.
+
+        Args:
+            backend: Its name, such as `gloo`.
+            timeout: How long its calls may take; None for what gloo has.
+        """
+        self._backend = SimBackend(self, name=backend, timeout=timeout or DEFAULT_TIMEOUT)
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self._backend.name() == "gloo"
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._backend._set_default_timeout(timeout)
+
+    def _get_backend(self, device: torch.device) -> SimBackend:
+        kinds = [each.type for each in self._device_types]
+        if torch.device(device).type not in kinds:
+            raise RuntimeError(
+                f"No backend type associated with device type {torch.device(device).type}: the "
+                f"simulated group has {', '.join(kinds)}"
+            )
+        return self._backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in present_devices()]
+
+    @property
+    def options(self) -> Any:
+        """The options of its backend."""
+        return self._backend.options
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Note how long barriers may take."""
+        self._backend.set_timeout(timeout)
+
+    def get_group_store(self) -> Store | None:
+        """The store that its members share."""
+        return self._store
+
+    def set_group_store(self, store: Store) -> None:
+        """Note the store that its members share."""
+        self._store = store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.issued_by(self._group_rank)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: members count their calls from the same start."""
+
+    def _wait_for_pending_works(self) -> None:
+        """Nothing to wait for here: each work is waited for by whoever has it."""
+
+    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it divides a communicator of NCCL, which a simulated group is not.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"expected new_group, got split_group of group {self._group.label}, which only NCCL "
+            "has. Try dist.new_group(ranks) on every rank: its collectives are the same."
+        )
+
+    merge_remote_group = split_group
+
+    def shutdown(self) -> None:
+        """Note where; whoever uses it from now on is told."""
+        self._destroyed = True
+        self._cluster.note_destroyed(self._group, self._group_rank)
+
+    def abort(self) -> None:
+        """Nothing to abort."""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        return self._cluster.join_works(self._group.ranks[self._group_rank], works)
+
+    def _issue(
+        self,
+        kind: str,
+        opts: Any,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] = (),
+        **parts: Any,
+    ) -> Work:
+        self._check_open(kind)
+        if is_plain(inputs) and is_plain(outputs):
+            return self._collect(self._issue_plain(kind, opts, inputs, outputs, **parts))
+        works: list[Work] = []
+        lent: set[int] = set()
+        for each_inputs, each_outputs in inner_calls(inputs, outputs):
+            storages = storages_of([*each_inputs, *each_outputs])
+            if lent & storages:
+                # A wrapper made of one plain tensor has that inside twice.
+                works[-1].wait()
+            lent |= storages
+            works.append(self._issue_plain(kind, opts, each_inputs, each_outputs, **parts))
+        return self._collect(self._join(works))
+
+    def _issue_plain(
+        self,
+        kind: str,
+        opts: Any,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        **parts: Any,
+    ) -> Work:
+        call = Call(
+            kind=kind,
+            inputs=memory_of(inputs),
+            outputs=memory_of(outputs),
+            factor=factor_of(opts),
+            **parts,
+        )
+        if not self._group.strict:
+            check_writable(call, group_rank=self._group_rank)
+        asynchronous = _asynchronous(opts)
+        return self._cluster.issue(self._group, self._group_rank, call, asynchronous=asynchronous)
+
+    def _join(self, works: Sequence[Work]) -> Work:
+        """One work for all."""
+        if len(works) == 1:
+            return works[0]
+        return self._cluster.join_works(self._group.ranks[self._group_rank], works)
+
+    def _check_open(self, kind: str) -> None:
+        if self._destroyed:
+            raise self._cluster.used_after_destroy(self._group, self._group_rank, kind)
+
+    def _collect(self, work: Work) -> Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def allreduce(
+        self,
+        tensors: Sequence[Tensor] | Tensor,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        op: Any = None,
+    ) -> Work:
+        """Reduce in place; the C++ reducer of DistributedDataParallel calls it too."""
+        tensors, opts = as_list(tensors), opts if op is None else op
+        check_some("allreduce", tensors)
+        check_alike("allreduce", tensors)
+        if len(tensors) == 1:
+            return self._all_reduce("allreduce", tensors, opts)
+        check_can_fold("allreduce", reduce_op_of(opts))
+        several.fold(tensors, reduce_op_of(opts))
+        work = self._all_reduce("allreduce", tensors[:1], opts)
+        return self._end(work, lambda: several.spread(tensors[0], tensors), tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Several all-reduces as one call."""
+        check_coalesced("allreduce_coalesced", tensors)
+        if not self._group.strict:
+            # gloo reduces copies, so that it does not matter if one tensor is there twice.
+            first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+            tensors = [
+                tensor if first[id(tensor)] == index else tensor.detach().clone()
+                for index, tensor in enumerate(tensors)
+            ]
+        return self._all_reduce("allreduce_coalesced", tensors, opts)
+
+    def _end(self, work: Work, bring: Callable[[], None], result: Sequence[Any]) -> Work:
+        """Wait for a work and bring its result to where it belongs besides."""
+        work.wait()
+        bring()
+        return self._cluster.join_works(self.owner, [work], result=result)
+
+    def _all_reduce(self, method: str, tensors: Sequence[Tensor], opts: Any) -> Work:
+        if len(tensors) == 1 and tensors[0].is_sparse:
+            check_sparse_sum(method, reduce_op_of(opts))
+            return self._issue(SPARSE, opts, tensors, reduce_op=reduce_op_of(opts))
+        check_dense(method, tensors)
+        return self._issue("all_reduce", opts, tensors, reduce_op=reduce_op_of(opts))
+
+    def reduce(
+        self,
+        tensors: Sequence[Tensor] | Tensor,
+        opts: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Reduce into the root's tensor."""
+        tensors = as_list(tensors)
+        check_one("reduce", tensors, side="")
+        check_dense("reduce", tensors)
+        rooted = opts if root is None else root
+        reducing = op if isinstance(rooted, int) else opts
+        return self._issue(
+            "reduce",
+            reducing,
+            tensors,
+            reduce_op=reduce_op_of(reducing),
+            root=root_of("reduce", rooted, self.size()),
+        )
+
+    def broadcast(
+        self,
+        tensors: Sequence[Tensor] | Tensor,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Copy the root's tensor to all."""
+        tensors, rooted = as_list(tensors), opts if root is None else root
+        chosen = root_of("broadcast", rooted, self.size(), tensor_count=len(tensors))
+        check_alike("broadcast", tensors)
+        check_dense("broadcast", tensors)
+        if len(tensors) == 1:
+            return self._issue("broadcast", opts, tensors, root=chosen)
+        if chosen == self._group_rank:
+            several.spread(tensors[root_tensor_of(rooted)], tensors[:1])
+        work = self._issue("broadcast", opts, tensors[:1], root=chosen)
+        return self._end(work, lambda: several.spread(tensors[0], tensors), tensors)
+
+    def reduce_scatter(
+        self,
+        outputs: Sequence[Tensor] | Tensor,
+        inputs: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        op: Any = None,
+    ) -> Work:
+        """List form: `inputs[0][r]` is reduced into rank `r`'s `outputs[0]`."""
+        outputs, rows = as_list(outputs), as_rows(inputs)
+        check_one("reduce_scatter", outputs, side="output")
+        check_rows("reduce_scatter", rows, side="input", size=self.size())
+        check_dense("reduce_scatter", [*outputs, *rows[0]])
+        opts = opts if op is None else op
+        return self._issue(
+            "reduce_scatter_list", opts, rows[0], outputs=outputs, reduce_op=reduce_op_of(opts)
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Flat form: chunk `r` of `input` is reduced into rank `r`'s `output`."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Several flat reduce-scatters as one call."""
+        check_pairs("reduce_scatter", outputs, inputs)
+        op = reduce_op_of(opts)
+        return self._issue("reduce_scatter", opts, inputs, outputs=outputs, reduce_op=op)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def allgather(
+        self,
+        outputs: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+        inputs: Sequence[Tensor] | Tensor,
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> Work:
+        """List form: `outputs[0][r]` becomes rank `r`'s `inputs[0]`."""
+        inputs, rows = as_list(inputs), as_rows(outputs)
+        check_gathered("allgather", rows, inputs, size=self.size(), even=self._is_gloo)
+        if len(inputs) == 1:
+            return self._issue("all_gather_list", opts, inputs, outputs=rows[0])
+        first = several.by_input(rows[0], len(inputs))
+        work = self._issue("all_gather_list", opts, inputs, outputs=first)
+
+        def bring() -> None:
+            for places in zip(*rows, strict=True):
+                several.spread(places[0], places)
+
+        return self._end(work, bring, [list(row) for row in rows])
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Several list all-gathers as one call: `outputs[r][i]` becomes rank `r`'s `inputs[i]`."""
+        check_gathered_coalesced("allgather_coalesced", outputs, inputs, size=self.size())
+        by_input = [row[index] for index in range(len(inputs)) for row in outputs]
+        return self._issue("all_gather_list", opts, inputs, outputs=by_input)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Flat form: `output` becomes the ranks' inputs one after another."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Several flat all-gathers as one call."""
+        check_pairs("all_gather", outputs, inputs)
+        return self._issue("all_gather", opts, inputs, outputs=outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self,
+        outputs: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+        inputs: Sequence[Tensor] | Tensor,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """The root's `outputs[0][r]` becomes rank `r`'s `inputs[0]`."""
+        inputs, rows = as_list(inputs), as_rows(outputs)
+        chosen = root_of("gather", opts if root is None else root, self.size())
+        check_one("gather", inputs, side="input")
+        mine = self._rows_of_root("gather", rows, chosen, side="output")
+        check_dense("gather", [*inputs, *mine])
+        check_like("gather", mine, inputs[0], even=self._is_gloo)
+        return self._issue("gather", opts, inputs, outputs=mine, root=chosen)
+
+    def scatter(
+        self,
+        outputs: Sequence[Tensor] | Tensor,
+        inputs: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Rank `r`'s `outputs[0]` becomes the root's `inputs[0][r]`."""
+        outputs, rows = as_list(outputs), as_rows(inputs)
+        chosen = root_of("scatter", opts if root is None else root, self.size())
+        check_one("scatter", outputs, side="output")
+        mine = self._rows_of_root("scatter", rows, chosen, side="input")
+        check_dense("scatter", [*outputs, *mine])
+        check_like("scatter", mine, outputs[0], even=self._is_gloo)
+        return self._issue("scatter", opts, mine, outputs=outputs, root=chosen)
+
+    def _rows_of_root(
+        self, method: str, rows: Sequence[Sequence[Tensor]], root: int, *, side: str
+    ) -> Sequence[Tensor]:
+        """The list that the root of a gather or scatter hands over; the others have none."""
+        if self._group_rank == root:
+            check_rows(method, rows, side=side, size=self.size())
+            return rows[0]
+        check_no_rows(method, rows, side=side)
+        return []
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Rank `r`'s `outputs[s]` becomes rank `s`'s `inputs[r]`."""
+        for side, tensors in (("output", outputs), ("input", inputs)):
+            check_rows("alltoall", [tensors], side=side, size=self.size())
+            check_dense("alltoall", tensors)
+        return self._issue("all_to_all_list", opts, inputs, outputs=outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int] | Tensor,
+        input_splits: list[int] | Tensor,
+        opts: Any = None,
+    ) -> Work:
+        """As `alltoall`, on row ranges of one tensor each; empty split lists mean even ones."""
+        check_dense("alltoall_base", [output, input])
+        if not self._group.strict:
+            # As gloo; what else is not contiguous, it takes.
+            check_contiguous("all_to_all", [output, input])
+        return self._issue(
+            "all_to_all",
+            opts,
+            [input],
+            outputs=[output],
+            input_splits=splits_of(input_splits) or self._even_rows(input),
+            output_splits=splits_of(output_splits) or self._even_rows(output),
+        )
+
+    alltoall_base = all_to_all_single
+
+    def _even_rows(self, tensor: Tensor) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        share, left = divmod(rows, self.size())
+        return [share] * self.size() if left == 0 else [rows]
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        """Come together, in the time that the call has, or else the group."""
+        seconds = seconds_of(timeout) or seconds_of(getattr(opts, "timeout", None))
+        return self._come_together(opts, seconds or seconds_of(self._backend.options._timeout))
+
+    def _come_together(self, opts: Any, seconds: float | None) -> Work:
+        return self._issue("barrier", opts, [], timeout_seconds=seconds)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Come together in a time that is rank 0's; who does not come is named.
+
+        Raises:
+            BadArgument: There is no time at all.
+            TimedOut: The time is over.
+        """
+        check_monitored(timeout, group_rank=self._group_rank)
+        seconds = None if self._group_rank else seconds_of(timeout)
+        try:
+            self._come_together(None, seconds).wait()
+        except TimedOut as error:
+            raise after_monitored(
+                error,
+                group_rank=self._group_rank,
+                ranks=self._group.ranks,
+                wait_all_ranks=wait_all_ranks,
+            ) from None
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        """Send to a member; done when the receive is there, as with NCCL."""
+        return self._exchange("send", tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+        """Receive from a member."""
+        return self._exchange("recv", tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        """Receive from whoever sent first."""
+        return self._exchange("recv", tensors, None, tag)
+
+    def _exchange(self, kind: str, tensors: list[Tensor], peer: int | None, tag: int) -> Work:
+        self._check_open(kind)
+        (tensor,) = tensors
+        works = []
+        for part in memory_of(inner_tensors(tensor)):
+            place = (self._group, self._group_rank)
+            if kind == "send":
+                assert peer is not None
+                works.append(self._cluster.send(*place, peer, tag=tag, tensor=part))
+            else:
+                works.append(self._cluster.receive(*place, peer, tag=tag, tensor=part))
+        return self._collect(self._join(works))

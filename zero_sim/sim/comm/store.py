@@ -1,0 +1,116 @@
+"""The key-value store of a world: what c10d code uses to find its peers before a group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from zero_sim.sim.callsite import call_site, site_of
+from zero_sim.sim.comm.timeouts import seconds_of, store_timed_out
+from zero_sim.sim.failures import TimedOut
+
+
+class KeyWait:
+    """A rank's wait for a key that nobody has set yet."""
+
+    __slots__ = ("done", "key", "missing", "waiters")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.done = False
+        self.missing: tuple[int, ...] = ()
+        self.waiters: list[int] = []
+
+    @property
+    def doing(self) -> str:
+        """The wait in words, for the deadlock table."""
+        return f"waits for key {self.key!r} of the store"
+
+
+class SimStore(Store):
+    """A store in memory whose waits hand the baton on instead of blocking the process.
+
+    Args:
+        wait: Blocks the calling rank, `wait(awaited, site, timeout_seconds)`.
+        wake: Makes the ranks that wait for a key ready again.
+    """
+
+    def __init__(
+        self, wait: Callable[[KeyWait, str, float | None], None], wake: Callable[[KeyWait], None]
+    ) -> None:
+        super().__init__()
+        self._wait_for = wait
+        self._wake = wake
+        self._values: dict[str, bytes] = {}
+        self._waits: dict[str, KeyWait] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key and wake the ranks that wait for it."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        waited = self._waits.pop(key, None)
+        if waited is not None:
+            waited.done = True
+            self._wake(waited)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it is set."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        value = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(value))
+        return value
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key if it holds `expected` (or is absent and nothing is expected)."""
+        current = self._values.get(key)
+        if current == expected.encode() or (current is None and not expected):
+            self.set(key, desired)
+        return self._values.get(key, expected.encode())
+
+    def append(self, key: str, value: bytes) -> None:
+        """Append to a value."""
+        self.set(key, self._values.get(key, b"") + bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Block this rank until all keys are set.
+
+        Args:
+            keys: The keys.
+            timeout: How long that may take, in simulated time.
+
+        Raises:
+            StoreTimedOut: It took longer.
+        """
+        for key in keys:
+            if key not in self._values:
+                waited = self._waits.setdefault(key, KeyWait(key))
+                file, line = call_site()
+                try:
+                    self._wait_for(waited, site_of(file, line), seconds_of(timeout))
+                except TimedOut as error:
+                    raise store_timed_out(error, keys) from None
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many keys are set."""
+        return len(self._values)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Accepted and not needed: a wait that cannot end is reported at once."""
+
+    def clear(self) -> None:
+        """Forget everything, between two runs."""
+        self._values.clear()
+        self._waits.clear()

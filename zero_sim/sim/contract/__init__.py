@@ -1,0 +1,1 @@
+"""The contract: what NCCL would refuse, hang on or misread."""

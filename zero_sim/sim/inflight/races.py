@@ -1,0 +1,266 @@
+"""Finds the operation that touches memory in flight: lent to a collective and not waited for.
+
+A detector sees every tensor operation of one rank: it is a `TorchDispatchMode`, which torch asks
+before each operation, also those of autograd, of hooks and of torch's C++ code. What gets at memory
+without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `print`, which torch hides
+from modes, and threads of the program's own.
+
+[Note: an unwatched simulator]
+The simulator moves the data of all ranks in the thread of one, and the judge looks at what it
+likes. Neither is an access by the program. Inside `unwatched` the detector takes itself off the
+stack of modes; where it is not on top, it stays and looks away.
+
+[Note: only while it matters]
+An operation that passes a mode costs three times as much, and most pass while nothing is in flight.
+So the detector is on the stack of modes only while its rank has something in flight, and in every
+backward, in which a hook may lend something; see [Note: modes in a backward]. A backward that C++
+code begins of its own, as no part of torch does, is seen only if something was in flight before.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_sim.sim import dispatch
+from zero_sim.sim.callsite import call_site
+from zero_sim.sim.failures import Access, DataRace, WorldFailure
+from zero_sim.sim.in_flight import Flight, Flights
+from zero_sim.sim.inflight import backward
+from zero_sim.sim.inflight.uses import is_training, uses_of
+from zero_sim.sim.shared_memory import extent, shared_elems
+
+
+class _Running(threading.local):
+    """The detector of the running thread, if it is a rank that is watched."""
+
+    detector: RaceDetector | None = None
+
+
+_running = _Running()
+_NOTHING = nullcontext()
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """A context whose tensor operations only observe and are charged to nobody.
+
+    Without a race detector, and outside of a rank, it does nothing.
+    """
+    detector = _running.detector
+    return _NOTHING if detector is None else _Aside(detector)
+
+
+class _Aside:
+    """The context that `unwatched` gives."""
+
+    def __init__(self, detector: RaceDetector) -> None:
+        self._detector = detector
+        self._was_on_top = False
+
+    def __enter__(self) -> None:
+        self._detector.paused += 1
+        self._was_on_top = dispatch.top_mode() is self._detector
+        if self._was_on_top:
+            dispatch.pop_mode()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._was_on_top:
+            dispatch.push_mode(self._detector)
+        self._detector.paused -= 1
+        self._detector.come_or_go()
+
+
+class _Ranges:
+    """Disjoint ranges of addresses, asked whether they meet another one."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in sorted(ranges):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(self._stops[-1], stop)
+            else:
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def meet(self, start: int, stop: int) -> bool:
+        """Whether any address from `start` to `stop`, half-open, is in one of them."""
+        before = bisect_left(self._starts, stop) - 1
+        return before >= 0 and self._stops[before] > start
+
+
+class RaceDetector(TorchDispatchMode):
+    """Watches one rank while it is entered, by the thread that enters it.
+
+    Args:
+        rank: World rank, for the failure.
+        flights: What the rank has in flight.
+        fail: Ends the world with a failure and returns it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, rank: int, *, flights: Flights, fail: Callable[[WorldFailure], WorldFailure]
+    ) -> None:
+        super().__init__()
+        self.paused = 0
+        """How many `unwatched` contexts are open."""
+        self._rank = rank
+        self._flights = flights
+        self._fail = fail
+        self._backwards = 0
+        self._handled = 0
+        self._charted = -1
+        self._lent: list[tuple[int, int, Flight]] = []
+        self._no_read = self._no_write = _Ranges([])
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps __torch_dispatch__ and imports its compiler, which takes seconds.
+        return False
+
+    def __enter__(self) -> Self:
+        # Not as the base class does it, which also sets flags of the whole process: ranks come and
+        # go in any order, and would restore each other's.
+        _running.detector = self
+        self._flights.watcher = self.come_or_go
+        backward.listen(self)
+        self.come_or_go()
+        return self
+
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        backward.stop_listening()
+        self._flights.watcher = None
+        _running.detector = None
+        dispatch.remove_mode(self)
+
+    def come_or_go(self) -> None:
+        """Be on the stack of modes, or not; see [Note: only while it matters]."""
+        if self.paused or _running.detector is not self:
+            return
+        if self._backwards or len(self._flights):
+            # While it handles an operation, torch has it off the stack and will put it back.
+            if not self._handled and not dispatch.is_on_stack(self):
+                dispatch.push_mode_lowest(self)
+        elif dispatch.top_mode() is self:
+            dispatch.pop_mode()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Be on the stack of modes; `Listener.in_backward`."""
+        self._backwards += 1
+        self.come_or_go()
+        try:
+            yield
+        finally:
+            self._backwards -= 1
+            self.come_or_go()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one operation of the rank; called by torch."""
+        kwargs = kwargs or {}
+        if types:
+            if any(map(dispatch.is_fake, types)):
+                return func(*args, **kwargs)
+            if any(map(dispatch.has_own_dispatch, types)):
+                # What such a class, DTensor for one, does with plain tensors is seen after this.
+                return NotImplemented
+        if self._charted != self._flights.changes:
+            self._chart()
+        self._handled += 1
+        try:
+            if self._lent and not self.paused:
+                return self._run_watched(func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self._handled -= 1
+
+    def _chart(self) -> None:
+        """Note the addresses of what is in flight now."""
+        self._charted = self._flights.changes
+        self._lent = [(*extent(flight.tensor), flight) for flight in self._flights]
+        self._no_write = _Ranges((start, stop) for start, stop, _ in self._lent)
+        self._no_read = _Ranges(
+            (start, stop) for start, stop, flight in self._lent if flight.role == "output"
+        )
+
+    def _run_watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        views: list[Tensor] = []
+        for index, name, effect in uses_of(func):
+            value = args[index] if index < len(args) else kwargs.get(name)
+            tensors = value if isinstance(value, (list, tuple)) else (value,)
+            writes = effect == "write" or (
+                effect == "statistics" and is_training(func, args, kwargs)
+            )
+            barred = self._no_write if writes else self._no_read
+            for tensor in tensors:
+                # Optional ones can be missing, and numbers stand in for tensors.
+                if not isinstance(tensor, Tensor) or not barred.meet(*extent(tensor)):
+                    continue
+                if effect == "view":
+                    views.append(tensor)
+                else:
+                    self._check(func, tensor, writes=writes)
+        result = func(*args, **kwargs)
+        for tensor in views:
+            if not _shares_storage(result, tensor):
+                self._check(func, tensor, writes=False)
+        return result
+
+    def _check(self, func: Any, tensor: Tensor, *, writes: bool) -> None:
+        """Compare an argument with every flight, element by element.
+
+        Raises:
+            DataRace: It shares memory with one that bars this use.
+        """
+        start, stop = extent(tensor)
+        for lent_start, lent_stop, flight in self._lent:
+            if lent_start >= stop or lent_stop <= start:
+                continue
+            if flight.role == "input" and not writes:
+                continue
+            touched = shared_elems(flight.tensor, tensor)
+            if touched is not None:
+                raise self._fail(self._race(func, flight, touched=touched, writes=writes))
+
+    def _race(
+        self, func: Any, flight: Flight, *, touched: tuple[int, int], writes: bool
+    ) -> DataRace:
+        before = 0
+        if flight.whole is not None:
+            skipped_bytes = flight.tensor.data_ptr() - flight.whole.data_ptr()
+            before = skipped_bytes // flight.tensor.element_size()
+        file, line = call_site()
+        access = Access(
+            operation=dispatch.name_of(func),
+            node=dispatch.autograd_node(),
+            writes=writes,
+            file=file,
+            line=line,
+            start=before + touched[0],
+            stop=before + touched[1],
+        )
+        return DataRace(self._rank, access=access, flight=flight)
+
+
+def _shares_storage(result: Any, tensor: Tensor) -> bool:
+    """Whether the result of an operation is a view of its argument, or several."""
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    storage = tensor.untyped_storage().data_ptr()
+    return any(
+        isinstance(each, Tensor) and each.untyped_storage().data_ptr() == storage
+        for each in results
+    )

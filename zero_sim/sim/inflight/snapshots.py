@@ -1,0 +1,271 @@
+"""The memory that one rank lends to one operation, from its issue until its rank has waited.
+
+At the issue the inputs are copied and what will be written is poisoned. From then on the operation
+works on copies of its own; the real memory is compared with what it must hold before every touch.
+
+[Note: what memory must hold]
+An input that shares no memory with an output holds its copy; an output holds poison and, once it
+is written, the result. An input that overlaps an output holds neither, so another copy of it is
+taken after each write of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zero_sim.sim.call import Call
+from zero_sim.sim.failures import InFlightRace
+from zero_sim.sim.in_flight import Flight, Flights, Role
+from zero_sim.sim.inflight.poison import bits_of, is_poison, poison, poison_of
+from zero_sim.sim.roles import read_tensors, span_bytes, written_parts, written_tensors
+from zero_sim.sim.shared_memory import shared_elems
+
+_WAIT_FIRST = "Wait for the operation before the program touches this memory, or give it a copy."
+
+
+def flights_of(call: Call, *, what: str, group_rank: int, group_size: int) -> list[Flight]:
+    """What a rank lends to an operation, as flights; memory both read and written is an output.
+
+    Args:
+        call: The rank's side.
+        what: The operation, as in `all_gather #3 of group world`.
+        group_rank: The rank's place in the group.
+        group_size: Number of members.
+    """
+    written = [tensor.detach() for tensor in written_tensors(call, group_rank=group_rank)]
+    parts = written_parts(call, group_rank=group_rank, group_size=group_size)
+    read = read_tensors(call, group_rank=group_rank)
+    inputs = [] if _in_place(call, group_rank) else [tensor.detach() for tensor in read]
+    lent: list[tuple[Role, Tensor, Tensor]] = [
+        *(("input", tensor, tensor) for tensor in inputs),
+        *(("output", part.of(written), written[part.tensor]) for part in parts),
+    ]
+    return [
+        Flight(role=role, tensor=tensor, what=what, file=call.file, line=call.line, whole=whole)
+        for role, tensor, whole in lent
+        if tensor.numel()
+    ]
+
+
+def _in_place(call: Call, group_rank: int) -> bool:
+    """Whether what is read is, as tensors, what is written."""
+    return written_tensors(call, group_rank=group_rank) is call.inputs
+
+
+class Loan:
+    """The lent memory of one rank's side of one operation.
+
+    Args:
+        call: The side as torch.distributed handed it over.
+        rank: World rank, for messages.
+        what: The operation, as in `all_gather #3 of group world`.
+        group_rank: The rank's place in the group.
+        group_size: Number of members.
+        others: The flights of the rank that are in the air already.
+
+    Raises:
+        InFlightRace: An earlier operation of the rank still writes memory that this one reads or
+            writes, or still reads what this one writes.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        rank: int,
+        what: str,
+        group_rank: int,
+        group_size: int,
+        others: Flights,
+    ) -> None:
+        self.rank = rank
+        self.flights = flights_of(call, what=what, group_rank=group_rank, group_size=group_size)
+        _check_free(self.flights, others, rank=rank)
+        self.staged = _stage(call, group_rank=group_rank)
+        parts = written_parts(call, group_rank=group_rank, group_size=group_size)
+        results = written_tensors(self.staged, group_rank=group_rank)
+        self._results = [part.of(results) for part in parts]
+        self._outputs = [flight for flight in self.flights if flight.role == "output"]
+        self._inputs = [flight for flight in self.flights if flight.role == "input"]
+        self._addresses = {
+            id(flight): flight.tensor.untyped_storage().data_ptr() for flight in self.flights
+        }
+        self._overlapping = [
+            any(shared_elems(flight.tensor, output.tensor) for output in self._outputs)
+            for flight in self._inputs
+        ]
+        copies = [copy for copy in self.staged.inputs if copy.numel()]
+        self._images = copies[: len(self._inputs)]
+        self._written = False
+        for flight in self._outputs:
+            poison(flight.tensor)
+        self._renew_images()
+
+    def check_inputs(self) -> None:
+        """Compare the inputs' memory with what it must hold.
+
+        Raises:
+            InFlightRace: It changed, or is gone.
+        """
+        for flight, image in zip(self._inputs, self._images, strict=True):
+            self._check_storage(flight)
+            _check_equal(
+                flight, bits_of(image), f"{flight.what} changed between issue and wait", self.rank
+            )
+
+    def check_outputs(self) -> None:
+        """Compare the outputs' memory with poison or, once it is written, with the result.
+
+        Raises:
+            InFlightRace: The program wrote it, or it is gone.
+        """
+        for flight, result in zip(self._outputs, self._results, strict=True):
+            self._check_storage(flight)
+            _check_equal(
+                flight,
+                bits_of(result) if self._written else None,
+                f"{flight.what} was written by the program while in flight",
+                self.rank,
+            )
+
+    def write(self) -> None:
+        """Bring the result into the rank's memory, after `check_inputs` and `check_outputs`."""
+        for flight, result in zip(self._outputs, self._results, strict=True):
+            bits_of(flight.tensor).copy_(bits_of(result))
+        self._written = True
+        self._renew_images()
+
+    def forget(self) -> None:
+        """Let go of all memory, after the landing."""
+        self.staged = replace(self.staged, inputs=(), outputs=())
+        self._results, self._outputs, self._inputs = [], [], []
+        self._images, self._overlapping = [], []
+
+    def _renew_images(self) -> None:
+        for i, overlapping in enumerate(self._overlapping):
+            if overlapping:
+                self._images[i] = _copy(self._inputs[i].tensor)
+
+    def _check_storage(self, flight: Flight) -> None:
+        storage = flight.tensor.untyped_storage()
+        needed = span_bytes(flight.tensor)[1]
+        if storage.nbytes() >= needed and storage.data_ptr() == self._addresses[id(flight)]:
+            return
+        raise _race(
+            flight,
+            f"storage of the {flight.role} of {flight.what} was resized or freed while in flight",
+            rank=self.rank,
+            detail=f"needs {needed} bytes where it was issued, "
+            f"the storage has {storage.nbytes()} now or moved",
+        )
+
+
+def _stage(call: Call, *, group_rank: int) -> Call:
+    """The call on copies: what is read as it is now, what is only written as fresh memory."""
+    if read_tensors(call, group_rank=group_rank) is call.inputs:
+        inputs = [_copy(tensor) for tensor in call.inputs]
+    else:
+        inputs = [_fresh(tensor) for tensor in call.inputs]
+    return replace(call, inputs=inputs, outputs=[_fresh(tensor) for tensor in call.outputs])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _check_free(flights: Sequence[Flight], others: Flights, *, rank: int) -> None:
+    for other in others:
+        for flight in flights:
+            if "output" not in (flight.role, other.role):
+                continue
+            if shared_elems(flight.tensor, other.tensor) is not None:
+                raise _race(
+                    flight,
+                    f"{flight.what} was issued on memory that {other.what} has in flight",
+                    rank=rank,
+                    detail=f"it is {flight.role} of this one and {other.role} of that one, "
+                    f"which was issued at {other.site} and not waited for",
+                )
+
+
+def _check_equal(flight: Flight, image: Tensor | None, what: str, rank: int) -> None:
+    """Compare memory with the bits of an image, or with poison where there is none."""
+    bits = bits_of(flight.tensor)
+    if image is None:
+        good = is_poison(bits, flight.tensor.dtype)
+        if bool(good.all()):
+            return
+    elif torch.equal(bits, image):
+        return
+    else:
+        good = bits == image
+    wrong = (~good).reshape(-1).nonzero()
+    index = int(wrong[0])
+    new_bits = _unsigned(bits.reshape(-1)[index])
+    if image is None:
+        old_bits = poison_of(flight.tensor.dtype)
+    else:
+        old_bits = _unsigned(image.reshape(-1)[index])
+    per_element = bits.numel() // flight.tensor.numel()
+    raise _race(
+        flight,
+        f"{flight.role} of {what}",
+        rank=rank,
+        detail=f"element {index // per_element} of {flight.tensor.numel()} was "
+        f"{_shown(old_bits, flight.tensor.dtype, poisoned=image is None)} and is "
+        f"{_shown(new_bits, flight.tensor.dtype)}; {len(wrong)} changed in all",
+        index=index // per_element,
+        changed_count=len(wrong),
+        old_bits=old_bits,
+        new_bits=new_bits,
+    )
+
+
+def _race(
+    flight: Flight,
+    what: str,
+    *,
+    rank: int,
+    detail: str,
+    index: int | None = None,
+    changed_count: int = 0,
+    old_bits: int | None = None,
+    new_bits: int | None = None,
+) -> InFlightRace:
+    return InFlightRace(
+        what,
+        rank=rank,
+        operation=flight.what,
+        site=flight.site,
+        dtype=str(flight.tensor.dtype).removeprefix("torch."),
+        shape=tuple(flight.tensor.shape),
+        detail=detail,
+        hint=_WAIT_FIRST,
+        index=index,
+        changed_count=changed_count,
+        old_bits=old_bits,
+        new_bits=new_bits,
+    )
+
+
+def _unsigned(word: Tensor) -> int:
+    return int(word) % (1 << 8 * word.element_size())
+
+
+def _shown(bits: int, dtype: torch.dtype, *, poisoned: bool = False) -> str:
+    """Bits in hexadecimal, with the number that they stand for."""
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    if poisoned:
+        return f"0x{bits:0{2 * dtype.itemsize}x} (poison)"
+    raw = torch.tensor(list(bits.to_bytes(dtype.itemsize, "little")), dtype=torch.uint8)
+    value = raw.view(dtype)
+    number = value.float().item() if dtype.itemsize == 1 else value.item()
+    return f"0x{bits:0{2 * dtype.itemsize}x} ({number})"

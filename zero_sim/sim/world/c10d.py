@@ -1,0 +1,326 @@
+"""Where torch's process-wide distributed state becomes a rank's own; private torch names live here.
+
+[Note: rank-local c10d]
+torch keeps one "world" (default group, group names, tags) per process. While any simulated world is
+open, that object is replaced by one that looks up the running thread: a rank thread and the threads
+that it starts see the rank's own, every other thread sees the original. Two functions are wrapped
+the same way: inside a rank, `init_process_group` joins the simulated world whatever backend it
+names, and groups asked for with `backend="gloo"` or `"nccl"` are simulated ones. Checked against
+torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c_bindings
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.comm.facade import present_devices
+from zero_sim.sim.comm.process_group import SimProcessGroup
+from zero_sim.sim.comm.torch_stores import StoreWaits
+from zero_sim.sim.world import meshes
+from zero_sim.sim.world.rank_threads import no_rank, rank_state, start_thread, starter
+
+
+class RankC10dWorld:
+    """The fields of torch's `_World`, for one rank."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """As torch's `_World.pg_config_info`."""
+        return [
+            {
+                "pg_name": name,
+                "pg_desc": group.group_desc,
+                "backend_config": self.pg_backend_config[group],
+                "ranks": list(self.pg_group_ranks[group]),
+                "group_size": len(self.pg_group_ranks[group]),
+                "group_count": self.group_count,
+            }
+            for group, name in self.pg_names.items()
+        ]
+
+
+class _ThreadWorld:
+    """Stands where torch's `_World` stood and forwards to the running thread's."""
+
+    def __init__(self, original: Any) -> None:
+        object.__setattr__(self, "_original", original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._running(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._running(), name, value)
+
+    def _running(self) -> Any:
+        if rank_state.c10d_world is not None:
+            return rank_state.c10d_world
+        by = starter()
+        # A process's threads see its groups; what they do with these is refused where they do it.
+        return self._original if by is None else by.c10d_world
+
+
+def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
+    """The creator registered with torch for the backend `sim`."""
+    if rank_state.make_group is None:
+        raise RuntimeError(
+            "backend 'sim' exists only inside a rank of zero_sim.World; "
+            "expected to be called from a program that World.run runs"
+        )
+    ranks = list(options.global_ranks_in_group)
+    return rank_state.make_group(options.group_id, ranks, options.group_rank)
+
+
+def _register_backend() -> None:
+    if not hasattr(dist.Backend, "SIM"):
+        dist.Backend.register_backend(
+            "sim", _create_group, extended_api=True, devices=present_devices()
+        )
+
+
+def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if starter() is not None:
+            raise UsageError(no_rank())
+        if rank_state.join is None:
+            return original(*args, **kwargs)
+        asked = signature.bind(*args, **kwargs).arguments
+        if asked.get("backend") == FAKE:
+            _leave_groups()
+            return original(*args, **kwargs)
+        rank_state.join()
+        group = c10d._get_default_group()
+        if isinstance(group, SimProcessGroup):
+            _check_place(group, asked)
+            _answer_to(group, asked)
+        return None
+
+    return init_process_group
+
+
+FAKE = "fake"
+"""torch's backend that moves nothing; a program that asks for it gets it, as anywhere."""
+
+
+def _leave_groups() -> None:
+    c_bindings._unregister_all_process_groups()
+    rank_state.c10d_world = RankC10dWorld()
+
+
+def _check_place(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
+    for name, have in (("rank", group.rank()), ("world_size", group.size())):
+        wanted = asked.get(name, -1)
+        if wanted not in (-1, None, have):
+            raise ValueError(
+                f"init_process_group was given {name}={wanted} by a rank whose {name} is {have} "
+                "in the simulated world; leave it out, or take it from the environment"
+            )
+
+
+def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
+    """Let a group answer to the backend that a program asked for, if it asked for one.
+
+    Args:
+        group: The group.
+        asked: What the program passed, by name.
+
+    Raises:
+        ValueError: torch knows no such backend.
+    """
+    world, name = rank_state.c10d_world, asked.get("backend")
+    assert world is not None
+    if not name:
+        return
+    backend = dist.Backend(str(name))
+    parts = [part.split(":")[-1] for part in backend.split(",")]
+    if unknown := [part for part in parts if part not in dist.Backend.backend_list]:
+        raise ValueError(
+            f"Invalid backend: {unknown[0]!r}; expected one of "
+            f"{', '.join(dist.Backend.backend_list)}"
+        )
+    group.ask_for(str(backend), timeout=asked.get("timeout"))
+    world.pg_map[group] = (backend, world.pg_map[group][1])
+
+
+def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        if rank_state.c10d_world is None:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        asked = dict(bound.arguments)
+        if asked.get("backend") == FAKE:
+            return original(*args, **kwargs)
+        ranks = list(bound.arguments["global_ranks_in_group"])
+        if ranks and rank_state.announce is not None:
+            # Here, not in the group's creator, which torch does not call on a rank outside of it.
+            rank_state.announce(bound.arguments["group_name"], ranks)
+        bound.arguments["backend"] = dist.Backend("sim")
+        for name in ("backend_options", "device_id"):
+            bound.arguments.pop(name, None)
+        group, store = original(*bound.args, **bound.kwargs)
+        if isinstance(group, SimProcessGroup):
+            group.set_group_store(store)
+            _answer_to(group, asked)
+        return group, store
+
+    return new_process_group_helper
+
+
+def _isolate_threads(isolated: bool) -> None:
+    """Give every thread its own C++ registry of groups, which functional collectives look up."""
+    c_bindings._set_thread_isolation_mode(isolated)  # pyrefly: ignore [missing-attribute]
+
+
+_lock = threading.Lock()
+_open_count = 0
+_originals: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Make c10d rank-local; counted, so that several worlds may be open."""
+    global _open_count
+    with _lock:
+        _open_count += 1
+        if _open_count > 1:
+            return
+        _register_backend()
+        _originals.update(
+            world=c10d._world, init=c10d.init_process_group, helper=c10d._new_process_group_helper
+        )
+        _originals["start"] = threading.Thread.start
+        threading.Thread.start = start_thread(_originals["start"])
+        c10d._world = _ThreadWorld(c10d._world)  # pyrefly: ignore [bad-assignment]
+        c10d._new_process_group_helper = _wrap_helper(_originals["helper"])
+        wrapped = _wrap_init(_originals["init"])
+        # A mesh makes the default group where there is none.
+        c10d.init_process_group = dist.init_process_group = wrapped
+        device_mesh.init_process_group = wrapped  # pyrefly: ignore [missing-attribute]
+        meshes.install()
+        _isolate_threads(True)
+
+
+def uninstall() -> None:
+    """Give torch its own state back when the last world closes."""
+    global _open_count
+    with _lock:
+        _open_count -= 1
+        if _open_count:
+            return
+        threading.Thread.start = _originals["start"]
+        c10d._world = _originals["world"]
+        c10d._new_process_group_helper = _originals["helper"]
+        c10d.init_process_group = dist.init_process_group = _originals["init"]
+        device_mesh.init_process_group = _originals["init"]  # pyrefly: ignore [missing-attribute]
+        meshes.uninstall()
+        _isolate_threads(False)
+
+
+def enter_rank_thread(
+    *,
+    rank: int,
+    leave: Callable[[int], None],
+    join: Callable[[], None],
+    make_group: Callable[[str, list[int], int], SimProcessGroup],
+    announce: Callable[[str, list[int]], None],
+    stores: StoreWaits,
+) -> None:
+    """Make the calling thread a rank: its own c10d state, and autograd's work done in place."""
+    torch.autograd.set_multithreading_enabled(False)
+    rank_state.rank = rank
+    rank_state.leave = leave
+    rank_state.c10d_world = RankC10dWorld()
+    rank_state.join = join
+    rank_state.make_group = make_group
+    rank_state.announce = announce
+    rank_state.stores = stores
+    meshes.begin_program()
+
+
+def use_one_compute_thread() -> None:
+    """Make the calling thread compute alone; to be called in a rank, before every program.
+
+    The count must be set inside the thread: MKL does not take it over from another one. And it must
+    be read back: torch applies the process-wide count, which any thread may have set meanwhile, to
+    a thread that computes for the first time, and reading it counts as that.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+
+
+def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None:
+    """Run torch's own `init_process_group` for the calling rank."""
+    hook = sys.excepthook
+    try:
+        _originals["init"]("sim", rank=rank, world_size=world_size, store=store)
+    finally:
+        # torch chains one more excepthook at every call; with many ranks that would nest deeply.
+        sys.excepthook = hook
+
+
+_NO_SUCH_GROUP = (
+    "Default process group has not been initialized",
+    "is not registered",
+    "is not initialized in the world group map",
+    "Invalid process group specified",
+    "Process group cannot be None",
+)
+"""Parts of what torch says where a group does not exist."""
+
+
+def is_about_a_missing_group(error: BaseException) -> bool:
+    """Whether torch raised it because a group does not exist (any more)."""
+    text = str(error)
+    return isinstance(error, (ValueError, AssertionError)) and any(
+        words in text for words in _NO_SUCH_GROUP
+    )
+
+
+def reset_rank(*, keep: bool) -> None:
+    """Forget the groups of the calling rank, after a program ended.
+
+    Args:
+        keep: Whether the default group may stay, warm for the next program.
+    """
+    world = rank_state.c10d_world
+    assert world is not None
+    torch.set_grad_enabled(True)
+    torch.set_default_device(None)
+    meshes.end_program()
+    meshes.begin_program()
+    group = world.default_pg
+    warm = keep and isinstance(group, SimProcessGroup) and len(world.pg_map) == 1
+    if warm and not world.pg_coalesce_state:
+        _answer_to(group, {"backend": "sim"})
+        world.group_count = 1  # The default group took name 0; a new program's groups start at 1.
+        return
+    c_bindings._unregister_all_process_groups()
+    rank_state.c10d_world = RankC10dWorld()

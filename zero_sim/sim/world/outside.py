@@ -1,0 +1,130 @@
+"""What is no rank although a rank began it, threads and forked processes; and ends of the process.
+
+[Note: a forked process]
+A child process that a rank forks has of all threads only that rank's, so that nobody would ever
+answer it. It is no rank: its calls into the world are refused, and when the rank's program comes to
+its end there, so does the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch.distributed import distributed_c10d as torch_c10d
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.comm import torch_stores
+from zero_sim.sim.world import profilers
+from zero_sim.sim.world.rank_threads import no_rank, rank_state
+
+_forked_by: int | None = None
+"""In a process that a rank forked, that rank."""
+
+_lock = threading.Lock()
+_open_count = 0
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def is_forked() -> bool:
+    """Whether this process is one that a rank forked."""
+    return _forked_by is not None
+
+
+def check_not_forked() -> None:
+    """Check that this process has its ranks.
+
+    Raises:
+        UsageError: It is one that a rank forked.
+    """
+    if _forked_by is not None:
+        raise UsageError(
+            f"expected a rank, got a process that rank {_forked_by} forked (process "
+            f"{os.getpid()}), which has none of the other ranks. Call torch.distributed in the "
+            "rank itself; a process that needs groups of its own can be started by "
+            "multiprocessing's method 'spawn'."
+        )
+
+
+def end_forked(error: BaseException | None) -> NoReturn:
+    """End a process that a rank forked, where the rank's program came to its end in it."""
+    if error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _exit = _originals.get("_exit", os._exit)
+    _exit(0 if error is None else 1)
+    raise AssertionError("a process ended and went on")
+
+
+def _after_fork_in_child() -> None:
+    global _forked_by
+    if rank_state.rank is not None:
+        _forked_by = rank_state.rank
+        rank_state.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _exit(status: int) -> NoReturn:
+    """Stands where os._exit stood: a rank that calls it ends the world, and not the process."""
+    if rank_state.leave is not None:
+        rank_state.leave(status)
+    _originals["_exit"](status)
+    raise AssertionError("a process ended and went on")
+
+
+def _get_default_group() -> Any:
+    """Stands where torch's function of that name stood: a thread without group is told why."""
+    try:
+        return _originals["_get_default_group"]()
+    except ValueError as error:
+        check_not_forked()
+        if rank_state.rank is not None or threading.current_thread() is threading.main_thread():
+            raise
+        raise ValueError(f"{error} {no_rank()}") from error
+
+
+def running_rank() -> int:
+    """The rank whose thread calls.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if rank_state.rank is None:
+        check_not_forked()
+        raise UsageError(no_rank())
+    return rank_state.rank
+
+
+def install() -> None:
+    """Put these in place; counted, so that several worlds may be open."""
+    global _open_count
+    with _lock:
+        _open_count += 1
+        if _open_count > 1:
+            return
+        _originals["_exit"] = os._exit
+        _originals["_get_default_group"] = torch_c10d._get_default_group
+        os._exit = _exit
+        torch_c10d._get_default_group = _get_default_group
+        profilers.install(lambda: rank_state.rank)
+        torch_stores.install(rank_state)
+
+
+def uninstall() -> None:
+    """Give Python and torch their own functions back when the last world closes."""
+    global _open_count
+    with _lock:
+        _open_count -= 1
+        if _open_count:
+            return
+        os._exit = _originals["_exit"]
+        torch_c10d._get_default_group = _originals["_get_default_group"]
+        profilers.uninstall()
+        torch_stores.uninstall()

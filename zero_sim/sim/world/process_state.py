@@ -1,0 +1,349 @@
+"""What a process has once and each rank must have for itself: globals of torch, flags, hooks.
+
+Under the baton the values of the rank that gets it are put in place, and those of whoever had it
+are taken out, as with random numbers. A rank begins every program with what the caller of
+`World.run` has, and nothing of what it sets outlives the program. State that torch keeps by device
+mesh is told apart in `zero_sim.sim.world.meshes` instead.
+
+A module that a rank imports in the middle of a program was found there by no other rank yet; they
+get what stands in the table below.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no() -> bool:
+    return False
+
+
+def _yes() -> bool:
+    return True
+
+
+class Name(NamedTuple):
+    """One name of a module, or of an object that the module names, as `Class.attribute`."""
+
+    module: str
+    path: str
+    initial: Callable[[], Any] | None = None
+    """What a rank gets when another one imports the module; None for a copy of what is found."""
+    copied: bool = True
+    """Whether a rank gets a copy of the caller's value, and not that itself."""
+
+
+_MODULES = "torch.nn.modules.module"
+_MODES = "torch.utils._python_dispatch"
+_WRAP = "torch.distributed.fsdp.wrap"
+_ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
+_RULES = "torch.distributed.tensor.experimental._context_parallel._sharding_rules"
+_SHARDS = "torch.distributed._shard.sharded_tensor.api"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+REPLACEABLE = (
+    *(
+        Name("torch.distributed", name, copied=False)
+        for name in (
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_single",
+            "all_reduce",
+            "all_to_all",
+            "all_to_all_single",
+            "barrier",
+            "broadcast",
+            "gather",
+            "irecv",
+            "isend",
+            "recv",
+            "reduce",
+            "reduce_scatter",
+            "reduce_scatter_single",
+            "reduce_scatter_tensor",
+            "scatter",
+            "send",
+        )
+    ),
+    Name(f"{_FSDP}._fsdp_param_group", "foreach_all_gather", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "foreach_reduce", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.unshard", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.reshard", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.post_backward", copied=False),
+    Name(f"{_FSDP}._fsdp_param_group", "RegisterPostBackwardFunction.backward", copied=False),
+)
+"""What a program puts functions of its own in the place of, to count calls or to change them."""
+
+NAMES = (
+    # Hooks on every module and every optimizer of the process.
+    Name(_MODULES, "_global_backward_pre_hooks"),
+    Name(_MODULES, "_global_backward_hooks"),
+    Name(_MODULES, "_global_is_full_backward_hook"),
+    Name(_MODULES, "_global_forward_pre_hooks"),
+    Name(_MODULES, "_global_forward_hooks"),
+    Name(_MODULES, "_global_forward_hooks_always_called"),
+    Name(_MODULES, "_global_forward_hooks_with_kwargs"),
+    Name(_MODULES, "_global_buffer_registration_hooks"),
+    Name(_MODULES, "_global_module_registration_hooks"),
+    Name(_MODULES, "_global_parameter_registration_hooks"),
+    Name("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+    Name("torch.optim.optimizer", "_global_optimizer_post_hooks"),
+    # Contexts that note in a global that they are entered; ranks leave them in any order.
+    Name(_MODES, "_is_in_torch_dispatch_mode"),
+    Name(_MODES, "_is_in_non_infra_torch_dispatch_mode"),
+    Name(_MODES, "_is_in_any_mode_without_ignore_compile_internals"),
+    Name("torch.autograd.graph", "_allow_mutation_on_saved_tensors_enabled"),
+    Name("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module"),
+    Name("torch.nn.utils.parametrize", "_cache"),
+    Name("torch.nn.utils.parametrize", "_cache_enabled"),
+    Name("torch.utils._device", "CURRENT_DEVICE", _nothing),
+    Name("torch.utils.checkpoint", "_checkpoint_debug_enabled"),
+    Name("torch.utils.checkpoint", "_enable_checkpoint_early_stop"),
+    Name("torch.utils.checkpoint", "DefaultDeviceType._default_device_type"),
+    Name(_WRAP, "_ConfigAutoWrap.in_autowrap_context", _no),
+    Name(_WRAP, "_ConfigAutoWrap.wrapper_cls", _nothing),
+    Name(_WRAP, "_ConfigAutoWrap.kwargs", dict),
+    Name("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", _yes),
+    Name("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP", _nothing),
+    Name("torch.distributed.checkpoint._version", "_derived_version", _nothing),
+    # What a rank sets for itself.
+    Name("torch.distributed.tensor._random", "_rng_tracker", _nothing),
+    Name("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", _nothing),
+    Name(
+        "torch.distributed.tensor._redistribute",
+        "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION",
+        _no,
+    ),
+    Name("torch.distributed.fsdp._fsdp_extensions", "_extensions", _nothing),
+    Name(_SHARDS, "_sharded_tensor_current_id", int),
+    Name(_SHARDS, "_sharded_tensor_map", dict),
+    Name("torch.distributed.checkpoint._async_process_executor", "_CHECKPOINT_PROCESS", _nothing),
+    # Context parallelism puts functions of the rank's mesh in the place of torch's.
+    Name("torch.nn.functional", "scaled_dot_product_attention"),
+    Name(_ATTENTION, "_replaced_functions", dict),
+    Name(_ATTENTION, "_cp_options"),
+    Name(_ATTENTION, "_dispatch_mode"),
+    Name(_ATTENTION, "DTensor._op_dispatcher._custom_op_handlers"),
+    Name(_ATTENTION, "DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"),
+    Name(_ATTENTION, "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info"),
+    Name(_RULES, "_cp_strategy_contexts", dict),
+    Name(_RULES, "_original_strategies", dict),
+    *REPLACEABLE,
+    # Python's own, of which a rank may put another one in place while it waits for others.
+    Name("warnings", "filters", copied=False),
+    Name("warnings", "showwarning", copied=False),
+    Name("warnings", "_showwarnmsg_impl", copied=False),
+    Name("sys", "stdout", copied=False),
+    Name("sys", "stderr", copied=False),
+)
+"""Globals that differ by rank. Where a version of torch lacks one, it is passed over."""
+
+
+class Switch(NamedTuple):
+    """A setting of the process that torch keeps in C++."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+def _plain(get: str, put: str) -> Switch:
+    return Switch(get, getattr(torch._C, get), getattr(torch._C, put))
+
+
+SWITCHES = (
+    Switch("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Switch(
+        "anomaly mode",
+        torch.is_anomaly_enabled,
+        lambda value: torch.set_anomaly_enabled(value, torch.is_anomaly_check_nan_enabled()),
+    ),
+    Switch(
+        "anomaly mode's check for NaN",
+        torch.is_anomaly_check_nan_enabled,
+        lambda value: torch.set_anomaly_enabled(torch.is_anomaly_enabled(), value),
+    ),
+    Switch(
+        "deterministic algorithms",
+        torch._C._get_deterministic_algorithms,
+        lambda value: torch._C._set_deterministic_algorithms(
+            value, warn_only=torch._C._get_deterministic_algorithms_warn_only()
+        ),
+    ),
+    Switch(
+        "deterministic algorithms' mere warning",
+        torch._C._get_deterministic_algorithms_warn_only,
+        lambda value: torch._C._set_deterministic_algorithms(
+            torch._C._get_deterministic_algorithms(), warn_only=value
+        ),
+    ),
+    _plain("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    _plain("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    _plain("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    _plain("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _plain("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    _plain("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    _plain("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+)
+"""Settings that contexts set and restore; ranks leave such contexts in any order."""
+
+
+_GETTERS = [switch.get for switch in SWITCHES]
+
+_AS_AT_BEGINNING: Any = object()
+"""Stands for the value of a name that its owner has not changed."""
+
+
+class _Values(NamedTuple):
+    """What one owner has."""
+
+    of_names: list[Any]
+    """Empty for who changed none; what was found after it was taken out is missing."""
+    of_switches: list[Any]
+
+
+class ProcessState:
+    """Moves the process's state between one owner at a time and its saved place.
+
+    Hardly any program changes any of it, so who has changed nothing shares the values of the
+    beginning, and who has keeps what it changed; the others are then given another copy.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, _Values] = {}
+        self._absent: list[Name] = []
+        self._module_count = 0
+        self._names: list[tuple[Any, str]] = []
+        """The names found, each as its module, object or class, and its key there."""
+        self._beginnings: list[Any] = []
+        """Of each, the value in the place of whoever has not changed it."""
+        self._images: dict[int, Any] = {}
+        """What that held at the beginning, where it is something that can change; by index."""
+        self._readers: list[Callable[[Any], Any]] = []
+        """For each namespace, what reads all names of it at once."""
+        self._namespaces: list[Any] = []
+        self._unchanged: list[Any] = []
+        """What the readers give for who has put nothing else in place."""
+        self._mutables: list[Any] = []
+        """What of that can change, and what it holds if it has not."""
+        self._mutable_images: list[Any] = []
+        self._switches: list[Any] = []
+
+    def begin(self, caller: int) -> None:
+        """Take out what is in place as `caller`'s, and let every rank begin with a copy of it."""
+        self._saved.clear()
+        self._images.clear()
+        self._absent = list(NAMES)
+        self._names, self._beginnings = [], []
+        self._switches = _read_switches()
+        self._look_for_names(at_start=True)
+        # The very objects, which a rank's copies are not, although they are equal.
+        values = [vars(place)[key] for place, key in self._names]
+        self._saved[caller] = _Values(values, self._switches)
+
+    def take_out(self, owner: int) -> None:
+        """Save what is in place as `owner`'s."""
+        if len(sys.modules) != self._module_count:
+            self._look_for_names(at_start=False)
+        self._saved[owner] = _Values(self._changed(), _read_switches())
+
+    def put_in_place(self, owner: int, *, previous: int) -> None:
+        """Make what `owner` has the process's; `previous`'s was taken out just before."""
+        before = self._saved[previous]
+        values = self._saved.get(owner)
+        if values is None:
+            values = self._saved[owner] = _Values([], self._switches)
+        if values.of_names or before.of_names:
+            self._put_names(values.of_names)
+        if values.of_switches != before.of_switches:
+            for switch, value in zip(SWITCHES, values.of_switches, strict=True):
+                switch.put(value)
+
+    def _changed(self) -> list[Any]:
+        """What lies in the places of the names; empty if all is as at the beginning."""
+        read = list(map(operator.call, self._readers, self._namespaces))
+        if read == self._unchanged and self._mutables == self._mutable_images:
+            return []
+        values = [vars(place)[key] for place, key in self._names]
+        for index, value in enumerate(values):
+            if value is not self._beginnings[index]:
+                continue
+            if index not in self._images or value == self._images[index]:
+                values[index] = _AS_AT_BEGINNING
+            else:
+                # It was changed in place and is the owner's from now on.
+                self._beginnings[index] = copy.copy(self._images[index])
+        self._note_unchanged()
+        return values
+
+    def _put_names(self, values: Sequence[Any]) -> None:
+        filters = warnings.filters
+        for index, (place, key) in enumerate(self._names):
+            value = values[index] if index < len(values) else _AS_AT_BEGINNING
+            setattr(place, key, self._beginnings[index] if value is _AS_AT_BEGINNING else value)
+        if warnings.filters is not filters:
+            # Otherwise Python goes on with what it found by the filters of the other.
+            _forget_warnings_given()
+
+    def _look_for_names(self, *, at_start: bool) -> None:
+        """Find the names whose modules have been imported since.
+
+        Args:
+            at_start: Whether what is in place is the caller's, not that of a rank that imported.
+        """
+        self._module_count = len(sys.modules)
+        absent = []
+        for name in self._absent:
+            *path, key = name.path.split(".")
+            place: Any = sys.modules.get(name.module)
+            for part in path:
+                place = getattr(place, part, None)
+            if place is None or key not in vars(place):
+                absent.append(name)
+                continue
+            # Not by getattr, which takes a method out of what makes it static.
+            value = vars(place)[key]
+            if not at_start and name.initial is not None:
+                value = name.initial()
+            elif name.copied:
+                value = copy.copy(value)
+            # A copy of what cannot change is the same thing.
+            if name.copied and copy.copy(value) is not value:
+                self._images[len(self._names)] = copy.copy(value)
+            self._names.append((place, key))
+            self._beginnings.append(value)
+        self._absent = absent
+        self._note_unchanged()
+
+    def _note_unchanged(self) -> None:
+        """Prepare what is compared at every turn, in as few operations as may be."""
+        values: dict[int, dict[str, Any]] = {}
+        places = {id(place): place for place, _ in self._names}
+        for (place, key), value in zip(self._names, self._beginnings, strict=True):
+            values.setdefault(id(place), {})[key] = value
+        self._namespaces = [vars(place) for place in places.values()]
+        self._readers = [operator.itemgetter(*values[each]) for each in places]
+        self._unchanged = [operator.itemgetter(*each)(each) for each in values.values()]
+        self._mutables = [self._beginnings[index] for index in self._images]
+        self._mutable_images = list(self._images.values())
+
+
+def _read_switches() -> list[Any]:
+    return list(map(operator.call, _GETTERS))
+
+
+def _forget_warnings_given() -> None:
+    mutated: Any = getattr(warnings, "_filters_mutated", None)
+    if mutated is not None:
+        mutated()

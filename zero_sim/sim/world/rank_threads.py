@@ -1,0 +1,86 @@
+"""The running thread: which rank it is, or which rank started it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_sim.sim.comm.process_group import SimProcessGroup
+    from zero_sim.sim.comm.torch_stores import StoreWaits
+    from zero_sim.sim.world.c10d import RankC10dWorld
+
+_STARTER = "_zero_sim_started_by"
+
+
+class RankState(threading.local):
+    """Which rank the running thread is, if it is one."""
+
+    rank: int | None = None
+    leave: Callable[[int], None] | None = None
+    """Ends the world because the rank would end the process with a status."""
+    c10d_world: RankC10dWorld | None = None
+    join: Callable[[], None] | None = None
+    make_group: Callable[[str, list[int], int], SimProcessGroup] | None = None
+    announce: Callable[[str, list[int]], None] | None = None
+    stores: StoreWaits | None = None
+    run: object = None
+    """The run whose program it has."""
+
+    def forget(self) -> None:
+        """Be no rank any more."""
+        self.stores = self.run = None
+        self.rank = self.leave = self.c10d_world = None
+        self.join = self.make_group = self.announce = None
+
+
+rank_state = RankState()
+"""The running thread's rank; empty in a thread that is no rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """The rank that started a thread, itself or through another one."""
+
+    rank: int
+    c10d_world: RankC10dWorld
+    run: object
+    """The run that the rank was in."""
+
+
+def starter() -> Starter | None:
+    """Who started the running thread, if a rank did; None in a rank's own thread."""
+    if rank_state.rank is not None:
+        return None
+    return getattr(threading.current_thread(), _STARTER, None)
+
+
+def start_thread(original: Callable[[threading.Thread], None]) -> Callable[..., None]:
+    """What stands in the place of Thread.start: a thread that a rank starts knows whose it is.
+
+    Args:
+        original: Python's own.
+    """
+
+    @functools.wraps(original)
+    def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        rank, world = rank_state.rank, rank_state.c10d_world
+        by = starter() if rank is None or world is None else Starter(rank, world, rank_state.run)
+        if by is not None:
+            setattr(thread, _STARTER, by)
+        original(thread, *args, **kwargs)
+
+    return start
+
+
+def no_rank() -> str:
+    """What is said to a thread that is no rank and wants to be one."""
+    return (
+        f"This thread, {threading.current_thread().name!r}, is no rank: while a zero_sim.World "
+        "runs, a rank is a thread, and one that it starts (threading.Thread, asyncio.to_thread, an "
+        "executor) can see its groups and not call them. Call torch.distributed in the rank's own "
+        "thread, and hand results over; save checkpoints with dcp.save, not dcp.async_save."
+    )

@@ -1,0 +1,72 @@
+"""Everything that lives for one run of a program on a world."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.callsite import hide_simulator
+from zero_sim.sim.contract.groups import GroupBook
+from zero_sim.sim.contract.inversions import inversion_error
+from zero_sim.sim.contract.pending_works import Promises
+from zero_sim.sim.failures import ContractViolation, RankFailed, WorldFailure
+from zero_sim.sim.faults import Injector
+from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.log import EventLog
+from zero_sim.sim.order import Order
+from zero_sim.sim.world.baton import Baton
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Run:
+    """One program, on its way or over."""
+
+    baton: Baton
+    log: EventLog
+    injector: Injector
+    order: Order
+    flights: list[Flights]
+    """What each rank has lent and not waited for, by rank."""
+    races: bool
+    book: GroupBook = field(default_factory=GroupBook)
+    promises: Promises = field(default_factory=Promises)
+    _refused: list[tuple[int, UsageError]] = field(default_factory=list)
+
+    def refuse(self, rank: int, error: UsageError) -> None:
+        """Note what a thread that a rank started was refused, since nobody may look at its error.
+
+        Args:
+            rank: The rank.
+            error: What was raised in the thread.
+        """
+        self._refused.append((rank, error))
+
+    def check_threads(self) -> None:
+        """Fail where a thread of a rank was refused something, which a process's would have had."""
+        if self.baton.failure is None and self._refused:
+            rank, error = self._refused[0]
+            hide_simulator(error)
+            self.fail(RankFailed(rank, error, "".join(traceback.format_exception(error))))
+
+    def fail(self, failure: WorldFailure) -> WorldFailure:
+        """End the world; a violation of the contract is told the last calls of its ranks."""
+        if isinstance(failure, ContractViolation):
+            failure.history = self.log.history(
+                tuple(dict.fromkeys((failure.other_rank, failure.rank)))
+            )
+        return self.baton.fail(failure)
+
+    def check_ended(self, *, group_count: int) -> None:
+        """Check what only shows when all ranks have returned.
+
+        Args:
+            group_count: How many groups there were.
+        """
+        if self.baton.failure is not None:
+            return
+        failure = self.promises.broken()
+        if failure is None and group_count > 1:
+            failure = inversion_error(self.log.collectives)
+        if failure is not None:
+            self.fail(failure)

@@ -1,0 +1,567 @@
+"""The simulated cluster: N ranks of unmodified torch.distributed code in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.sim.callsite import here, program_traceback, raising_site, site_of
+from zero_sim.sim.comm.process_group import SimProcessGroup
+from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group
+from zero_sim.sim.comm.store import SimStore
+from zero_sim.sim.comm.torch_stores import StoreWaits
+from zero_sim.sim.contract.groups import foreign_group
+from zero_sim.sim.failures import RankEnded, RankFailed, RankStalled, WorldFailure
+from zero_sim.sim.faults import Fault, Injector, check_faults
+from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.inflight.races import RaceDetector
+from zero_sim.sim.inflight.timing import TIMINGS, Timing
+from zero_sim.sim.log import EventLog
+from zero_sim.sim.order_backends import ORDERS
+from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
+from zero_sim.sim.world import c10d, outside, profilers
+from zero_sim.sim.world.baton import Awaited, Baton, RankLocal
+from zero_sim.sim.world.cluster import SimCluster
+from zero_sim.sim.world.process_state import ProcessState
+from zero_sim.sim.world.randomness import Randomness
+from zero_sim.sim.world.run import Run
+
+WORLD_SIZE_MAX = 4096
+_UNWIND_SECONDS = 10.0
+_STACK_BYTES = 16 << 20
+
+
+class World:
+    """N rank threads under one baton, reusable from program to program.
+
+    Args:
+        world_size: Number of ranks, 1 to 4096.
+        order: Order model of every reduction: `linear`, `linear-fp32`, `tree`, `ring`, `gloo`,
+            `nccl-ring`, `nccl-sym` or `random-tree`; see `zero_sim.sim.order`.
+        schedule: Which ready rank runs next: `round-robin`, `random`, `pct` (drawn priorities that
+            rarely change), a `Replay` of recorded turns, or `Choices`.
+        timing: When an operation reads its inputs and writes its outputs. `eager`: at once when
+            the last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: each
+            drawn anew, anywhere between issue and wait. Under the last two, memory in flight is
+            poisoned or watched, and a program that touches it too early is caught or computes NaN.
+        seed: Seed of drawn schedules, of the hostile timing, of random trees and of the ranks'
+            random numbers; rank `r` starts every program as after `manual_seed(seed + r)`.
+        depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
+        races: Whether every tensor operation of a rank is checked against the memory that the rank
+            has lent to operations and not waited for.
+        stall_seconds: How long one rank may run without reaching torch.distributed while others
+            wait, before that is an error.
+        strict: Whether what gloo would accept and NCCL not is an error, too: tensors that are not
+            contiguous, that overlap, or that have another shape or memory format than another
+            rank's; buffers that two ranks exchanged; asynchronous calls never waited for; and
+            collectives of several groups in different order.
+        faults: What goes wrong by plan in every run; see `Fault`.
+        initialized: Whether the default group exists when a program begins. If not, programs see
+            what a process sees that torchrun started: `is_initialized()` is False until
+            `init_process_group`, which joins this world whatever it is told.
+        rank_local: What else of the process each rank has for itself.
+
+    Raises:
+        UsageError: An argument is out of range.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> def program(rank):
+        ...     x = torch.tensor([float(rank)])
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> with World(4) as world:
+        ...     world.run(program)
+        [6.0, 6.0, 6.0, 6.0]
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        order: str = "linear",
+        schedule: str | Recipe = "round-robin",
+        timing: str = "eager",
+        seed: int = 0,
+        depth: int = 3,
+        races: bool = False,
+        stall_seconds: float = 60.0,
+        strict: bool = True,
+        faults: Sequence[Fault] = (),
+        initialized: bool = True,
+        rank_local: RankLocal | None = None,
+    ) -> None:
+        if not 1 <= world_size <= WORLD_SIZE_MAX:
+            raise UsageError(
+                f"expected world_size between 1 and {WORLD_SIZE_MAX}, got {world_size}"
+            )
+        self.world_size = world_size
+        self._rank_local: RankLocal | None = None
+        self.configure(
+            order=order,
+            schedule=schedule,
+            timing=timing,
+            seed=seed,
+            depth=depth,
+            races=races,
+            strict=strict,
+            stall_seconds=stall_seconds,
+            faults=faults,
+            initialized=initialized,
+            rank_local=rank_local,
+        )
+        self.flights = [Flights() for _ in range(world_size)]
+        """What each rank has lent and not waited for, by rank; after a run, what never landed."""
+        self._groups: dict[str, Group] = {}
+        self._randomness = Randomness()
+        self._process_state = ProcessState()
+        self._gates = [threading.Lock() for _ in range(world_size)]
+        self._store = SimStore(self._wait_in_store, lambda waited: self._baton.finish(waited))
+        self._torch_stores = StoreWaits(
+            wait=self._wait_in_store,
+            poll=self._poll_store,
+            wake=lambda waited: self._baton.finish(waited),
+        )
+        self._program: Callable[[int], Any] | None = None
+        self._results: list[Any] = []
+        self._closed = False
+        self._run = self._new_run()
+        self._cluster = SimCluster(self._run)
+        c10d.install()
+        outside.install()
+        self._threads: list[threading.Thread] = []
+        try:
+            self._start_threads()
+        except RuntimeError as error:
+            self.close()
+            raise EnvironmentProblem(
+                f"expected to start {world_size} threads, one a rank, but after "
+                f"{len(self._threads)} of them: {error}. Try fewer ranks, or raise the limit on "
+                "threads."
+            ) from error
+
+    def configure(
+        self,
+        *,
+        order: str | None = None,
+        schedule: str | Recipe | None = None,
+        timing: str | None = None,
+        seed: int | None = None,
+        depth: int | None = None,
+        races: bool | None = None,
+        strict: bool | None = None,
+        stall_seconds: float | None = None,
+        faults: Sequence[Fault] | None = None,
+        initialized: bool | None = None,
+        rank_local: RankLocal | None = None,
+    ) -> None:
+        """Change what the next run does; what is left out stays. The arguments are the world's own.
+
+        Raises:
+            UsageError: An unknown order, schedule or timing, with the known ones; a depth below 1;
+                a stall limit that is not positive; a fault that cannot be in this world.
+        """
+        check_settings(
+            world_size=self.world_size,
+            order=order,
+            schedule=schedule,
+            timing=timing,
+            depth=depth,
+            stall_seconds=stall_seconds,
+            faults=faults,
+        )
+        if schedule is not None:
+            self.schedule = schedule
+        if timing is not None:
+            self.timing = timing
+        if seed is not None:
+            self.seed = seed
+        if depth is not None:
+            self.depth = depth
+        if races is not None:
+            self.races = races
+        if strict is not None:
+            self.strict = strict
+        if initialized is not None:
+            self.initialized = initialized
+        if rank_local is not None:
+            self._rank_local = rank_local
+        if stall_seconds is not None:
+            self.stall_seconds = stall_seconds
+        if faults is not None:
+            self.faults = tuple(faults)
+        # After the seed, which some orders draw from.
+        self.order = ORDERS[order or self.order.name](self.seed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def run(self, program: Callable[[int], Any]) -> list[Any]:
+        """Run `program(rank)` on every rank to its end.
+
+        Args:
+            program: Uses torch.distributed as it would anywhere; the default group exists already.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankFailed: A rank raised; names it and carries its traceback.
+            Deadlock: No rank could run; says who waits for what, and who never came.
+            ContractViolation: Two ranks' calls did not fit each other, or one rank's could not be
+                right by itself; its `aspect` says in what.
+            DataRace: With `races`, a rank touched memory in flight; names line and elements.
+            RankStalled: A rank ran on without ever calling torch.distributed.
+            InFlightRace: A rank touched memory that it had lent to an operation in flight; not
+                under the eager timing.
+            ScheduleDiverged: The run is not the one that was recorded.
+            UsageError: The world is closed, or a rank called this.
+
+        A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells
+        what came of every fault.
+        """
+        if self._closed:
+            raise UsageError("expected an open world, got one that is closed; make a new World")
+        if c10d.rank_state.c10d_world is not None:
+            raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
+        self._run = self._cluster.run = self._new_run()
+        self._store.clear()
+        self._torch_stores.begin()
+        # Names of groups depend on the program, so only the default group outlives it.
+        self._groups = {
+            name: group for name, group in self._groups.items() if name == DEFAULT_GROUP
+        }
+        for group in self._groups.values():
+            group.reset(strict=self.strict)
+        for rank in range(self.world_size):
+            self._randomness.seed(rank, self.seed + rank)
+            self.flights[rank].clear()
+        self._program, self._results = program, [None] * self.world_size
+        self._baton.start()
+        try:
+            self._await_end()
+        finally:
+            if not self._baton.all_ended.is_set() and not self._closed:
+                # Interrupted again while it was: nobody waits for the rank any more.
+                self._lose()
+            self._run.injector.close()
+        self._baton.restore_caller()
+        results, self._program, self._results = self._results, None, []
+        self._run.check_threads()
+        if self.strict:
+            self._run.check_ended(group_count=len(self._groups))
+        if self._baton.failure is not None:
+            raise _for_the_caller(self._baton.failure)
+        return results
+
+    def close(self) -> None:
+        """End the rank threads and give torch its own process-wide state back."""
+        if self._closed:
+            return
+        self._closed = True
+        for gate in self._gates:
+            # Open where a thread that was to wait there could not be started.
+            if gate.locked():
+                gate.release()
+        for thread in self._threads:
+            thread.join(_UNWIND_SECONDS)
+        outside.uninstall()
+        c10d.uninstall()
+
+    @contextlib.contextmanager
+    def excused(self, excuse: bool = True) -> Iterator[None]:
+        """Do not count against `stall_seconds` what the calling rank does inside this block.
+
+        For a harness that runs code of its own in a rank's turn.
+
+        Args:
+            excuse: False counts again what is done inside, within a block that does not.
+        """
+        baton = self._baton
+        rank = baton.holder
+        before = baton.excuse(rank, excuse)
+        try:
+            yield
+        finally:
+            baton.excuse(rank, before)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it can no longer run anything."""
+        return self._closed
+
+    @property
+    def log(self) -> EventLog:
+        """The events of the latest run."""
+        return self._run.log
+
+    @property
+    def _baton(self) -> Baton:
+        return self._run.baton
+
+    def _new_run(self) -> Run:
+        log = EventLog()
+        injector = Injector(self.faults, seed=self.seed, log=log)
+        schedule = build_schedule(
+            self.schedule, seed=self.seed, world_size=self.world_size, depth=self.depth
+        )
+        baton = Baton(
+            self._gates,
+            schedule=injector.slow_down(schedule),
+            log=log,
+            randomness=self._randomness,
+            process_state=self._process_state,
+            rank_local=self._rank_local,
+        )
+        if self.timing != "eager":
+            baton.timing = Timing(
+                self.timing, seed=self.seed, order=self.order, baton=baton, flights=self.flights
+            )
+        return Run(
+            baton=baton,
+            log=log,
+            injector=injector,
+            order=self.order,
+            flights=self.flights,
+            races=self.races,
+        )
+
+    def _start_threads(self) -> None:
+        # 1,024 ranks fit because a thread's stack is only reserved, not used, until it is needed.
+        previous = threading.stack_size(_STACK_BYTES)
+        try:
+            for rank, gate in enumerate(self._gates):
+                gate.acquire()
+                thread = threading.Thread(
+                    target=self._rank_thread, args=(rank,), name=f"rank-{rank}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        finally:
+            threading.stack_size(previous)
+
+    def _rank_thread(self, rank: int) -> None:
+        c10d.enter_rank_thread(
+            rank=rank,
+            leave=lambda status: self._leave(rank, status),
+            join=lambda: self._join_as_asked(rank),
+            make_group=lambda name, ranks, group_rank: self._make_group(name, ranks, group_rank),
+            announce=lambda name, ranks: self._announce_group(rank, name, ranks),
+            stores=self._torch_stores,
+        )
+        while True:
+            self._gates[rank].acquire()
+            if self._closed:
+                return
+            self._run_program(rank)
+
+    def _run_program(self, rank: int) -> None:
+        baton, error = self._baton, None
+        try:
+            try:
+                baton.enter(rank)
+                c10d.rank_state.run = self._run
+                c10d.use_one_compute_thread()
+                if self.initialized:
+                    self._join(rank)
+                else:
+                    c10d.reset_rank(keep=False)
+                assert self._program is not None
+                with self._watch(rank):
+                    self._results[rank] = self._program(rank)
+            finally:
+                if not outside.is_forked():
+                    profilers.end_program(rank)
+                    keep = self.initialized and self._run.book.generation(rank) == 0
+                    c10d.reset_rank(keep=keep)
+        except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
+            error = self._translated(rank, raised)
+        finally:
+            if outside.is_forked():
+                outside.end_forked(error)
+            baton.end_rank(rank, error)
+
+    def _watch(self, rank: int) -> AbstractContextManager[object]:
+        if not self.races:
+            return nullcontext()
+        return RaceDetector(rank, flights=self.flights[rank], fail=self._baton.fail)
+
+    def _leave(self, rank: int, status: int) -> None:
+        """End the world in place of the process, since a rank called os._exit."""
+        error = UsageError(
+            f"expected rank {rank} to return or raise, got os._exit({status}) at {here()}, which "
+            "ends the process and with it every rank and who runs them. Try sys.exit, or raise."
+        )
+        raise self._run.fail(RankFailed(rank, error, "".join(traceback.format_stack())))
+
+    def _join_as_asked(self, rank: int) -> None:
+        """What `init_process_group` does in a rank."""
+        world = c10d.rank_state.c10d_world
+        if not self.initialized and world is not None and world.default_pg is not None:
+            raise ValueError("trying to initialize the default process group twice!")
+        self._join(rank)
+
+    def _join(self, rank: int) -> None:
+        world = c10d.rank_state.c10d_world
+        if world is not None and world.default_pg is None:
+            c10d.init_default_group(rank=rank, world_size=self.world_size, store=self._store)
+
+    def _make_group(self, name: str, ranks: Sequence[int], group_rank: int) -> SimProcessGroup:
+        default = name == DEFAULT_GROUP and not ranks
+        members = tuple(range(self.world_size)) if default else tuple(ranks)
+        label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
+        generation, key = self._run.book.generation(members[group_rank]), name
+        if generation:
+            key, label = f"{name}@{generation}", f"{label}, made anew {generation}"
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group(name, members, label=label, strict=self.strict)
+        return SimProcessGroup(self._cluster, group, group_rank)
+
+    def _announce_group(self, rank: int, name: str, ranks: Sequence[int]) -> None:
+        try:
+            self._run.book.note_made(rank, name, ranks, here())
+        except WorldFailure as failure:
+            raise self._run.fail(failure) from None
+
+    def _translated(self, rank: int, error: BaseException) -> BaseException:
+        """What a rank raised; torch's word for a group that is gone becomes one that says where."""
+        if not c10d.is_about_a_missing_group(error):
+            return error
+        file, line = raising_site(error)
+        foreign = _foreign_group_in(error, rank)
+        if foreign is not None:
+            raised = foreign_group(rank, foreign.owner, foreign.group_desc, f"at {file}:{line}")
+            raised.__cause__ = error
+            return self._run.fail(raised)
+        failure = self._run.book.use_after_destroy(rank, "used", site_of(file, line))
+        if failure is None:
+            return error
+        failure.__cause__ = error
+        return self._run.fail(failure)
+
+    def _wait_in_store(self, waited: Awaited, site: str, timeout_seconds: float | None) -> None:
+        baton = self._baton
+        baton.advance()
+        baton.wait_for(baton.holder, waited, site, timeout_seconds=timeout_seconds)
+
+    def _poll_store(self, waited: Awaited, site: str) -> None:
+        baton = self._baton
+        baton.advance()
+        baton.poll(baton.holder, waited, site)
+
+    def _await_end(self) -> None:
+        """Wait until every rank has ended; a rank that never lets go is interrupted and named."""
+        baton, progress = self._baton, (-1, -1)
+        try:
+            while not baton.all_ended.wait(self.stall_seconds):
+                # A thread that was woken and has not come to run does nothing that takes time.
+                is_stalled = baton.progress == progress and baton.is_held
+                if is_stalled and not baton.holder_is_excused:
+                    self._interrupt(_stalled(baton.holder, self._threads, self.stall_seconds))
+                progress = baton.progress
+        except KeyboardInterrupt as interrupt:
+            try:
+                self._interrupt(WorldFailure("interrupted from outside"))
+            except WorldFailure:
+                # The rank could not be ended and the world is lost; that is not what was asked.
+                raise interrupt from None
+            raise
+
+    def _interrupt(self, failure: WorldFailure) -> None:
+        baton = self._baton
+        baton.fail(failure)
+        for _ in range(int(_UNWIND_SECONDS)):
+            # One that was only woken sees by itself that the world has ended.
+            if baton.is_held:
+                thread = self._threads[baton.holder]
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(RankEnded)
+                )
+            if baton.all_ended.wait(1.0):
+                return
+        # The rank sits in native code that never returns: its thread is lost, and so is the world.
+        self._lose()
+        raise failure
+
+    def _lose(self) -> None:
+        """Give the world up, with a rank in it that still runs and hands over to the others."""
+        self._closed = True
+        outside.uninstall()
+        c10d.uninstall()
+
+
+def check_settings(
+    *,
+    world_size: int,
+    order: str | None = None,
+    schedule: str | Recipe | None = None,
+    timing: str | None = None,
+    depth: int | None = None,
+    stall_seconds: float | None = None,
+    faults: Sequence[Fault] | None = None,
+) -> None:
+    """Check settings of a world, without one.
+
+    Args:
+        world_size: Number of ranks.
+        order: This and all others as for `World`; None says nothing.
+        schedule: Which ready rank runs next.
+        timing: When operations read and write.
+        depth: How many events must come in one order.
+        stall_seconds: How long a rank may run without a call.
+        faults: What goes wrong by plan.
+
+    Raises:
+        UsageError: One of them cannot be.
+    """
+    if order is not None and order not in ORDERS:
+        raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
+    if schedule is not None:
+        check_schedule(schedule)
+    if timing is not None and timing not in TIMINGS:
+        raise UsageError(f"expected timing to be one of {list(TIMINGS)}, got {timing!r}")
+    if depth is not None and depth < 1:
+        raise UsageError(f"expected depth to be at least 1, got {depth}")
+    if stall_seconds is not None and not 0 < stall_seconds <= threading.TIMEOUT_MAX:
+        raise UsageError(
+            f"expected stall_seconds to be more than 0 and at most {threading.TIMEOUT_MAX:g}, "
+            f"got {stall_seconds}"
+        )
+    if faults is not None:
+        check_faults(faults, world_size=world_size)
+
+
+def _for_the_caller(failure: WorldFailure) -> WorldFailure:
+    """A failure as the caller of `World.run` is to see it: its message and the program's frames."""
+    # A rank's traceback stands in the message; Python must not print it a second time.
+    failure.__context__, failure.__cause__ = failure.__cause__ or failure.__context__, None
+    failure.__suppress_context__ = True
+    return failure.with_traceback(program_traceback(failure))
+
+
+def _foreign_group_in(error: BaseException, rank: int) -> SimProcessGroup | None:
+    """The group of another rank that torch was given where it raised an error, if it was one."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        group = traceback.tb_frame.f_locals.get("group")
+        if isinstance(group, SimProcessGroup) and group.owner != rank:
+            return group
+        traceback = traceback.tb_next
+    return None
+
+
+def _stalled(rank: int, threads: Sequence[threading.Thread], seconds: float) -> RankStalled:
+    frame = sys._current_frames().get(threads[rank].ident or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else "(no stack)"
+    return RankStalled(rank, seconds, stack)

@@ -1,0 +1,1 @@
+"""Systems of torch as targets: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2."""

@@ -1,0 +1,133 @@
+"""Every schedule of a small program, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.failures import WorldFailure
+from zero_sim.sim.log import EventLog
+from zero_sim.sim.schedule import Choosing, Schedule
+from zero_sim.sim.world.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExploredFailure:
+    """One way in which a program failed, with what repeats it."""
+
+    error: Exception
+    """What the world or the check raised."""
+    choices: tuple[int, ...]
+    """`World(schedule=Choices(choices))` repeats it."""
+    turns: tuple[int, ...]
+    """`World(schedule=Replay(turns))` repeats it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exploration:
+    """What came of running a program under many schedules."""
+
+    runs: int
+    interleavings: int
+    """How many of the runs differ in the order of calls, waits and moves of data."""
+    complete: bool
+    """Whether every schedule was run."""
+    failures: tuple[ExploredFailure, ...]
+
+
+class _Following:
+    """A recipe that follows given choices and tells afterwards where others were possible."""
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self._choices = choices
+        self._schedule = Choosing(choices)
+
+    def fresh(self) -> Schedule:
+        """A schedule for one run, which `choices` then tells of."""
+        self._schedule = Choosing(self._choices)
+        return self._schedule
+
+    def choices(self) -> tuple[int, ...]:
+        """The choice of every pick that was made."""
+        taken = self._choices[: len(self._schedule.widths)]
+        return (*taken, *(0 for _ in self._schedule.widths[len(taken) :]))
+
+    def following(self) -> tuple[int, ...] | None:
+        """The choices of the next schedule, depth first; None after the last."""
+        choices, widths = self.choices(), self._schedule.widths
+        for position in reversed(range(len(choices))):
+            if choices[position] + 1 < widths[position]:
+                return (*choices[:position], choices[position] + 1)
+        return None
+
+
+def explore(
+    program: Callable[[int], Any],
+    world_size: int,
+    *,
+    runs_max: int,
+    check: Callable[[list[Any]], None] | None = None,
+    **world_args: Any,
+) -> Exploration:
+    """Run a program under every schedule, depth first, as far as a number of runs goes.
+
+    Which ranks can run at each pick must follow from the picks before, as it does where ranks share
+    nothing but torch.distributed. Their number grows fast: a few ranks with a few calls each.
+
+    Args:
+        program: As for `World.run`.
+        world_size: Number of ranks.
+        runs_max: How many runs at most, at least 1.
+        check: Given the results of each run, raises if they are wrong.
+        **world_args: Other arguments of `World`, but for `schedule`.
+
+    Returns:
+        How far it went, and every failure with the choices and turns that repeat it.
+
+    Raises:
+        UsageError: `runs_max` is below 1, or an argument of `World` is out of range.
+    """
+    if runs_max < 1:
+        raise UsageError(f"expected runs_max to be at least 1, got {runs_max}")
+    failures: list[ExploredFailure] = []
+    seen: set[int] = set()
+    choices: tuple[int, ...] | None = ()
+    runs = 0
+    with World(world_size, **world_args) as world:
+        while choices is not None and runs < runs_max:
+            recipe = _Following(choices)
+            world.configure(schedule=recipe)
+            error = _error_of(world, program, check)
+            runs += 1
+            seen.add(_interleaving(world.log))
+            if error is not None:
+                turns = tuple(world.log.turns)
+                failures.append(ExploredFailure(error=error, choices=recipe.choices(), turns=turns))
+            choices = recipe.following()
+    return Exploration(
+        runs=runs,
+        interleavings=len(seen),
+        complete=choices is None,
+        failures=tuple(failures),
+    )
+
+
+def _error_of(
+    world: World, program: Callable[[int], Any], check: Callable[[list[Any]], None] | None
+) -> Exception | None:
+    try:
+        results = world.run(program)
+    except WorldFailure as failure:
+        return failure
+    try:
+        if check is not None:
+            check(results)
+    except Exception as error:  # noqa: BLE001  Whatever a check raises is the run's failure.
+        return error
+    return None
+
+
+def _interleaving(log: EventLog) -> int:
+    return hash(tuple(moment[1:] for moment in log.moments))

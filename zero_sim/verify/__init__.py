@@ -1,6 +1,0 @@
-"""Scenario and target in, verdict out: the comparison, invariants, the first divergence."""
-
-from zero_sim.verify.records import CaseResult, Finding, Verdict
-from zero_sim.verify.runner import run_case
-
-__all__ = ["CaseResult", "Finding", "Verdict", "run_case"]
