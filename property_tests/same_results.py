@@ -3,8 +3,8 @@
     python property_tests/same_results.py OTHER_CHECKOUT [--drawn 2000] [--seed 0] [SCENARIOS...]
 
 For changes that must not change what users see: every case of the scenario files and a number of
-drawn ones run in both checkouts, each in a process of its own, and verdict, findings, notes, compared
-elements, collectives and event logs must be equal. Lines of source in the logs are left out, as they
+drawn ones run in both checkouts, each in a process of its own. Verdict, findings, notes, compared
+elements, collectives and event logs must be equal; lines of source in them are left out, as they
 move.
 """
 
