@@ -41,8 +41,8 @@ def strings(node):
 
 def said_of_a_step():
     """Checks whose ids are made from the names of what an engine says."""
-    for module in ("judge", "owing_bits"):
-        for node in ast.walk(ast.parse((PACKAGE / "verify" / f"{module}.py").read_text())):
+    for module in ("judge", "exact"):
+        for node in ast.walk(ast.parse((PACKAGE / "judge" / f"{module}.py").read_text())):
             match node:
                 case ast.Call(func=ast.Attribute(attr="said"), args=[ast.Constant(value=name), *_]):
                     yield name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FRAMES_MAX = 8
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _PYTHON = str(Path(traceback.__file__).parent)
 
 
