@@ -52,7 +52,8 @@ def test_who_asks_for_warnings_gets_all(told, monkeypatch):
 
 def test_another_process_does_not_tell_it_again(told, tmp_path):
     code = (
-        "import sys, warnings; from zero_sim.host import warnings_once as warned; warned.tell_once();"
+        "import sys, warnings; from zero_sim.host import warnings_once as warned;"
+        "warned.tell_once();"
         "warnings.warn_explicit('w', FutureWarning, 'file.py', 3)"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONWARNINGS": ""}

@@ -150,9 +150,7 @@ class TestStrategies:
         assert sum(recipe.choices) <= 2
 
     def test_the_simulator_does_not_import_hypothesis(self):
-        script = (
-            "import sys, zero_sim.sim; print('hypothesis' in sys.modules)"
-        )
+        script = "import sys, zero_sim.sim; print('hypothesis' in sys.modules)"
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", script],
             capture_output=True,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store, Work
 
 from zero_sim.errors import UsageError
+from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.comm import several
 from zero_sim.sim.comm.arguments import (
     as_list,
@@ -41,7 +42,6 @@ from zero_sim.sim.comm.arguments import (
     root_tensor_of,
     splits_of,
 )
-from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend, present_devices
 from zero_sim.sim.comm.plain import (
     check_writable,
