@@ -34,6 +34,10 @@ def invoke(*arguments: str) -> Result:
         (["run", "--native", CASE], "expected --native with --backend gloo or nccl"),
         (["run", "--backend", "gloo", "--device", "cuda", CASE], "--device with --backend sim"),
         (["run", "--backend", "gloo", "--trace", "x", CASE], "--trace with --backend sim"),
+        (["run", "--stall-seconds", "nan", CASE], "'--stall-seconds': expected a number, got nan"),
+        (["torchrun", "--stall-seconds", "nan", "x.py"], "expected a number, got nan"),
+        (["fuzz", "--seconds", "nan"], "'--seconds': expected a number, got nan"),
+        (["shrink", "--seconds", "nan", CASE], "'--seconds': expected a number, got nan"),
         (["run", "--order", "lineal", CASE], "expected --order to be one of linear,"),
     ],
 )

@@ -1,5 +1,7 @@
 """Marked tests on gloo processes, as a user's test session sees them."""
 
+import pytest
+
 pytest_plugins = ["pytester"]
 
 PROGRAM = """
@@ -142,3 +144,10 @@ def test_every_rank_is_a_process_and_every_process_counts(pytester, run):
         "SKIPPED*not today",
         "SKIPPED*plans faults, which only the simulated world has",
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_a_limit_that_is_none_is_refused(run, seconds):
+    result = run("--zero-sim-backend", "gloo", f"--zero-sim-timeout={seconds}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*argument --zero-sim-timeout: *"])

@@ -15,6 +15,7 @@ import click
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     EXIT_NOTHING_SELECTED,
+    a_number,
     echo_report,
     json_option,
     packages_needed,
@@ -57,6 +58,7 @@ class _Shard(click.ParamType):
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
+    callback=a_number,
     metavar="S",
     help="Begin no case after so long, imports and what the corpus holds not counted; "
     f"{DEFAULT_SECONDS:.0f} if --cases is not given either.",

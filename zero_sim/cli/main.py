@@ -30,6 +30,7 @@ from zero_sim.cli.mutate import mutate
 from zero_sim.cli.options import check_options, chosen_options, chosen_world
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
+    a_number,
     bundles_option,
     echo_json,
     echo_report,
@@ -179,6 +180,7 @@ def main() -> None:
 @click.option(
     "--stall-seconds",
     type=click.FloatRange(min=0.001, max=10**6),
+    callback=a_number,
     metavar="SECONDS",
     help="Longest time without a call of torch.distributed, whatever the scenarios say.",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,13 @@ cores_option = click.option(
 
 EXIT_NOTHING_SELECTED = 5
 EXIT_INTERRUPTED = 130
+
+
+def a_number(_: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """Callback of an option: NaN lies in no range, but click lets it through every one."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("expected a number, got nan.", param=option)
+    return value
 
 
 def reproduce_command(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zero_sim.cli.parts import (
+    a_number,
     bundles_option,
     echo_report,
     json_option,
@@ -49,6 +50,7 @@ DEFAULT_SECONDS = 60.0
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
+    callback=a_number,
     default=DEFAULT_SECONDS,
     show_default=True,
     metavar="S",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.parts import packages_needed
+from zero_sim.cli.parts import a_number, packages_needed
 from zero_sim.errors import UsageError
 from zero_sim.outside import printable
 
@@ -139,6 +139,7 @@ class _Pattern(click.ParamType):
 @click.option(
     "--stall-seconds",
     type=click.FloatRange(min=0.001, max=10**6),
+    callback=a_number,
     default=300.0,
     show_default=True,
     metavar="S",

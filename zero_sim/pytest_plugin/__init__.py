@@ -16,6 +16,7 @@ fixture `simulated_world`: a function of the size.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ from zero_sim.pytest_plugin.stage import STAGE, Stage
 if TYPE_CHECKING:
     from zero_sim.sim import World
 
+SECONDS_MAX = 10**6
 _RUN: pytest.StashKey[bool] = pytest.StashKey()
 """Whether a marked test was handed to its ranks."""
 
@@ -47,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--zero-sim-timeout",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="SECONDS",
         help="After how long a rank on real processes counts as hung (default: 60).",
@@ -64,6 +66,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type="paths",
         default=[],
     )
+
+
+def _seconds(text: str) -> float:
+    """How long an option says."""
+    seconds = float(text)
+    if not 0 < seconds <= SECONDS_MAX:
+        # What argparse takes for a wrong option.
+        raise argparse.ArgumentTypeError(
+            f"expected more than 0 and at most {SECONDS_MAX:,} seconds, got {text}."
+        )
+    return seconds
 
 
 def pytest_configure(config: pytest.Config) -> None:
