@@ -6,7 +6,7 @@ SCENARIOS ?= scenarios
 
 CASES ?= 2000
 
-.PHONY: run test nightly check fuzz bench pytorch-suites compat compat-lowest clean
+.PHONY: run test nightly check fuzz bench pytorch-suites scripts compat compat-lowest clean
 
 # Runs a command; whatever comes of it, says how to go on without make.
 and_say_how = status=0; $(1) || status=$$?; echo; \
@@ -49,6 +49,10 @@ fuzz: $(VENV)/.installed
 pytorch-suites: $(VENV)/.installed
 	$(BIN)/python -m tests.pytorch_suites $(if $(SOURCE),--source "$(SOURCE)") \
 	  --jobs $$(getconf _NPROCESSORS_ONLN) $(SUITES)
+
+# Scripts in the manner of public examples, by torchrun on gloo and by zero-sim torchrun: all they print.
+scripts: $(VENV)/.installed
+	$(BIN)/python -m tests.script.against_gloo $(SCRIPTS)
 
 # The suite with another torch, in an environment of its own: make compat TORCH=2.14.1
 compat:

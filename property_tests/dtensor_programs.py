@@ -8,8 +8,10 @@ those drawn through DTensor, which are never reduced before they are rounded.
 Run as a script, `dtensor_programs.py COUNT [SEED]`, it compares that many and says what differed.
 """
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -41,6 +43,7 @@ from zero_sim.sim import ContractViolation, Deadlock, World
 
 MESHES = ((2,), (3,), (4,), (2, 2), (1, 3), (3, 2), (2, 3), (2, 1, 2), (2, 2, 2))
 BATCH = 100
+_BATCHES_OF_TEAMS = 2 * len(MESHES)
 TIMINGS = ("eager", "hostile")
 JOB = "dtensor_programs:run_batch"
 _SECONDS_MAX = 300.0
@@ -327,29 +330,31 @@ def draw_batches(count, seed, *, batch=BATCH, meshes=MESHES):
 def open_teams():
     """Teams whose workers can import this module."""
     here = Path(__file__).parent
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    )
+    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    if not paths[-1].startswith(str(here)):
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     preload = ("zero_sim.backends.worker", "dtensor_programs")
     return Teams(backend="gloo", preload=preload, teams_open_max=len(MESHES))
 
 
 def main(count, seed):
-    started, compared, found = time.monotonic(), 0, 0
-    with open_teams() as teams:
-        comparison = Comparison(teams)
-        for number, (mesh, programs) in enumerate(draw_batches(count, seed)):
-            for difference in comparison.differences(mesh, programs, seed=number):
-                found += 1
-                print(difference, flush=True)  # noqa: T201
-            compared += len(programs)
-            hung = len(comparison.hung)
-            print(  # noqa: T201
-                f"{compared} programs, {found} differences, {hung} that hang on both, "
-                f"{time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-        comparison.close()
+    started, compared, hung, found = time.monotonic(), 0, 0, 0
+    batches = enumerate(draw_batches(count, seed))
+    # New workers now and then: DTensor's caches keep old meshes, whose groups keep threads of gloo.
+    while several := list(itertools.islice(batches, _BATCHES_OF_TEAMS)):
+        with open_teams() as teams, contextlib.closing(Comparison(teams)) as comparison:
+            for number, (mesh, programs) in several:
+                hung_before = len(comparison.hung)
+                for difference in comparison.differences(mesh, programs, seed=number):
+                    found += 1
+                    print(difference, flush=True)  # noqa: T201
+                compared += len(programs)
+                hung += len(comparison.hung) - hung_before
+                print(  # noqa: T201
+                    f"{compared} programs, {found} differences, {hung} that hang on both, "
+                    f"{time.monotonic() - started:.0f} s",
+                    flush=True,
+                )
     return found
 
 

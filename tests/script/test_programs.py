@@ -1,41 +1,56 @@
 """Scripts in the manner of public examples: they run as they are, under every timing."""
 
-import os
-import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-PROGRAMS = Path(__file__).parent / "programs"
-LOSS = re.compile(r"loss (-?[\d.e-]+)")
-FILTER = "ignore:DTensor random operators"
-
-
-def losses(run):
-    assert run.failure is None, run.failure
-    return [float(text) for line in run.output for text in LOSS.findall(line)]
-
-
-@pytest.mark.filterwarnings(FILTER)
-@pytest.mark.parametrize(
-    ("program", "arguments", "count"),
-    [
-        ("ddp_tutorial.py", ("2", "1"), 2),
-        ("gpt.py", (), 5),
-        ("fsdp2.py", (), 2),
-        ("tensor_parallel.py", (), 3),
-    ],
+from tests.script.against_gloo import (
+    COMPARED,
+    Program,
+    by_rank,
+    difference,
+    on_gloo,
 )
-def test_programs_are_equal_eager_and_hostile(launch, tmp_path, program, arguments, count):
-    how = {"program": program, "ranks": 4, "cuda_is_cpu": True}
-    eager = losses(launch("", *arguments, **how))
-    for file in tmp_path.glob("*.pt"):
-        file.unlink()
-    assert len(eager) == count
-    assert losses(launch("", *arguments, **how, timing="hostile", schedule="random")) == eager
+
+ALL = (
+    *((program, program.name == "fsdp2.py") for program in COMPARED),
+    *(
+        (Program(name, arguments), True)
+        for name, arguments in (
+            ("ddp_tutorial.py", ("2", "1")),
+            ("gpt.py", ()),
+            ("tensor_parallel.py", ()),
+        )
+    ),
+)
+"""With whether its devices are named cuda."""
+
+
+# What torch warns of is what it says to those who wrote such scripts.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("program", "cuda_is_cpu"),
+    ALL,
+    ids=[f"{program.name}{'-cuda' * cuda}" for program, cuda in ALL],
+)
+def test_programs_print_the_same_eager_and_hostile(launch, tmp_path, capfd, program, cuda_is_cpu):
+    printed = []
+    for how in ({}, {"timing": "hostile", "schedule": "random", "races": True}):
+        run = launch(
+            "",
+            *program.arguments,
+            program=program.name,
+            ranks=program.ranks,
+            cuda_is_cpu=cuda_is_cpu,
+            **how,
+        )
+        assert run.failure is None, run.failure
+        printed.append(by_rank(capfd.readouterr().out, program.ranks))
+        for file in tmp_path.glob("*.pt"):
+            file.unlink()
+    assert sum(map(len, printed[0].values())) >= program.line_count
+    assert printed[0] == printed[1]
 
 
 def test_a_snapshot_is_found_by_the_next_run(launch, tmp_path):
@@ -48,31 +63,20 @@ def test_a_snapshot_is_found_by_the_next_run(launch, tmp_path):
     assert "datautils" not in sys.modules
 
 
-CALLED = re.compile(r"iter \d+: loss [\d.]+, norm [\d.]+|eval loss [\d.]+")
-
-
-def test_every_printed_loss_is_that_of_real_processes(launch, tmp_path, capsys):
-    # Slow: four processes import torch and meet over gloo, which nothing else can stand for.
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=4",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=localhost:0",
-            str(PROGRAMS / "gpt.py"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    real = sorted(CALLED.findall(done.stdout))
-    assert len(real) == 14
+def test_every_line_is_that_of_real_processes(launch, tmp_path, capfd):
+    # Slow: four processes import torch and meet over gloo, which nothing else can stand for. The
+    # other programs, and the hostile timing, are for `make scripts`.
+    (gpt,) = (program for program in COMPARED if program.name == "gpt.py")
+    real = on_gloo(gpt, tmp_path)
+    assert sum(map(len, real.values())) >= gpt.line_count
     for cuda_is_cpu in (False, True):
-        run = launch("", program="gpt.py", ranks=4, order="gloo", cuda_is_cpu=cuda_is_cpu)
+        run = launch("", program=gpt.name, ranks=gpt.ranks, order="gloo", cuda_is_cpu=cuda_is_cpu)
         assert run.failure is None, run.failure
-        assert sorted(CALLED.findall(capsys.readouterr().out)) == real
+        assert difference(real, by_rank(capfd.readouterr().out, gpt.ranks)) == ""
+
+
+def test_a_line_that_differs_is_told():
+    assert difference({0: ["a"], 1: ["b"]}, {0: ["a"], 1: ["c"]}) == (
+        "rank 1, line 1: simulated 'c', gloo 'b'"
+    )
+    assert difference({0: ["a"], 1: ["b"]}, {0: ["a"]}) == "rank 1: simulated 0 lines, gloo 1"

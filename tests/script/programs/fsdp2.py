@@ -8,12 +8,15 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-device_type = torch.accelerator.current_accelerator()
 rank = int(os.environ["LOCAL_RANK"])
-device = torch.device(f"{device_type.type}:{rank}")
-torch.accelerator.set_device_index(rank)
+if torch.accelerator.is_available():
+    device_type = torch.accelerator.current_accelerator()
+    device = torch.device(f"{device_type.type}:{rank}")
+    torch.accelerator.set_device_index(rank)
+else:
+    device = torch.device("cpu")
 backend = torch.distributed.get_default_backend_for_device(device)
-dist.init_process_group(backend=backend, device_id=device)
+dist.init_process_group(backend=backend, device_id=device if device.type != "cpu" else None)
 
 torch.manual_seed(0)
 with torch.device("meta"):
@@ -23,7 +26,7 @@ for layer in model:
     if isinstance(layer, nn.Linear):
         fully_shard(layer, mp_policy=policy)
 fully_shard(model, mp_policy=policy)
-model.to_empty(device="cuda")
+model.to_empty(device=device.type)
 torch.manual_seed(1)
 for param in model.parameters():
     nn.init.uniform_(param, -0.1, 0.1)

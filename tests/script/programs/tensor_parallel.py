@@ -25,18 +25,19 @@ class ToyModel(nn.Module):
 
 
 world_size = int(os.environ["WORLD_SIZE"])
-mesh = init_device_mesh("cuda", (world_size,))
+device_type = "cuda" if torch.cuda.is_available() else "cpu"
+mesh = init_device_mesh(device_type, (world_size,))
 rank = mesh.get_rank()
 torch.manual_seed(3)
 plan = {
     "in_proj": ColwiseParallel(input_layouts=Shard(0)),
     "out_proj": RowwiseParallel(output_layouts=Shard(0)),
 }
-model = parallelize_module(ToyModel().to("cuda"), mesh, plan)
+model = parallelize_module(ToyModel().to(device_type), mesh, plan)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
 for _ in range(3):
     torch.manual_seed(rank)
-    loss = model(torch.rand(2, 6, device="cuda")).sum()
+    loss = model(torch.rand(2, 6, device=device_type)).sum()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

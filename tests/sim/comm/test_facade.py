@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from zero_sim.sim import RankFailed, World
+
 
 def test_a_group_answers_to_the_backend_that_was_asked_for(world_of):
     def program(rank):
@@ -121,3 +123,11 @@ def test_the_backend_object_makes_devices_for_options(world_of):
         assert backend.create_device(hostname="localhost") is not None
 
     world_of(1).run(program)
+
+
+def test_a_device_that_torch_refuses_for_a_group_is_refused():
+    def program(rank):
+        dist.init_process_group(device_id=torch.device("cpu"))
+
+    with World(2, initialized=False) as world, pytest.raises(RankFailed, match="an accelerator"):
+        world.run(program)

@@ -114,6 +114,7 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if asked.get("backend") == FAKE:
             _leave_groups()
             return original(*args, **kwargs)
+        _check_device(asked.get("device_id"))
         rank_state.join()
         group = c10d._get_default_group()
         if isinstance(group, SimProcessGroup):
@@ -141,6 +142,15 @@ def _check_place(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
                 f"init_process_group was given {name}={wanted} by a rank whose {name} is {have} "
                 "in the simulated world; leave it out, or take it from the environment"
             )
+
+
+def _check_device(device: Any) -> None:
+    """Refuse a device that torch refuses, in its words."""
+    if isinstance(device, torch.device) and (device.index is None or device.type == "cpu"):
+        raise ValueError(
+            "init_process_group device_id parameter must be an accelerator with an index; got "
+            f"device {str(device)!r}"
+        )
 
 
 def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
