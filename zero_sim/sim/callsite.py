@@ -6,12 +6,15 @@ and the simulator. So the site does not depend on how a version of torch wraps i
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import sysconfig
+import threading
+import traceback
 from collections.abc import Callable
 from os.path import basename, dirname, join
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -23,6 +26,7 @@ _STDLIB = join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple(join(_STDLIB, each, "") for each in ("site-packages", "dist-packages"))
 """What others wrote may lie below Python's own modules."""
 _WRAPPERS = frozenset({"typing_extensions.py"})
+_THREADS = threading.__file__
 _inside: dict[CodeType, bool] = {}
 
 
@@ -91,14 +95,27 @@ def shown_file(file: str) -> str:
     return file.removeprefix(folder)
 
 
+def shown_stack(frame: FrameType | None = None) -> str:
+    """The way from the program of a rank to a frame, without what led to it and the simulator.
+
+    Args:
+        frame: Where a rank is; the caller's where left out.
+    """
+    frames = traceback.extract_stack(frame or sys._getframe(1))
+    # A thread begins in Python's own module and in the simulator.
+    led = itertools.dropwhile(lambda each: each.filename.startswith((*_OURS, _THREADS)), frames)
+    shown = [each for each in led if not each.filename.startswith(_OURS)]
+    return "".join(traceback.format_list(shown or frames))
+
+
 def raising_site(error: BaseException) -> tuple[str, int]:
     """File and line of the program's own call that raised `error`; as `call_site` otherwise."""
-    site, traceback = ("", 0), error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    site, entry = ("", 0), error.__traceback__
+    while entry is not None:
+        code = entry.tb_frame.f_code
         if not _is_inside(code):
-            site = code.co_filename, traceback.tb_lineno
-        traceback = traceback.tb_next
+            site = code.co_filename, entry.tb_lineno
+        entry = entry.tb_next
     return site
 
 
@@ -123,13 +140,13 @@ def hide_simulator(error: BaseException) -> None:
 
 
 def _kept(
-    traceback: TracebackType | None, *, inside: Callable[[CodeType], bool]
+    entry: TracebackType | None, *, inside: Callable[[CodeType], bool]
 ) -> TracebackType | None:
     frames = []
-    while traceback is not None:
-        if not inside(traceback.tb_frame.f_code):
-            frames.append(traceback)
-        traceback = traceback.tb_next
+    while entry is not None:
+        if not inside(entry.tb_frame.f_code):
+            frames.append(entry)
+        entry = entry.tb_next
     kept = None
     for each in reversed(frames):
         kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)

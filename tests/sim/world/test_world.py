@@ -241,6 +241,11 @@ class TestBadPrograms:
             failure = self.failing(world, program, RankStalled)
         assert failure.rank == 1
         assert "while rank == 1" in str(failure)
+        # Nothing of how a rank begins.
+        head = "It was here:\n  File "
+        assert head in str(failure)
+        assert str(failure).partition(head)[2].startswith(f'"{__file__}"')
+        assert "_run_program" not in str(failure)
 
     def test_a_rank_that_was_only_woken_has_not_stalled(self, world_of, stall_clock, monkeypatch):
         """However long a busy machine takes to let its thread run."""

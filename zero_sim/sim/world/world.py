@@ -6,13 +6,12 @@ import contextlib
 import ctypes
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from zero_sim.errors import EnvironmentProblem, UsageError
-from zero_sim.sim.callsite import here, program_traceback, raising_site, site_of
+from zero_sim.sim.callsite import here, program_traceback, raising_site, shown_stack, site_of
 from zero_sim.sim.comm.process_group import SimProcessGroup
 from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group
 from zero_sim.sim.comm.store import SimStore
@@ -402,7 +401,7 @@ class World:
             f"expected rank {rank} to return or raise, got os._exit({status}) at {here()}, which "
             "ends the process and with it every rank and who runs them. Try sys.exit, or raise."
         )
-        raise self._run.fail(RankFailed(rank, error, "".join(traceback.format_stack())))
+        raise self._run.fail(RankFailed(rank, error, shown_stack()))
 
     def _join_as_asked(self, rank: int) -> None:
         """What `init_process_group` does in a rank."""
@@ -563,5 +562,5 @@ def _foreign_group_in(error: BaseException, rank: int) -> SimProcessGroup | None
 
 def _stalled(rank: int, threads: Sequence[threading.Thread], seconds: float) -> RankStalled:
     frame = sys._current_frames().get(threads[rank].ident or 0)
-    stack = "".join(traceback.format_stack(frame)) if frame is not None else "(no stack)"
+    stack = shown_stack(frame) if frame is not None else "(no stack)"
     return RankStalled(rank, seconds, stack)
