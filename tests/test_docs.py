@@ -10,6 +10,7 @@ from typing import get_args
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from zero_sim.cli.main import main
 from zero_sim.reference import CLIP_FORMS
@@ -107,3 +108,29 @@ def test_the_commands_of_a_job_are_commands_of_ours(service):
             for option in param.opts
         }
         assert {word for word in words if word.startswith("--")} <= options
+
+
+SCRIPTS = (DOCS / "scripts.md").read_text()
+
+
+def test_every_option_of_torchrun_that_a_page_names_is_one():
+    options = {option for param in main.commands["torchrun"].params for option in param.opts}
+    # `--steps` is the script's.
+    assert set(re.findall(r"--[a-z][a-z-]+", SCRIPTS)) - {"--steps"} <= options
+
+
+def test_the_script_of_a_page_runs_by_the_commands_that_the_page_gives(tmp_path, monkeypatch):
+    # The packages that it names are somebody's own.
+    commands = [
+        line
+        for line in re.findall(r"^zero-sim (torchrun .*)", SCRIPTS, flags=re.MULTILINE)
+        if "accelerate" not in line
+    ]
+    (script,) = re.findall(r"```python\n(.*?)```", SCRIPTS, flags=re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    assert len(commands) == 2
+    for command in commands:
+        done = CliRunner().invoke(main, command.split())
+        assert done.exit_code == 0, done.output
+        assert "step 1 loss" in done.output
