@@ -14,6 +14,7 @@ import threading
 import types
 import unittest
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.testing._internal.common_distributed import (
 )
 
 from tests.pytorch_suites import suites
+from zero_sim.errors import ZeroSimError
 from zero_sim.sim import World
 from zero_sim.sim.world import c10d
 
@@ -195,7 +197,20 @@ def _threads_decorator(
             dist.init_process_group("threaded", rank=rank, world_size=world_size)
             func(self, *args, **kwargs)
 
-        _raise_skip(run(world_size, program))
+        def run_all() -> list[Any]:
+            try:
+                return run(world_size, program)
+            except ZeroSimError as error:
+                # As the threads' starter has it.
+                raise RuntimeError(str(error)) from error
+
+        if c10d.rank_state.rank is None:
+            _raise_skip(run_all())
+            return
+        # Of a test that is no decorated function itself, but has one inside.
+        with ThreadPoolExecutor(1) as beside:
+            codes = beside.submit(run_all).result()
+        _raise_skip(codes)
 
     setattr(wrapper, STARTS_RANKS, True)
     return wrapper
@@ -237,7 +252,8 @@ class GlooOfRank:
         rank_state.groups += 1
         name = f"gloo {rank_state.groups}"
         group = c10d.rank_state.make_group(name, list(range(size)), rank)
-        group.ask_for("gloo", timeout=options[0]._timeout if options else None)
+        timeout = getattr(options[0], "_timeout", options[0]) if options else None
+        group.ask_for("gloo", timeout=timeout)
         return group
 
 

@@ -132,6 +132,8 @@ def load_tests(suite: Suite) -> dict[str, unittest.TestCase]:
     """The tests of a suite by name, each as `Class.test`."""
     module = _installed_module() if suite.path is None else _source_module(suite)
     sys.modules[module.__name__] = module
+    # A suite's own loader wants it to be the script that runs.
+    vars(module).pop("load_tests", None)
     loaded = unittest.defaultTestLoader.loadTestsFromModule(module)
     return {test.id().removeprefix(f"{module.__name__}."): test for test in _each(loaded)}
 

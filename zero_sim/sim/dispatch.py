@@ -27,10 +27,15 @@ def top_mode() -> object:
     return torch._C._get_dispatch_stack_at(count - 1) if count else None
 
 
+def modes_on_stack() -> list[Any]:
+    """The modes that see the operations of this thread, the first to see one last."""
+    count = torch._C._len_torch_dispatch_stack()
+    return [torch._C._get_dispatch_stack_at(place) for place in range(count)]
+
+
 def is_on_stack(mode: TorchDispatchMode) -> bool:
     """Whether a mode sees the operations of this thread; not while it handles one itself."""
-    count = torch._C._len_torch_dispatch_stack()
-    return any(torch._C._get_dispatch_stack_at(place) is mode for place in range(count))
+    return any(each is mode for each in modes_on_stack())
 
 
 def push_mode_lowest(mode: TorchDispatchMode) -> None:

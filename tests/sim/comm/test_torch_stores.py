@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zero_sim.sim import Deadlock, World
+from zero_sim.sim.comm import torch_stores
 
 SECOND = timedelta(seconds=1)
 KINDS = ("hash", "file", "tcp", "prefix")
@@ -121,11 +122,11 @@ def test_a_wait_times_out_in_the_time_of_its_store(world_of, shared_store):
         store = shared_store()
         store.set_timeout(SECOND)
         if rank == 0:
-            with pytest.raises(RuntimeError, match="wait timeout after 1000ms, keys: key"):
+            with pytest.raises(RuntimeError, match=r"wait timeout after 1000ms, keys: /?key"):
                 store.get("key")
-            with pytest.raises(RuntimeError, match="wait timeout after 2000ms, keys: key"):
+            with pytest.raises(RuntimeError, match=r"wait timeout after 2000ms, keys: /?key"):
                 store.wait(["key"], 2 * SECOND)
-            with pytest.raises(RuntimeError, match="wait timeout after 1000ms, keys: here"):
+            with pytest.raises(RuntimeError, match=r"wait timeout after 1000ms, keys: /?here"):
                 store.barrier("here", 2)
 
     world_of(2).run(program)
@@ -185,12 +186,37 @@ def test_a_thread_that_a_rank_started_may_end_its_wait(world_of):
     assert world_of(2).run(program) == [b"value", b"value"]
 
 
+def test_a_store_written_in_python_has_torchs_own_methods(world_of):
+    class OwnStore(dist.Store):
+        def get(self, key):
+            return b"mine"
+
+    def program(rank):
+        store = OwnStore()
+        with pytest.raises(RuntimeError, match="Not implemented"):
+            store.append("key", "value")
+        return dist.PrefixStore("a", store).get("key")
+
+    assert world_of(1).run(program) == [b"mine"]
+
+
+def test_who_looks_for_a_store_does_not_connect_to_what_listens_there(world_of):
+    with socket.create_server(("localhost", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        assert torch_stores._is_listening(port)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert not torch_stores._is_listening(port)
+
+
 def test_torch_has_its_own_methods_back_when_the_last_world_closes():
-    before = {name: getattr(dist.Store, name) for name in ("get", "set", "wait", "barrier")}
+    kinds = (dist.TCPStore, dist.FileStore, dist.HashStore, dist.PrefixStore)
+    before = [set(vars(kind)) for kind in kinds]
     connect = dist.TCPStore.__init__
     with World(1):
         pass
-    assert {name: getattr(dist.Store, name) for name in before} == before
+    assert [set(vars(kind)) for kind in kinds] == before
     assert dist.TCPStore.__init__ == connect
 
 

@@ -42,6 +42,7 @@ from zero_sim.sim.comm.arguments import (
     root_tensor_of,
     splits_of,
 )
+from zero_sim.sim.comm.comm_modes import tell_modes
 from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend, present_devices
 from zero_sim.sim.comm.plain import (
     check_writable,
@@ -239,6 +240,7 @@ class SimProcessGroup(ProcessGroup):
         **parts: Any,
     ) -> Work:
         self._check_open(kind)
+        tell_modes(kind, coalesced=len(inputs) > 1)
         if is_plain(inputs) and is_plain(outputs):
             return self._collect(self._issue_plain(kind, opts, inputs, outputs, **parts))
         works: list[Work] = []

@@ -12,6 +12,7 @@ thread, it is waited for as long as the time-out says by the clock.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import socket
@@ -34,8 +35,6 @@ from zero_sim.sim.failures import TimedOut
 
 _WAITING_IN_C = (TCPStore, FileStore, HashStore)
 _WRITES = ("set", "append", "multi_set", "queue_push")
-_CONNECT_SECONDS = 1.0
-"""How long this machine may take to say whether anybody listens at a port."""
 _LOOK_SECONDS = 0.001
 """How often a rank looks whether a thread that is no rank has ended its wait."""
 
@@ -150,15 +149,18 @@ def install(ranks: Ranks) -> None:
         "barrier": _barrier,
     }
     for name, function in instead.items():
-        if hasattr(Store, name):  # Not every version of torch has all.
-            _replace(Store, name, functools.partial(_call, ranks, name, function))
+        # Not on Store itself: C++ would take that for the method of a store written in Python.
+        for owner in (*_WAITING_IN_C, PrefixStore):
+            if hasattr(Store, name):  # Not every version of torch has all.
+                _replace(owner, name, functools.partial(_call, ranks, name, function))
     _replace(TCPStore, "__init__", functools.partial(_connect, ranks))
 
 
 def uninstall() -> None:
     """Give torch its own functions back."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
+    TCPStore.__init__ = _originals.pop((TCPStore, "__init__"))
+    for owner, name in _originals:
+        delattr(owner, name)
     _originals.clear()
 
 
@@ -181,7 +183,7 @@ def _call(
     **kwargs: Any,
 ) -> Any:
     """Call what stands in for a method, in a rank and for a store of torch's; else the method."""
-    original = functools.partial(_originals[Store, name], store)
+    original = functools.partial(getattr(Store, name), store)
     if ranks.stores is None or not isinstance(_innermost(store), _WAITING_IN_C):
         return original(*args, **kwargs)
     return instead(ranks.stores, original, store, *args, **kwargs)
@@ -204,7 +206,7 @@ def _timeout(store: Store, asked: timedelta | None = None) -> timedelta:
 
 def _ask(name: str, store: Store, *args: Any) -> Any:
     """What torch's own method answers, which must be one that does not wait."""
-    return _originals[Store, name](store, *args)
+    return getattr(Store, name)(store, *args)
 
 
 def _site() -> str:
@@ -261,7 +263,12 @@ def _await_keys(waits: StoreWaits, store: Store, keys: Sequence[str], timeout: t
     try:
         waits.until(lambda: bool(_ask("check", store, keys)), doing, timeout)
     except TimedOut as error:
-        raise store_timed_out(error, keys) from None
+        raise store_timed_out(error, _shown(store, keys)) from None
+
+
+def _shown(store: Store, keys: Sequence[str]) -> list[str]:
+    """Keys as torch's own message has them: a TCPStore has all below a slash."""
+    return [f"/{key}" if _kind(store) == "TCPStore" else key for key in keys]
 
 
 def _named(keys: Sequence[str]) -> str:
@@ -289,7 +296,7 @@ def _queue_pop(
         try:
             waits.until(lambda: _ask("queue_len", store, key) > 0, doing, _timeout(store))
         except TimedOut as error:
-            raise store_timed_out(error, [key]) from None
+            raise store_timed_out(error, _shown(store, [key])) from None
     return original(key, block)
 
 
@@ -331,7 +338,7 @@ def _barrier(
             _timeout(store, timeout),
         )
     except TimedOut as error:
-        raise store_timed_out(error, [key]) from None
+        raise store_timed_out(error, _shown(store, [key])) from None
 
 
 def _connect_arguments(
@@ -364,7 +371,7 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
     host, port = given.arguments["host_name"], given.arguments["port"]
     timeout, is_master = given.arguments["timeout"], given.arguments["is_master"]
     waits, count = ranks.stores, given.arguments["world_size"]
-    if port and not _is_listening(host, port):
+    if port and not _is_listening(port):
         if waits is not None and not is_master:
             _await_master(waits, host, port, timeout)
         else:
@@ -383,18 +390,22 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
         _await_clients(waits, store.port, count, timeout)
 
 
-def _is_listening(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+def _is_listening(port: int) -> bool:
+    """Whether anybody listens at a port of this machine; seen without a connection to it."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _await_master(waits: StoreWaits, host: str, port: int, timeout: timedelta) -> None:
     doing = f"waits for a TCPStore to listen at {host}:{port}"
     try:
-        waits.until(lambda: _is_listening(host, port), doing, timeout)
+        waits.until(lambda: _is_listening(port), doing, timeout)
     except TimedOut as error:
         raise connect_timed_out(error, host, port) from None
 
