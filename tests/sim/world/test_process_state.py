@@ -199,6 +199,24 @@ def test_each_rank_records_its_own_warnings(world_of):
     assert warnings.showwarning is show
 
 
+def test_a_filter_that_a_rank_adds_is_its_own(world_of):
+    filters, before = warnings.filters, list(warnings.filters)
+
+    def program(rank):
+        # Added to the list that is there, and not to a copy as within catch_warnings.
+        warnings.simplefilter("ignore" if rank else "error")
+        dist.barrier()
+        try:
+            warnings.warn(f"rank {rank}", stacklevel=1)
+        except UserWarning:
+            return "raised"
+        return "ignored"
+
+    assert world_of(3).run(program) == ["raised", "ignored", "ignored"]
+    assert warnings.filters is filters
+    assert filters == before
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
 def test_torch_counts_the_collectives_of_each_rank(world_of, timing):

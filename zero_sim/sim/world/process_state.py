@@ -141,7 +141,7 @@ NAMES = (
     Name(_RULES, "_original_strategies", dict),
     *REPLACEABLE,
     # Python's own, of which a rank may put another one in place while it waits for others.
-    Name("warnings", "filters", copied=False),
+    Name("warnings", "filters"),
     Name("warnings", "showwarning", copied=False),
     Name("warnings", "_showwarnmsg_impl", copied=False),
     Name("sys", "stdout", copied=False),
