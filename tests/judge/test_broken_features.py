@@ -189,14 +189,14 @@ def test_an_update_that_never_happens_is_not_passed_because_all_steps_were_skipp
     assert [finding.check for finding in result.findings] == ["guard.nothing-stepped"]
 
 
-def test_an_engine_that_does_not_tell_a_norm_it_clips_by(judged, monkeypatch):
+def test_an_engine_that_tells_of_its_steps_but_not_the_norm_it_clips_by(judged, monkeypatch):
     from zero_sim.targets import StepResult
 
     right = own.ZeroSimEngine.step
 
     def silent(self, *, lr_factor):
         right(self, lr_factor=lr_factor)
-        return StepResult()
+        return StepResult(skipped=False)
 
     monkeypatch.setattr(own.ZeroSimEngine, "step", silent)
     assert "equality.norm" in checks(judged(optimizer=OptimizerSpec(clip_norm=0.1)))

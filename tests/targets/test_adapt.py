@@ -15,7 +15,7 @@ from zero_sim.scenario.spec import (
     Scenario,
     WorldSpec,
 )
-from zero_sim.targets import Numerics, StepResult, complete
+from zero_sim.targets import Capabilities, Numerics, StepResult, complete
 
 
 class Least:
@@ -64,7 +64,7 @@ def pool():
 def judge(pool, target, **parts):
     scenario = Scenario(
         schema=1, name="case", model=ModelSpec(name="mlp", hidden=3),
-        optimizer=OptimizerSpec(lr=0.1), world=WorldSpec(size=3), **parts,
+        world=WorldSpec(size=3), **({"optimizer": OptimizerSpec(lr=0.1)} | parts),
     )  # fmt: skip
     return run_case(scenario, pool=pool, target=target)
 
@@ -93,6 +93,55 @@ def test_a_wrong_divisor_is_seen_in_gradients_that_are_shown(pool):
     result = judge(pool, Target(WithoutDividing, numerics=shown))
     assert result.findings[0].check == "equality.grad"
     assert result.verdict == "fail"
+
+
+class ShowsTheSums(Least):
+    """Sums in place, and divides a copy of the gradient alone that it steps with."""
+
+    def step(self, *, lr_factor):
+        sums = []
+        for param in self.module.parameters():
+            dist.all_reduce(param.grad, group=self.group)
+            sums.append(param.grad)
+            param.grad = param.grad / self.group.size()
+        self.optimizer.step()
+        for param, each in zip(self.module.parameters(), sums, strict=True):
+            param.grad = each
+
+
+@pytest.mark.parametrize(
+    ("engine", "declared", "right"),
+    [(Least, "before-division", "after"), (ShowsTheSums, "after-division", "before")],
+)
+def test_a_gradient_from_the_other_side_of_the_division_is_named_as_that(
+    pool, engine, declared, right
+):
+    shown = Numerics(grads_in_params=True, grads_told=declared)
+    (finding,) = judge(pool, Target(engine, numerics=shown)).findings
+    assert finding.check == "equality.grad"
+    assert f"these are its bits {right} the division by 3: " in finding.detail
+    assert f"declare Numerics(grads_told='{right}-division')" in finding.detail
+
+
+class Clips(Least):
+    """By a norm that it tells nobody."""
+
+    def step(self, *, lr_factor):
+        params = list(self.module.parameters())
+        for param in params:
+            dist.all_reduce(param.grad, group=self.group)
+            param.grad /= self.group.size()
+        torch.nn.utils.clip_grad_norm_(params, 0.05, foreach=False)
+        self.optimizer.step()
+
+
+def test_a_norm_that_an_engine_clips_by_and_does_not_tell_is_not_observed(pool):
+    clips = Numerics(norm="of-params", clip="fp32-reciprocal")
+    target = Target(Clips, numerics=clips)
+    target.capabilities = Capabilities(follows=("optimizer.clip_norm",))
+    result = judge(pool, target, optimizer=OptimizerSpec(lr=0.1, clip_norm=0.05))
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert "norm" in unobserved(result)
 
 
 def test_gradients_that_are_shown_are_not_called_unobserved(pool):

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
+from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.group import Group
@@ -192,7 +193,9 @@ class OwesBits:
             elif self._comparer.differs(wanted, got):
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self.steps[step], rank=rank, name=name, start=0)
-                yield self._group.differing(at, wanted, got, known=known)
+                found = self._group.differing(at, wanted, got, known=known)
+                side = self._other_side(self.steps[step], name, got)
+                yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _known_grads(
         self, expected: ReferenceStep, *, rank: int, name: str, start: int
@@ -208,6 +211,19 @@ class OwesBits:
                 )
         yield from _of_params(
             {each: self._told(expected, each) for each in expected.grads}, start=start
+        )
+
+    def _other_side(self, expected: ReferenceStep, name: str, got: Tensor) -> str:
+        """What to declare, if a gradient is shown from the other side of the division."""
+        grad, divisor = expected.grads[name], expected.divisor
+        side = "before" if self._group.tells_divided else "after"
+        other = grad if side == "before" else grad / divisor
+        alike = other.shape == got.shape and other.dtype == got.dtype
+        if divisor == 1 or not (alike and same_bits(other, got)):
+            return ""
+        return (
+            f"these are its bits {side} the division by {divisor}: where the system shows "
+            f"gradients then, declare Numerics(grads_told='{side}-division')"
         )
 
     def _told(self, expected: ReferenceStep, name: str) -> Tensor:
