@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent / "programs"
+PROCESS = Path(__file__).parent / "process.py"
 ROOT = Path(__file__).parents[2]
 HOW = {
     "eager": ("--timing", "eager"),
@@ -62,7 +63,7 @@ def on_gloo(program: Program, folder: Path) -> dict[int, list[str]]:
         *(sys.executable, "-m", "torch.distributed.run"),
         f"--nproc-per-node={program.ranks}",
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
-        *(f"--log-dir={logs}", "--redirects=3"),
+        *(f"--log-dir={logs}", "--redirects=3", str(PROCESS)),
     )
     _run(words, program, run, logs)
     files = logs.glob("*/attempt_0/*/stdout.log")
