@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from zero_sim.cli import main as cli
 from zero_sim.errors import EnvironmentProblem, ModelError
 from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.run import judges
 from zero_sim.scenario import Scenario
 
 GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
@@ -61,7 +62,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Res
         assert backend == "sim"
         yield judge_by_name
 
-    monkeypatch.setattr(cli, "open_judge", open_judge)
+    monkeypatch.setattr(judges, "open_judge", open_judge)
     monkeypatch.chdir(tmp_path)
 
     def call(*names: str, options: tuple[str, ...] = ()) -> Result:
@@ -163,7 +164,7 @@ def test_the_stall_limit_goes_into_every_case(
     ) -> Iterator[Judge]:
         yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
 
-    monkeypatch.setattr(cli, "open_judge", open_judge)
+    monkeypatch.setattr(judges, "open_judge", open_judge)
     result = invoke("fail", options=("--stall-seconds", "2.5"))
     assert seen == [2.5]
     assert "reproduce: zero-sim run fail.toml -k fail --stall-seconds 2.5" in result.stdout

@@ -6,14 +6,10 @@ from pathlib import Path
 
 import click
 
-from zero_sim.cli.parts import (
-    DEFAULT_BUNDLES,
-    bundles_option,
-    echo_report,
-    json_option,
-    packages_needed,
-)
+from zero_sim.cli.parts import bundles_option, echo_report, json_option
 from zero_sim.errors import BundleError, UsageError
+from zero_sim.host.packages import packages_needed
+from zero_sim.report.commands import DEFAULT_BUNDLES
 
 
 @click.command()

@@ -18,11 +18,11 @@ from zero_sim.cli.parts import (
     a_number,
     echo_report,
     json_option,
-    packages_needed,
-    replay_command,
 )
+from zero_sim.host.packages import packages_needed
 from zero_sim.host.terminal import takes_codes
 from zero_sim.outside import printable
+from zero_sim.report.commands import replay_command
 
 if TYPE_CHECKING:
     from zero_sim.fuzz.campaign import Plan, Tally

@@ -1,4 +1,4 @@
-"""The command line: thin commands over `scenario`, `verify` and `report`.
+"""The command line: thin commands over `scenario`, `run` and `report`.
 
 Exit status: 0 all cases passed; 1 a case failed, or an unexpected exception stopped one; 2 a usage
 or scenario error; 3 a case was inconclusive; 4 this machine cannot run a case; 5 nothing was
@@ -15,10 +15,9 @@ import errno
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import click
 
@@ -35,23 +34,19 @@ from zero_sim.cli.parts import (
     echo_json,
     echo_report,
     json_option,
-    packages_needed,
-    replay_command,
-    run_command,
 )
-from zero_sim.cli.session import Judge, Session, coloured, of_target, progress
+from zero_sim.cli.session import Session, coloured, of_target, progress
 from zero_sim.cli.shrink import shrink
 from zero_sim.cli.torchrun import torchrun
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.host import supervisor
 from zero_sim.host.files import unwritten
 from zero_sim.host.frames import show_error
+from zero_sim.host.packages import packages_needed
 from zero_sim.host.signals import at_second, heard_name, interrupt, listening
 from zero_sim.host.warnings_once import telling_once
 from zero_sim.outside import printable
-
-if TYPE_CHECKING:
-    from zero_sim.scenario.spec import Scenario
+from zero_sim.report.commands import replay_command, run_command
 
 _SCENARIO = "scenario"
 END_SECONDS = 2.0
@@ -251,9 +246,9 @@ def run(
         how: dict[str, Any] = {"keep_logs": trace is not None, "device": device, "target": target}
         if jobs > 1 and len(chosen) > 1:
             asked = session.as_asked(chosen)
-            status = session.run(chosen, lambda: open_jobs(asked, jobs=jobs, **how))
+            status = session.run(chosen, lambda: _judges().open_jobs(asked, jobs=jobs, **how))
         else:
-            status = session.run(chosen, lambda: open_judge(backend=backend, **how))
+            status = session.run(chosen, lambda: _judges().open_judge(backend=backend, **how))
     else:
         with packages_needed():
             from zero_sim.run.on_processes import run_on_processes
@@ -261,6 +256,13 @@ def run(
             session, cases, backend=backend, native=native, target=target if imported else None
         )
     ctx.exit(status)
+
+
+def _judges() -> ModuleType:
+    """What opens judges; imported when the first case is to be judged."""
+    with packages_needed():
+        from zero_sim.run import judges
+    return judges
 
 
 @main.command()
@@ -424,62 +426,3 @@ main.add_command(mutants)
 main.add_command(mutate)
 main.add_command(shrink)
 main.add_command(torchrun)
-
-
-@contextlib.contextmanager
-def open_judge(
-    *,
-    backend: Literal["sim", "gloo", "nccl"],
-    keep_logs: bool = False,
-    device: str = "cpu",
-    target: str | None = None,
-) -> Iterator[Judge]:
-    """What judges one case after another; the one place where the command line meets `verify`.
-
-    Worlds are kept from case to case, so that setting one up is paid for once.
-
-    Args:
-        backend: What carries the collectives.
-        keep_logs: Whether results carry their event logs even if nothing fails.
-        device: Where simulated ranks and the reference compute, `cpu` or `cuda`.
-        target: The system to judge in place of the scenarios' own: a registered name, or
-            `module:name`, whose code is run.
-
-    Raises:
-        UsageError: There is no such target.
-    """
-    with packages_needed():
-        from zero_sim.run.pool import Chosen, open_worlds
-        from zero_sim.run.real_ranks import Setup, TeamJudge
-    if backend != "sim":
-        with TeamJudge(Setup(backend=backend)) as judge:
-            yield judge
-        return
-    with open_worlds(Chosen(keep_logs=keep_logs, device=device, target=target)) as judge:
-        yield judge
-
-
-def open_jobs(
-    scenarios: Sequence[Scenario],
-    *,
-    jobs: int,
-    keep_logs: bool = False,
-    device: str = "cpu",
-    target: str | None = None,
-) -> AbstractContextManager[Judge]:
-    """What judges cases several at a time, and tells of them one after another.
-
-    Args:
-        scenarios: The cases, in the order in which they will be asked for.
-        jobs: Number of processes.
-        keep_logs: As for `open_judge`, like all that follows.
-        device: As there.
-        target: As there.
-
-    Raises:
-        UsageError: There is no such target.
-    """
-    with packages_needed():
-        from zero_sim.run.pool import Chosen, JobsJudge
-    chosen = Chosen(keep_logs=keep_logs, device=device, target=target)
-    return JobsJudge(scenarios, jobs=jobs, chosen=chosen)

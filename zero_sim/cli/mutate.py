@@ -12,8 +12,8 @@ from zero_sim.cli.parts import (
     cores_option,
     echo_report,
     json_option,
-    packages_needed,
 )
+from zero_sim.host.packages import packages_needed
 
 
 @click.command()

@@ -19,16 +19,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from zero_sim.cli.options import left_out_lines
-from zero_sim.cli.parts import (
-    EXIT_INTERRUPTED,
-    EXIT_NOTHING_SELECTED,
-    echo_report,
-    packages_needed,
-    replay_command,
-    reproduce_command,
-)
+from zero_sim.cli.parts import EXIT_INTERRUPTED, EXIT_NOTHING_SELECTED, echo_report
 from zero_sim.errors import ScenarioError, UsageError, ZeroSimError
+from zero_sim.host.packages import packages_needed
 from zero_sim.host.terminal import takes_codes
+from zero_sim.report.commands import replay_command, reproduce_command
 
 if TYPE_CHECKING:
     from zero_sim.findings.records import CaseResult

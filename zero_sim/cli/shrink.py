@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.parts import (
-    a_number,
-    bundles_option,
-    echo_report,
-    json_option,
-    packages_needed,
-    replay_command,
-    run_command,
-)
+from zero_sim.cli.parts import a_number, bundles_option, echo_report, json_option
 from zero_sim.cli.session import coloured, progress
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.host.files import unwritten, write_whole
+from zero_sim.host.packages import packages_needed
+from zero_sim.report.commands import replay_command, run_command
 
 if TYPE_CHECKING:
     from zero_sim.findings.records import CaseResult

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.parts import a_number, packages_needed
+from zero_sim.cli.parts import a_number
 from zero_sim.errors import UsageError
+from zero_sim.host.packages import packages_needed
 from zero_sim.outside import printable
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zero_sim.cli.parts import DEFAULT_BUNDLES
 from zero_sim.pytest_plugin.mark import MARK, WANTED, Refused, Wanted, read_mark
 from zero_sim.pytest_plugin.processes import ON_RANK, RanksFailed, run_on_processes
 from zero_sim.pytest_plugin.ranks import run_simulated
 from zero_sim.pytest_plugin.scenarios import ScenarioFile
 from zero_sim.pytest_plugin.stage import STAGE, Stage
+from zero_sim.report.commands import DEFAULT_BUNDLES
 
 if TYPE_CHECKING:
     from zero_sim.sim import World

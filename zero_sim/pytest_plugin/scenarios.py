@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from zero_sim.cli.parts import replay_command, reproduce_command
 from zero_sim.errors import EnvironmentProblem, ScenarioError, ZeroSimError
 from zero_sim.pytest_plugin.stage import STAGE
+from zero_sim.report.commands import replay_command, reproduce_command
 
 if TYPE_CHECKING:
     from zero_sim.findings.records import CaseResult

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from zero_sim.host.packages import packages_needed
+
 if TYPE_CHECKING:
     from zero_sim.findings.records import CaseResult
     from zero_sim.scenario.spec import Scenario
@@ -57,8 +59,8 @@ class Stage:
     def judge(self, scenario: Scenario) -> Any:
         """Judge a scenario's case."""
         if self._judge is None:
-            from zero_sim.cli.main import open_judge
-
+            with packages_needed():
+                from zero_sim.run.judges import open_judge
             self._judge = self._stack.enter_context(open_judge(backend=self.backend))
         return self._judge(scenario)
 
