@@ -97,4 +97,4 @@ def _summary(group: Sequence[Finding]) -> str:
         lines.append(f"  rank {finding.rank}{where}{count}{key}")
     if len(group) > _DETAIL_LINES:
         lines.append(f"  and {len(group) - _DETAIL_LINES} more")
-    return "\n".join(lines)
+    return "\n".join(filter(None, [*lines, group[0].detail]))
