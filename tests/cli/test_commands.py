@@ -113,12 +113,13 @@ class TestBench:
 
     def test_table(self) -> None:
         """For people."""
-        assert invoke("bench").stdout == "ok  all_reduce  0.5 ms  goal 1 ms\n"
+        assert invoke("bench").stdout == "ok  all_reduce  0.5 ms  goal at most 1 ms\n"
 
     def test_json(self) -> None:
         """For programs."""
         assert json.loads(invoke("bench", "--json").stdout)["measurements"] == [
             {"name": "all_reduce", "value": 0.5, "unit": "ms", "goal": 1.0, "ok": True}
+            | {"at_least": False}
         ]
 
 

@@ -222,11 +222,13 @@ def test_measurements_are_a_table() -> None:
     rows = [
         Measurement(name="all_reduce", value=1.5, unit="ms", goal=1.0, ok=False),
         Measurement(name="memory", value=1.05, unit="x", goal=1.1, ok=True),
+        Measurement(name="layouts", value=9.0, unit="1/s", goal=10.0, ok=False, at_least=True),
         Measurement(name="cases", value=61.0, unit="1/s"),
     ]
     assert render_measurements(rows).splitlines() == [
-        "MISS  all_reduce  1.5 ms  goal 1 ms",
-        "ok    memory      1.05 x  goal 1.1 x",
+        "MISS  all_reduce  1.5 ms  goal at most 1 ms",
+        "ok    memory      1.05 x  goal at most 1.1 x",
+        "MISS  layouts     9 1/s   goal at least 10 1/s",
         "      cases       61 1/s",
     ]
 

@@ -144,6 +144,16 @@ def test_a_norm_that_an_engine_clips_by_and_does_not_tell_is_not_observed(pool):
     assert "norm" in unobserved(result)
 
 
+def test_gradients_that_are_shown_are_compared_in_the_order_of_the_params(pool):
+    """Or each process would have another finding of one case, and another bundle."""
+    shown = Numerics(grads_in_params=True)
+    (finding,) = judge(pool, Target(numerics=shown)).findings
+    ends = [f"{block}.{layer}.{kind}" for block in (0, 1) for layer in ("up", "down")
+            for kind in ("weight", "bias")]  # fmt: skip
+    told = [line for line in finding.detail.splitlines() if line.startswith("  rank 0 param ")]
+    assert [line.split("'")[1] for line in told] == ends
+
+
 def test_gradients_that_are_shown_are_not_called_unobserved(pool):
     shown = Numerics(grads_in_params=True, grads_told="after-division")
     assert "reduced gradients" not in unobserved(judge(pool, Target(numerics=shown)))

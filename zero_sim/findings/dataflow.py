@@ -97,4 +97,6 @@ def _summary(group: Sequence[Finding]) -> str:
         lines.append(f"  rank {finding.rank}{where}{count}{key}")
     if len(group) > _DETAIL_LINES:
         lines.append(f"  and {len(group) - _DETAIL_LINES} more")
-    return "\n".join(filter(None, [*lines, group[0].detail]))
+    if group[0].detail:
+        lines.append(group[0].detail)
+    return "\n".join(lines)

@@ -184,7 +184,8 @@ class OwesBits:
                 group.unobserved.add("reduced gradients")
             return
         told = engine.gradients()
-        for name in group.holders.held[rank]:
+        # In the order of the params: that of a set is another one in every process.
+        for name in (each for each in self.steps[step].grads if each in group.holders.held[rank]):
             wanted, got = self._told(self.steps[step], name), told.get(name)
             if got is None:
                 if wanted.any():

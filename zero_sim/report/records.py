@@ -17,6 +17,8 @@ class Measurement:
     """In the same unit; None where there is nothing to reach."""
     ok: bool | None = None
     """Whether the goal is reached; None without a goal."""
+    at_least: bool = False
+    """Whether the goal is the least that it should be, in place of the most."""
 
     def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON."""

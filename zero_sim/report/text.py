@@ -324,11 +324,16 @@ def render_measurements(measurements: Sequence[Measurement]) -> str:
             {True: "ok", False: "MISS", None: ""}[row.ok],
             row.name,
             f"{row.value:,.4g} {row.unit}".rstrip(),
-            "" if row.goal is None else f"goal {row.goal:,.4g} {row.unit}".rstrip(),
+            "" if row.goal is None else f"goal {_goal(row)}",
         )
         for row in measurements
     ]
     return _columns(rows)
+
+
+def _goal(row: Measurement) -> str:
+    side = "at least" if row.at_least else "at most"
+    return f"{side} {row.goal:,.4g} {row.unit}".rstrip()
 
 
 def _text(lines: Iterable[str]) -> str:
