@@ -10,6 +10,7 @@ def test_devices_named_cuda_are_the_cpu(launch):
 import os
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 rank = int(os.environ["LOCAL_RANK"])
 assert torch.cuda.is_available() and torch.cuda.device_count() == 2
@@ -54,6 +55,12 @@ end.record()
 torch.cuda.synchronize()
 assert start.elapsed_time(end) >= 0
 dist.barrier(device_ids=[rank])
+states = [torch.cuda.get_rng_state(), *torch.cuda.get_rng_state_all()]
+assert [len(state) for state in states] == [16, 16, 16]
+torch.cuda.set_rng_state(states[0])
+assert torch.cuda.nccl.version() >= (2, 10)
+model.register_comm_hook(None, bf16_compress_hook)
+model(torch.ones(1, 2).cuda()).sum().backward()
 torch.save(model.state_dict(), f"state{rank}.pt")
 torch.load(f"state{rank}.pt", map_location=f"cuda:{rank}")
 torch.load(f"state{rank}.pt", map_location={"cuda:0": f"cuda:{rank}"})

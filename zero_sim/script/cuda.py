@@ -58,6 +58,11 @@ _NOTHING_DONE = (
 )
 _MEMORY_BYTES = 80 << 30
 _NAME = "CPU in the place of a GPU"
+_CUDA_VERSION = "12.8"
+_NCCL_VERSION = (2, 27, 0)
+"""Versions that have bfloat16 and what else scripts look for."""
+_RNG_STATE_BYTES = 16
+"""Of a GPU's generator: its seed and its offset."""
 
 
 class CudaOnCpu:
@@ -108,6 +113,8 @@ class CudaOnCpu:
             yield torch.accelerator, name, told[same]
         yield torch.accelerator, "current_accelerator", lambda check_available=False: _GPU
         yield dist, "is_nccl_available", lambda: True
+        yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
+        yield torch.version, "cuda", _CUDA_VERSION
         yield torch, "load", _mapping(torch.load, ("map_location",))
         yield torch, "set_default_device", _mapping(torch.set_default_device, ("device",))
         yield torch.nn.Module, "to", _mapping(torch.nn.Module.to, ("device",), numbers=True)
@@ -138,8 +145,8 @@ class CudaOnCpu:
             ),
             "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
             "memory_stats": lambda device=None: {},
-            "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
-            "get_rng_state_all": lambda: [],
+            "get_rng_state": _rng_state,
+            "get_rng_state_all": lambda: [_rng_state() for _ in range(self._device_count)],
             "Stream": Stream,
             "Event": Event,
             "stream": lambda stream: stream or contextlib.nullcontext(),
@@ -156,6 +163,11 @@ class CudaOnCpu:
                 f"CUDA error: invalid device ordinal {index}; the node has {self._device_count}"
             )
         self._current[self._rank()] = index
+
+
+def _rng_state(device: object = None) -> torch.Tensor:
+    """That of a GPU's generator, which nothing draws from: the CPU's is where draws come from."""
+    return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
 _GPU = torch.device("cuda")
