@@ -80,7 +80,7 @@ def load(
         CheckpointError: On all ranks, if anything is wrong with the checkpoint, or it does not fit;
             lists everything found. The run is as it was before.
     """
-    team = Team(ddp.group, device=ddp.buffers[0].grad_data.device)
+    team = Team(ddp.group, device=ddp.buffers[0].device)
     ddp.finish_param_gather()
     folder, data = _find_checkpoint(path, team=team)
     params = _list_all_params(ddp, team=team)
@@ -298,9 +298,7 @@ def _commit_weights(
     for master in optimizer._masters:
         master.leaf.copy_(loaded.masters[master.leaf])
         master.buffer.write_param_shard(master.param, master.leaf)
-    if ddp.config.stage == 1:
-        for buffer in ddp.buffers:
-            buffer.allgather_params()
+    ddp.gather_params()
 
 
 def _commit_optimizer(

@@ -74,7 +74,7 @@ def agree_on_save(
     Raises:
         CheckpointError: On all ranks, if anything fails on one.
     """
-    team = Team(ddp.group, device=ddp.buffers[0].grad_data.device)
+    team = Team(ddp.group, device=ddp.buffers[0].device)
     ddp.finish_param_gather()
 
     begun: list[tuple[Folder, Snapshot]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -59,6 +59,9 @@ class BucketForm:
     is_even: bool
     is_sharded: bool
     """Whether each rank has a shard of it; with stage 0 each has all."""
+    is_last: bool
+    """Whether it is the one that a forward is expected to need last: of all buckets, the one whose
+    first param is registered last."""
     param_bytes: int
     grad_bytes: int
 
@@ -112,11 +115,17 @@ def bucket_forms(
     buffers: dict[tuple[str, str], list[ParamSize]] = {}
     for size in sizes:
         buffers.setdefault((size.kind, size.dtype), []).append(size)
-    return tuple(
+    forms = [
         form
         for members in buffers.values()
         for bucket in _cut(members, scenario=scenario)
         if (form := _form(bucket, scenario=scenario, rank=rank)).elems
+    ]
+    index = {size.name: index for index, size in enumerate(sizes)}
+    firsts = [min(index[name] for name in form.names) for form in forms]
+    return tuple(
+        replace(form, is_last=first == max(firsts))
+        for form, first in zip(forms, firsts, strict=True)
     )
 
 
@@ -161,6 +170,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> Buck
         replica_count=system.redundancy,
         is_even=longer_count == 0,
         is_sharded=system.stage > 0,
+        is_last=False,
         param_bytes=param_bytes,
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
     )

@@ -40,8 +40,12 @@ def bytes_held(
         "state": stored * _FP32_BYTES,
         "other": 0,
     }
-    if system.sync == "last":
+    if system.stage < 2 and system.sync == "last":
         held["sums"] = 0
+    if system.stage >= 2:
+        held["gradients"] = 0
+    if system.stage == 3:
+        held["params"] = sum(form.shard_elems * form.param_bytes for form in forms)
     if not system.stage:
         held["params"] = 0
     return held

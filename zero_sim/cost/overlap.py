@@ -14,6 +14,10 @@ the end, nor are those behind it. What is due has to be issued by the next gradi
 for before the last one. Sums over copies of the shards, which come behind, are all issued before
 the first of them is waited for. Gathers are all issued when the optimizer's step comes back, and
 waited for when a module begins that reads of the bucket, not before.
+
+Where gradients are sharded (stages 2 and 3) whole ones leave as backward goes: a reduction may be
+waited for once the next one is due, and of stage 3, whose reductions wait for modules rather than
+for gradients, that is all that is held to; its gathers are, by what they are in number.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from operator import attrgetter
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, bucket_forms, in_words
@@ -148,13 +152,20 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
     if not overlaps_grads(rank.scenario.system):
         return
     run, sync = rank.scenario.run, rank.scenario.system.sync
+    stage = rank.scenario.system.stage
     for (step, micro), arrivals in rank.pace.arrivals.items():
-        if sync == "every" or micro == run.micro_batches - 1:
-            yield from _check_backward(rank, step=step, micro=micro, arrivals=arrivals)
+        if not (sync == "every" or micro == run.micro_batches - 1):
+            continue
+        if stage < 3:
+            yield from _check_issued(rank, step=step, micro=micro, arrivals=arrivals)
+        if stage < 2:
+            yield from _check_waits(rank, step=step, micro=micro, stop=arrivals[-1].time)
             yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
+        elif rank.scenario.system.redundancy == 1:
+            yield from _check_one_ahead(rank, step=step, micro=micro, stop=arrivals[-1].time)
 
 
-def _check_backward(
+def _check_issued(
     rank: _Rank, *, step: int, micro: int, arrivals: Sequence[Sight]
 ) -> Iterator[Finding]:
     start, stop = rank.pace.starts[step, micro], arrivals[-1].time
@@ -177,6 +188,12 @@ def _check_backward(
                 span=(start, following.time),
             )
             return
+
+
+def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[Finding]:
+    """Nothing that backward reduces is waited for before its last gradient."""
+    start = rank.pace.starts[step, micro]
+    made = rank.issued_in(start, stop)
     early = Counter(call.call for call in made if call.waited < stop)
     early &= Counter(form.sum_call for form in rank.forms)
     if rank.scenario.system.divide_by == "tokens":
@@ -192,6 +209,25 @@ def _check_backward(
             span=(start, stop),
         )
         return
+
+
+def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[Finding]:
+    """No reduction is waited for before the next one is to be issued, or the last gradient came."""
+    start = rank.pace.starts[step, micro]
+    sums = {form.sum_call for form in rank.forms}
+    made = [call for call in rank.issued_in(start, stop) if call.call in sums]
+    arrived = rank.pace.arrivals[step, micro]
+    for call, following in pairwise(made):
+        if any(call.waited < sight.time < following.issued for sight in arrived):
+            yield rank.finding(
+                f"{in_words(call.call)} was waited for before a gradient of micro-batch {micro} "
+                f"arrived that came before the next reduction",
+                step=step,
+                phase="backward",
+                param=None,
+                span=(start, following.issued),
+            )
+            return
 
 
 def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator[Finding]:

@@ -45,13 +45,27 @@ def calls_of_step(
             continue
         if form.copies_call is not None:
             calls[form.copies_call] += sums
-        if not skipped:
+        gathers = _gathers(scenario, is_last=form.is_last, skipped=skipped)
+        if gathers:
             gathered = ("all_gather", form.group_size, form.shard_elems)
             sent_to_all = ("all_to_all", form.group_size, form.shard_elems * form.group_size)
-            calls[gathered if form.is_even else sent_to_all] += 1
+            calls[gathered if form.is_even else sent_to_all] += gathers
     if system.stage and not skipped:
         calls += _scale_calls(sizes, scenario=scenario)
     return +calls
+
+
+def _gathers(scenario: Scenario, *, is_last: bool, skipped: bool) -> int:
+    """How often a bucket's params are gathered in a step.
+
+    Stages 1 and 2: once, after the update. Stage 3: in every micro-batch before forward, and before
+    backward unless they were kept since; the bucket that a forward needs last always is.
+    """
+    system = scenario.system
+    if system.stage < 3:
+        return 0 if skipped else 1
+    kept = is_last or not system.reshard_after_forward
+    return scenario.run.micro_batches * (1 if kept else 2)
 
 
 def _scale_calls(sizes: Sequence[ParamSize], *, scenario: Scenario) -> Counter[Call]:
@@ -77,6 +91,16 @@ class StepWindow:
     stop: int
     """Half-open range of `EventLog.collectives`."""
     skipped: bool
+    looked: tuple[tuple[int, int], ...] = ()
+    """Stretches of it in which the rank only showed the judge what it holds."""
+
+    def records(self, log: Sequence[CollectiveRecord]) -> Iterator[CollectiveRecord]:
+        """What the rank called in the step."""
+        for index in range(self.start, self.stop):
+            record = log[index]
+            is_own = record.rank == self.world_rank and record.kind != "barrier"
+            if is_own and not any(start <= index < stop for start, stop in self.looked):
+                yield record
 
 
 def check_volume(
@@ -103,8 +127,7 @@ def check_volume(
             )
         made: Counter[Call] = Counter(
             (record.kind, len(record.group_ranks), record.elems)
-            for record in records[window.start : window.stop]
-            if record.rank == window.world_rank and record.kind != "barrier"
+            for record in window.records(records)
         )
         if made != forms[key]:
             yield Finding(

@@ -22,6 +22,8 @@ _ENDINGS = ("bias", "weight", "0", "router", "1")
 _AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
 _DIVISIONS: tuple[Literal["none", "pre", "premul"], ...] = ("none", "pre", "premul")
 _COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tokens")
+_PREFETCHES = (0, 2, 1, 9)
+Stage = Literal[0, 1, 2, 3]
 _ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 
@@ -112,9 +114,9 @@ def systems(
         swarm: What the case has; drawn anew where left out.
     """
     swarm = swarm or Swarm(draw)
-    stage = _stage(swarm)
+    stage = draw(_stages(swarm))
     copies = divisors(ranks)[1:]
-    uneven = swarm.on("uneven", fits=stage == 1 and align_elems == 1)
+    uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
     sync = "every" if swarm.on("sync every") else "last"
     divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
     # The number of rows is known only behind the last micro-batch.
@@ -133,9 +135,13 @@ def systems(
         else 1,
         bucket_elems=draw(bucket_sizes(sizes)) if buckets else None,
         overlap_grads=swarm.on("overlap grads") if swarm.follows("system.overlap_grads") else None,
-        overlap_params=swarm.on("overlap params", fits=stage == 1)
+        overlap_params=swarm.on("overlap params", fits=stage in (1, 2))
         if swarm.follows("system.overlap_params")
         else None,
+        prefetch=draw(st.sampled_from(_PREFETCHES))
+        if swarm.on("prefetch", fits=stage == 3)
+        else None,
+        reshard_after_forward=not swarm.on("kept after forward", fits=stage == 3),
         sync=sync,
         divide=divide,
         divide_by=draw(st.sampled_from(counts)) if swarm.on("divide by") else "ranks",
@@ -143,11 +149,17 @@ def systems(
     )
 
 
-def _stage(swarm: Swarm) -> Literal[0, 1]:
+@st.composite
+def _stages(draw: st.DrawFn, swarm: Swarm) -> Stage:
+    """Stage 1 mostly, as far as the target has it."""
     stages = swarm.able.stages
-    if len(stages) == 1:
-        return stages[0]
-    return 0 if swarm.on("stage 0") else 1
+    higher = [stage for stage in stages if stage > 1]
+    chosen: Stage = stages[0] if 1 not in stages else 1
+    if 0 in stages and len(stages) > 1 and swarm.on("stage 0"):
+        chosen = 0
+    if higher and len(stages) > 1 and swarm.on("stage 2 or 3"):
+        chosen = draw(st.sampled_from(higher))
+    return chosen
 
 
 @st.composite
@@ -181,8 +193,8 @@ def reloads(
     ranks = topology.cp * draw(st.integers(1, max(1, most // topology.cp)))
     ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
     both = len(swarm.able.stages) > 1
-    stage = _other_stage(system) if both and swarm.on("other stage") else None
-    has_copies = stage is None and system.stage == 1 and swarm.follows("system.redundancy")
+    stage = draw(_other_stages(system, swarm)) if both and swarm.on("other stage") else None
+    has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
@@ -194,7 +206,7 @@ def reloads(
         redundancy=draw(st.sampled_from(divisors(ranks // ep))) if has_copies else 1,
         bucket_elems=draw(bucket_sizes(sizes)) if swarm.on("other buckets") else None,
         partition=draw(st.sampled_from(["padded", "uneven"]))
-        if padded and system.stage == 1 and swarm.on("other partition")
+        if padded and system.stage > 0 and swarm.on("other partition")
         else "padded"
         if stage == 0
         else None,
@@ -202,11 +214,13 @@ def reloads(
     )
 
 
-def _other_stage(system: SystemSpec) -> Literal[0, 1] | None:
-    # Stage 0 has no params to gather, so that one which overlaps that cannot become it.
-    if system.stage == 1:
-        return None if system.overlap_params else 0
-    return 1
+@st.composite
+def _other_stages(draw: st.DrawFn, system: SystemSpec, swarm: Swarm) -> Stage | None:
+    # Only stages 1 and 2 gather all params after a step, so that a case which overlaps that cannot
+    # become another.
+    kept = (1, 2) if system.overlap_params else (0, 1, 2, 3)
+    others = [stage for stage in swarm.able.stages if stage in kept and stage != system.stage]
+    return draw(st.sampled_from(others)) if others else None
 
 
 def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:

@@ -105,6 +105,8 @@ class Judge:
         self._call_count = calls_made or int
         self._calls_seen: dict[int, int] = {}
         self._skipped: dict[int, bool] = {}
+        self._looked: dict[int, list[tuple[int, int]]] = {}
+        """By rank: stretches of the log in which its engine gathered what the judge asked for."""
         stop_step = scenario.run.steps if stop_step is None else stop_step
         # What leaks has done so after the second step. Weighing costs as much as comparing.
         self._weighed_step = min(first_step + 1, stop_step - 1)
@@ -246,6 +248,8 @@ class Judge:
             if self._owing.uncertified_step is None:
                 self._report(step, self._compare_result(rank, step, result, expected))
                 self._report(step, self._compare(rank, step, losses, engine, expected))
+                if rank in self.sizes and step == self._weighed_step:
+                    self._report(step, self._compare_memory(rank, step, engine))
         else:
             self._skipped.setdefault(step, bool(result.skipped))
         self._close_window(rank, step)
@@ -262,6 +266,7 @@ class Judge:
                 start=start,
                 stop=stop,
                 skipped=self._skipped[step],
+                looked=tuple(self._looked.pop(rank, ())),
             )
         )
 
@@ -270,8 +275,6 @@ class Judge:
         is_owed = self._owing.uncertified_step is None
         if is_owed and (self._bad_step is None or step <= self._bad_step):
             self._report(step, self._compare_params(rank, step, engine))
-            if rank in self.sizes and step == self._weighed_step:
-                self._report(step, self._compare_memory(rank, step, engine))
         self._observed[rank] = step
         self._forget_shown(step)
 
@@ -395,7 +398,10 @@ class Judge:
             yield Known(what=what, values=loss)
 
     def _compare_params(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
+        looked = self._call_count()
         params, held = engine.params(), self._holders.held[rank]
+        if self._call_count() > looked:
+            self._looked.setdefault(rank, []).append((looked, self._call_count()))
         expected, differs = self._owing.scales(step), self._group.comparer.differs
         scales = engine.scales([name for name in expected if name in held])
         for name, scale in scales.items():

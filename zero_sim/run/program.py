@@ -258,9 +258,12 @@ def _train(
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)
-    elif seat.cell.ranks[rank] == 0:
-        outcome.accuracy = workload.accuracy(engine.module)
-        outcome.notes.extend(engine.notes())
+    else:
+        # On every rank: where params are sharded, a forward is one of them all.
+        accuracy = workload.accuracy(engine.module)
+        if seat.cell.ranks[rank] == 0:
+            outcome.accuracy = accuracy
+            outcome.notes.extend(engine.notes())
 
 
 def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:

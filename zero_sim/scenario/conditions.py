@@ -274,6 +274,25 @@ CONDITIONS = (
         holds_after=True,
     ),
     Condition(
+        reads=("system.overlap_params", "system.stage"),
+        broken=lambda s: s.system.overlap_params is True and s.system.stage == 3,
+        message="stage 3 gathers params as they are used, got {got}.",
+        suggestion="Leave it out, or write prefetch.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.prefetch", "system.stage"),
+        broken=lambda s: s.system.prefetch is not None and s.system.stage != 3,
+        message="only stage 3 gathers params ahead of their use, got {got}.",
+        suggestion="Leave it out, or write stage = 3.",
+    ),
+    Condition(
+        reads=("system.reshard_after_forward", "system.stage"),
+        broken=lambda s: not s.system.reshard_after_forward and s.system.stage != 3,
+        message="only stage 3 frees params after a forward, got {got}.",
+        suggestion="Leave it out, or write stage = 3.",
+    ),
+    Condition(
         reads=("expect.overlap_grads_min", "system.overlap_grads", "system.bucket_elems"),
         broken=lambda s: bool(s.expect.overlap_grads_min) and not overlaps_grads(s.system),
         message="expected gradients to be reduced under backward, got {got} without.",

@@ -11,9 +11,12 @@ def overlaps_grads(system: SystemSpec) -> bool:
 
 
 def overlaps_params(system: SystemSpec) -> bool:
-    """Whether params are gathered under forward; of its own accord with buckets and stage 1."""
+    """Whether params are gathered under forward; of its own accord with buckets.
+
+    Only where all params are gathered after a step: stages 1 and 2.
+    """
     if system.overlap_params is None:
-        return _has_buckets(system) and system.stage == 1
+        return _has_buckets(system) and system.stage in (1, 2)
     return system.overlap_params
 
 

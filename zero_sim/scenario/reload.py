@@ -39,6 +39,10 @@ def after_reload(scenario: Scenario) -> Scenario:
         table: dataclasses.replace(getattr(scenario, table), **fields)
         for table, fields in changed.items()
     }
+    system = tables.get("system")
+    if system is not None and system.stage != 3:
+        # What only the stage before it had has no meaning any more.
+        tables["system"] = dataclasses.replace(system, prefetch=None, reshard_after_forward=True)
     return dataclasses.replace(scenario, **tables)
 
 

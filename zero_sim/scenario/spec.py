@@ -207,8 +207,9 @@ class SystemSpec:
 
     target: str = "zero_sim"
     """Name of a registered target."""
-    stage: Literal[0, 1] = 1
-    """ZeRO stage: 0 is plain data parallelism, 1 shards the optimizer state."""
+    stage: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage: 0 is plain data parallelism, 1 shards the optimizer state, 2 the gradients too, 3
+    the params too."""
     divide: Literal["none", "pre", "post", "premul"] = "post"
     """How the sum becomes a mean: not at all; each rank divides its gradient before the sum, in the
     gradient's dtype; the sum is divided in fp32 after it; or each rank multiplies its gradient by
@@ -232,7 +233,12 @@ class SystemSpec:
     `bucket_elems` cuts buckets."""
     overlap_params: bool | None = None
     """Whether params are gathered bucket by bucket while the next forward already runs; absent for
-    where `bucket_elems` cuts buckets and the stage is 1."""
+    where `bucket_elems` cuts buckets and the stage is 1 or 2."""
+    prefetch: int | None = None
+    """With stage 3: how many further buckets are gathered ahead of their use, forward and backward;
+    absent for 1."""
+    reshard_after_forward: bool = True
+    """With stage 3: whether params are freed between a forward and its backward."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None
@@ -392,7 +398,7 @@ class ReloadSpec:
     begin anew."""
     world_size: int | None = None
     """Number of ranks after it."""
-    stage: Literal[0, 1] | None = None
+    stage: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage after it."""
     ep: int | None = None
     """Expert-parallel ways after it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Literal
 
 from zero_sim.scenario.spec import (
     FreezeSpec,
@@ -70,6 +71,16 @@ def _setting(path: str, value: object) -> Change:
     return lambda scenario: changed(scenario, path, value)
 
 
+def _staged(stage: Literal[0, 1, 2]) -> Change:
+    """Another stage, without what only stage 3 has."""
+
+    def change(scenario: Scenario) -> Scenario:
+        system = replace(scenario.system, stage=stage, prefetch=None, reshard_after_forward=True)
+        return replace(scenario, system=system)
+
+    return change
+
+
 def _both(first: Change, second: Change) -> Change:
     return lambda scenario: second(first(scenario))
 
@@ -111,7 +122,10 @@ _CHANGES: tuple[Change, ...] = (
     _setting("system.bucket_elems", 2),
     _setting("system.overlap_grads", False),
     _setting("system.overlap_params", False),
-    _setting("system.stage", 0),
+    _staged(0),
+    _staged(1),
+    _staged(2),
+    _setting("system.prefetch", 0),
     _setting("system.partition", "uneven"),
     _setting("system.param_order", "reverse"),
     _setting("system.redundancy", 2),

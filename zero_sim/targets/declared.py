@@ -68,8 +68,9 @@ class Capabilities:
     """Whether a param may have no dimensions."""
     dtypes: tuple[DtypeName, ...] = ("fp32",)
     """Of the working params."""
-    stages: tuple[Literal[0, 1], ...] = (0, 1)
-    """ZeRO stages: 0 where every rank holds all optimizer state, 1 where it is sharded."""
+    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1)
+    """ZeRO stages: 0 where every rank holds all optimizer state, 1 where it is sharded; 2 where
+    gradients are, too, and 3 where params are."""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
     orders: tuple[OrderName, ...] = POSITION_FREE
     """Orders of addition; those that depend on positions only where parts tell their places."""
@@ -227,7 +228,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
 _CAPABLE: dict[str, tuple[object, ...]] = {
     "models": get_args(ModelName),
     "dtypes": get_args(DtypeName),
-    "stages": (0, 1),
+    "stages": (0, 1, 2, 3),
     "optimizers": get_args(OptimizerName),
     "orders": get_args(OrderName),
 }
@@ -413,6 +414,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
 EVERYTHING = Capabilities(
     models=get_args(ModelName),
     dtypes=get_args(DtypeName),
+    stages=(0, 1, 2, 3),
     optimizers=get_args(OptimizerName),
     orders=get_args(OrderName),
     follows=followed(),

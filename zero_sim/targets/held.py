@@ -30,6 +30,7 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
             ("gradients", buffer.grad_data),
             ("sums", buffer.total_data),
             ("params", buffer.param_data),
+            ("params", buffer.shard_data),
         ):
             if memory is not None:
                 named[_address(memory)] = name

@@ -38,6 +38,7 @@ from zero_sim.zero.groups import (
     build_redundancy_groups,
 )
 from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.unit import Unit
 
 
 def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
@@ -83,9 +84,9 @@ def kind_of(name: str, tensor: Tensor) -> str:
 
 
 def _reduced_by(
-    stage: int, bucket: BucketPlan
+    bucket: BucketPlan, *, is_sharded: bool
 ) -> Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"]:
-    if stage == 0:
+    if not is_sharded:
         return "all_reduce"
     return "reduce_scatter" if bucket.is_even else "reduce_scatter_list"
 
@@ -110,6 +111,8 @@ class ZeroSimEngine:
             partition=system.partition,
             overlap_grads=overlaps_grads(system),
             overlap_params=overlaps_params(system),
+            **({} if system.prefetch is None else {"prefetch": system.prefetch}),
+            reshard_after_forward=system.reshard_after_forward,
         )
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
         topology = topology_of(scenario)
@@ -211,7 +214,7 @@ class ZeroSimEngine:
 
     def params(self) -> Mapping[str, Tensor]:
         """Full working params on this rank."""
-        return {name: param.detach() for name, param in self._ddp.params.items()}
+        return self._ddp.whole_params()
 
     def parts(self) -> Iterator[OwnedPart]:
         """What this rank owns, in buffer order."""
@@ -241,7 +244,7 @@ class ZeroSimEngine:
                 shard=owned.shard,
                 shard_start=shard.start,
                 shard_stop=shard.stop,
-                reduced_by=_reduced_by(self._system.stage, bucket),
+                reduced_by=_reduced_by(bucket, is_sharded=self._ddp.config.sharding.state),
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
                 buffer=owned.buffer,
@@ -259,18 +262,8 @@ class ZeroSimEngine:
                     if memory is not None and memory.any():
                         first = int(memory.nonzero()[0])
                         return f"element {first} of gradient buffer {index}"
-                continue
-            for bucket in buffer.plan.buckets:
-                start, stop = bucket.padding.start, bucket.padding.stop
-                where = f"gradient buffer {index}, in bucket {bucket.index}"
-                stray = _stray(buffer.grad_data[start:stop], start=start, where=where)
-                if stray:
-                    return stray
-            for bucket in buffer.buckets:
-                if bucket.grad_total is None:
-                    continue
-                where = f"the sums of gradient buffer {index}, in bucket {bucket.plan.index}"
-                stray = _stray_in_shard(bucket.plan, buffer.shard, bucket.grad_total, where=where)
+            for unit in buffer.units:
+                stray = _stray_in_gradients(unit, index=index, padding_only=padding_only)
                 if stray:
                     return stray
         return ""
@@ -278,11 +271,8 @@ class ZeroSimEngine:
     def stray_padding(self) -> str:
         """Where padding of param buffers or master shards is not zero."""
         for index, buffer in enumerate(self._ddp.buffers):
-            for bucket in buffer.plan.buckets if buffer.param_data is not None else ():
-                assert buffer.param_data is not None
-                start, stop = bucket.padding.start, bucket.padding.stop
-                where = f"param buffer {index}, in bucket {bucket.index}"
-                stray = _stray(buffer.param_data[start:stop], start=start, where=where)
+            for unit in buffer.units:
+                stray = _stray_in_params(unit, index=index)
                 if stray:
                     return stray
         for (index, number), master in self._optimizer.master_shards.items():
@@ -309,8 +299,35 @@ def _stray_in_shard(bucket: BucketPlan, shard: int, memory: Tensor, *, where: st
     return _stray(memory[start - own.start :], start=start, where=where)
 
 
+def _stray_in_gradients(unit: Unit, *, index: int, padding_only: bool) -> str:
+    """The same for the gradients of one unit, and their sums."""
+    bucket, whole = unit.plan, unit.grad_storage.whole
+    where = f"gradient buffer {index}, in bucket {bucket.index}"
+    if whole is not None:
+        # Whole gradients that come and go are there only while they are filled.
+        start = bucket.padding.start if padding_only else bucket.span.start
+        stray = _stray(whole[start - bucket.span.start :], start=start, where=where)
+        if stray:
+            return stray
+    if unit.grad_total is None:
+        return ""
+    return _stray_in_shard(bucket, unit.shard, unit.grad_total, where=f"the sums of {where}")
+
+
+def _stray_in_params(unit: Unit, *, index: int) -> str:
+    """The same for the padding of one unit's params."""
+    bucket, whole = unit.plan, unit.params
+    where = f"param buffer {index}, in bucket {bucket.index}"
+    if whole is not None:
+        start = bucket.padding.start
+        return _stray(whole[start - bucket.span.start :], start=start, where=where)
+    if unit.param_shard is None:
+        return ""
+    return _stray_in_shard(bucket, unit.shard, unit.param_shard, where=where)
+
+
 class ZeroSimTarget:
-    """The project's own system, stages 0 and 1."""
+    """The project's own system, stages 0 to 3."""
 
     name = "zero_sim"
     capabilities = None

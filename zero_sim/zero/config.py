@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
 from zero_sim.layout import ParamOrder, Partition
+from zero_sim.zero.sharding import STAGES, Sharding, Stage, sharding_of
 
-Stage = Literal[0, 1]
 Divide = Literal["none", "pre", "post", "premul"]
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
@@ -24,7 +24,8 @@ class ZeroConfig:
     """
 
     stage: Stage = 1
-    """0: every rank keeps all optimizer state (plain data parallelism); 1: each keeps a shard."""
+    """0: every rank keeps all (plain data parallelism); 1: each keeps a shard of the optimizer
+    state, 2: of the gradients too, 3: of the params too."""
     divide: Divide = "post"
     """How the sum over ranks becomes a mean: not at all; each rank divides before the sum, in the
     gradient's dtype; the sum is divided in fp32 after it; or each rank multiplies before the sum by
@@ -60,13 +61,18 @@ class ZeroConfig:
     overlap_params: bool = False
     """Whether params are gathered while the next forward runs, each waited for before its use. Not
     by default: until then whoever reads a param otherwise than by a forward reads an old one."""
+    prefetch: int = 1
+    """With sharded params: how many further units are gathered ahead, forward and backward."""
+    reshard_after_forward: bool = True
+    """With sharded params: whether they are freed between a forward and its backward, all but the
+    last unit."""
     broadcast_params: bool = True
     """Whether group rank 0's params and module buffers replace all others' at construction; where
     False, the caller vouches that every rank built the same bits."""
 
     def __post_init__(self) -> None:
         choices = {
-            "stage": Stage, "divide": Divide, "divide_by": DivideBy, "sync": Sync,
+            "divide": Divide, "divide_by": DivideBy, "sync": Sync,
             "grad_dtype": GradDtype,
         }  # fmt: skip
         for name, literal in choices.items():
@@ -74,14 +80,20 @@ class ZeroConfig:
             if isinstance(value, bool) or value not in get_args(literal):
                 expected = ", ".join(map(repr, get_args(literal)))
                 raise UsageError(f"Expected {name} to be one of {expected} but got {value!r}.")
+        if isinstance(self.stage, bool) or self.stage not in STAGES:
+            expected = ", ".join(map(repr, STAGES))
+            raise UsageError(f"Expected stage to be one of {expected} but got {self.stage!r}.")
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            raise UsageError(
+                f"Expected prefetch to be an integer of at least 0 but got {self.prefetch!r}."
+            )
         for name in ("redundancy", "micro_batches"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(
                     f"Expected {name} to be an integer of at least 1 but got {value!r}."
                 )
-        if self.stage == 0:
-            self._check_unsharded()
+        self._check_unused()
         self._check_count_is_known()
 
     @property
@@ -89,14 +101,30 @@ class ZeroConfig:
         """Whether a rank has to know the divisor before its gradients are summed."""
         return self.divide in ("pre", "premul")
 
-    def _check_unsharded(self) -> None:
-        fields = {"redundancy": 1, "partition": "padded", "overlap_params": False}
-        for name, default in fields.items():
+    @property
+    def sharding(self) -> Sharding:
+        """What each rank keeps a part of."""
+        return sharding_of(self.stage)
+
+    def _check_unused(self) -> None:
+        """Refuse settings of what this stage does not do."""
+        sharding, stage = self.sharding, self.stage
+        unused: dict[str, object] = {}
+        if not sharding.state:
+            unused |= {"redundancy": 1, "partition": "padded", "overlap_params": False}
+        if sharding.params:
+            unused |= {"overlap_params": False}
+        else:
+            unused |= {"prefetch": 1, "reshard_after_forward": True}
+        for name, default in unused.items():
             value = getattr(self, name)
             if value != default:
+                why = "shards nothing" if not sharding.state else "gathers params as they are used"
+                if name in ("prefetch", "reshard_after_forward"):
+                    why = "keeps params whole"
                 raise UsageError(
-                    f"Expected {name}={default!r} with stage=0, which shards nothing, "
-                    f"but got {value!r}. Try stage=1."
+                    f"Expected {name}={default!r} with stage={stage}, which {why}, "
+                    f"but got {value!r}. Try leaving it out, or another stage."
                 )
 
     def _check_count_is_known(self) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
-from zero_sim.zero.buffer import Bucket, Buffer, ParamMemory
+from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
@@ -35,8 +35,15 @@ from zero_sim.zero.fp8 import DTYPE_NAMES as FP8_DTYPES
 from zero_sim.zero.fp8 import find_grad_dtype, find_scale
 from zero_sim.zero.groups import KindGroups, split_ranks
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
-from zero_sim.zero.overlap import GradPipeline, OverlapMeter, ParamPipeline, order_by_forward
+from zero_sim.zero.schedule import (
+    OnUse,
+    OverlapMeter,
+    UnderBackward,
+    UnderForward,
+    order_by_forward,
+)
 from zero_sim.zero.step_count import StepCount
+from zero_sim.zero.unit import ParamMemory, Unit
 
 KindOf = Callable[[str, Tensor], str]
 """Tells the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
@@ -78,8 +85,9 @@ class DistributedDataParallel:
     divisor: Tensor  # 0D fp32
     """What gradients are divided by: the count of the step once it is known, before the world size.
     """
-    shard_group: dist.ProcessGroup
-    """The ranks that hold a shard each; with one copy of the state it is `group`."""
+    shard_group: dist.ProcessGroup | None
+    """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
+    nothing is sharded."""
     replica_group: dist.ProcessGroup | None
     """The ranks that hold the same shard; None with one copy of the state."""
     kind_of: KindOf
@@ -120,11 +128,19 @@ class DistributedDataParallel:
             # After the params moved into their buffers: before, each would be in memory twice.
             for tensors, holders in self._replicated_tensors():
                 broadcast_from_first(tensors, group=holders)
-        self.divisor = build_divisor(self.world_size, device=self.buffers[0].grad_data.device)
+        for buffer in self.buffers:
+            buffer.shard_params()
+        self.divisor = build_divisor(self.world_size, device=self.buffers[0].device)
         self._count = StepCount(config, group=group, divisor=self.divisor)
         self._grads_reduced = False
         self.overlap = OverlapMeter()
-        self._grad_pipeline, self._param_pipeline = self._build_pipelines()
+        self._unit_of = {
+            param: unit
+            for buffer in self.buffers
+            for param in buffer.memory
+            if param.numel() and (unit := buffer.unit_of(param)) is not None
+        }
+        self._grad_pipeline, self._param_pipeline, self._on_use = self._build_schedules()
         for buffer in self.buffers:
             for param, memory in buffer.memory.items():
                 # A gradient from before the wrapping belongs to no step of ours.
@@ -168,12 +184,10 @@ class DistributedDataParallel:
     def is_first_copy(self, kind: str) -> bool:
         """Tell whether this rank holds the first copy of what it owns of a kind.
 
-        Every element is in the first copy once, on one rank. With stage 0 that is the first rank of
-        the kind's group; with redundancy, every rank of its first block.
+        Every element is in the first copy once, on one rank. Where nothing is sharded that is the
+        first rank of the kind's group; with redundancy, every rank of its first block.
         """
         groups = self.groups_of(kind)
-        if self.config.stage == 0:
-            return groups.group.rank() == 0
         return groups.replica_group is None or groups.replica_group.rank() == 0
 
     def add_rows(self, rows: int) -> None:
@@ -227,6 +241,8 @@ class DistributedDataParallel:
         """
         self._require_own_grads("end_micro_batch")
         is_summed = last or self.config.sync == "every"
+        if self._on_use is not None:
+            self._on_use.finish_backward()
         if not last and count is not None and not (is_summed and self.config.divides_before_sum):
             raise UsageError(
                 f"Expected the count with the last micro-batch, where it is used, but got "
@@ -236,7 +252,7 @@ class DistributedDataParallel:
             if self.config.divides_before_sum or count is not None:
                 self._count.fix(count, last=last)
             self._sum_over_ranks()
-            if self.config.sync == "every":
+            if self.config.sync == "every" and not self.config.sharding.grads:
                 self._accumulate_sums(is_first=self.micro_batches == 0)
         elif self._grad_pipeline is not None and self._grad_pipeline.running:
             raise UsageError(
@@ -284,12 +300,19 @@ class DistributedDataParallel:
         """Give every rank what the owners wrote into the working params.
 
         With overlap_params it comes back at once, and each module waits for its own params when its
-        forward begins; without, it comes back when all is there. With stage 0 there is nothing to
-        do, as every rank owns everything.
+        forward begins; without, it comes back when all is there. Where every rank owns everything
+        there is nothing to do, and where params are sharded each is gathered when it is used.
         """
         if self._param_pipeline is not None:
             self._param_pipeline.start()
-        elif self.config.stage == 1:
+        else:
+            self.gather_params()
+
+    def gather_params(self) -> None:
+        """Do the same, and come back when all is there, whatever is overlapped."""
+        if self._on_use is not None:
+            self._on_use.free_all()
+        elif self.config.sharding.state:
             for buffer in self.buffers:
                 buffer.allgather_params()
 
@@ -297,6 +320,16 @@ class DistributedDataParallel:
         """Wait for all params: before anything but a module's forward reads them."""
         if self._param_pipeline is not None:
             self._param_pipeline.finish()
+
+    def whole_params(self) -> dict[str, Tensor]:
+        """Return all working params of this rank; a collective where they are sharded.
+
+        For looking at them between steps, after `finish_param_gather`: of sharded params copies.
+        """
+        copies = {
+            param: copy for buffer in self.buffers for param, copy in buffer.whole_params().items()
+        }
+        return {name: copies.get(param, param.detach()) for name, param in self.params.items()}
 
     def _replicated_tensors(self) -> list[tuple[list[Tensor], dist.ProcessGroup]]:
         """Everything that must start out equal on all its holders, and who they are.
@@ -343,11 +376,14 @@ class DistributedDataParallel:
         *,
         shard_group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
-    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """Return the groups that shard and that hold copies, after a look at who is in them."""
         redundancy = self.config.redundancy
         size, rank = size_and_rank(group)
         shard_count = split_ranks(size, redundancy=redundancy)
+        if not self.config.sharding.state:
+            # Every rank is a shard group of its own, and all hold the same shard.
+            return None, group
         if redundancy == 1 and replica_group is None and shard_group is None:
             return group, None
         if redundancy > 1 and (shard_group is None or replica_group is None):
@@ -379,9 +415,9 @@ class DistributedDataParallel:
             specs.setdefault(kind, []).append(spec)
         plans: list[BufferPlan] = []
         for kind, members in specs.items():
-            shard_count, _ = size_and_rank(self.groups_of(kind).shard_group)
+            shard_group = self.groups_of(kind).shard_group
             policy = LayoutPolicy(
-                shard_count=shard_count if self.config.stage == 1 else 1,
+                shard_count=1 if shard_group is None else size_and_rank(shard_group)[0],
                 align_elems=self.config.align_elems,
                 align_bytes=self.config.align_bytes,
                 bucket_elems=self.config.bucket_elems,
@@ -398,55 +434,60 @@ class DistributedDataParallel:
         return Buffer(
             plan,
             params=params,
+            sharding=self.config.sharding,
             group=groups.shard_group,
-            stage=self.config.stage,
             grad_dtype=torch.float32 if in_fp32 else find_grad_dtype(params),
             scales=self.scales,
             replica_group=groups.replica_group,
             accumulate_sums=self.config.sync == "every",
         )
 
-    def _build_pipelines(self) -> tuple[GradPipeline | None, ParamPipeline | None]:
+    def _build_schedules(self) -> tuple[UnderBackward | None, UnderForward | None, OnUse | None]:
+        config, sharding = self.config, self.config.sharding
         forward_order = order_by_forward(self.buffers, params=list(self.params.values()))
-        bucket_of = {
-            param: bucket
-            for buffer in self.buffers
-            for param in buffer.memory
-            if param.numel() and (bucket := buffer.bucket_of(param)) is not None
-        }
-        grads = params = None
-        if self.config.overlap_grads:
-            grads = GradPipeline(
+        grads = params = on_use = None
+        if config.overlap_grads or sharding.grads:
+            grads = UnderBackward(
                 forward_order[::-1],
-                bucket_of=bucket_of,
+                unit_of=self._unit_of,
                 before_sum=self._scale_before_sum,
                 meter=self.overlap,
+                by_arrival=not sharding.params,
+                is_async=config.overlap_grads,
             )
-        if self.config.overlap_params:
-            params = ParamPipeline(
-                self.module, buckets=forward_order, bucket_of=bucket_of, meter=self.overlap
+        if config.overlap_params:
+            params = UnderForward(
+                self.module, units=forward_order, unit_of=self._unit_of, meter=self.overlap
             )
-        return grads, params
+        if sharding.params:
+            assert grads is not None
+            on_use = OnUse(
+                self.module,
+                units=forward_order,
+                unit_of=self._unit_of,
+                prefetch=config.prefetch,
+                reshard_after_forward=config.reshard_after_forward,
+                close=grads.close,
+            )
+        return grads, params, on_use
 
-    def _scale_before_sum(self, bucket: Bucket) -> None:
-        bucket.scale_grads(self.config.divide, divisor=self.divisor)
+    def _scale_before_sum(self, unit: Unit) -> None:
+        unit.scale_grads(self.config.divide, divisor=self.divisor)
 
     def _sum_over_ranks(self) -> None:
         if self._grad_pipeline is not None:
             self._grad_pipeline.finish()
             return
         for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                self._scale_before_sum(bucket)
-            if self.config.stage == 1:
-                buffer.reduce_scatter_grads()
-            else:
-                buffer.all_reduce_grads()
+            for unit in buffer.units:
+                unit.fill()
+                self._scale_before_sum(unit)
+            buffer.reduce_grads()
 
     def _accumulate_sums(self, *, is_first: bool) -> None:
         for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                bucket.accumulate_sum(is_first=is_first)
+            for unit in buffer.units:
+                unit.accumulate_sum(is_first=is_first)
 
     def _require_own_grads(self, call: str) -> None:
         if self._grads_reduced:
@@ -475,8 +516,15 @@ class DistributedDataParallel:
             self._param_pipeline.check_waited(param, name=memory.name)
         if self._grad_pipeline is not None:
             self._grad_pipeline.check_open(param, name=memory.name)
-        # detach: with create_graph=True the gradient has a history that the buffer must not keep.
-        memory.main_grad.add_(grad.detach())
+        unit = self._unit_of.get(param)
+        if self._on_use is not None:
+            self._on_use.check_gathered(name=memory.name, unit=unit)
+        # A param without elements is in no unit, and has nothing to add.
+        if unit is not None:
+            unit.fill()
+            assert memory.main_grad is not None
+            # detach: with create_graph=True a gradient has a history that the buffer must not keep.
+            memory.main_grad.add_(grad.detach())
         param.grad = None
         if self._grad_pipeline is not None:
             self._grad_pipeline.mark_ready(param)

@@ -27,8 +27,9 @@ class KindGroups:
 
     group: dist.ProcessGroup
     """All ranks that hold them."""
-    shard_group: dist.ProcessGroup
-    """The ranks that hold a shard each; with one copy of the state it is `group`."""
+    shard_group: dist.ProcessGroup | None
+    """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
+    each of them holds all."""
     replica_group: dist.ProcessGroup | None = None
     """The ranks that hold the same shard; None with one copy of the state."""
 

@@ -1,8 +1,8 @@
 """Optimizer state, sharded over ranks: the top layer of ZeRO.
 
-Each rank keeps fp32 masters and moments only of the fragments that it owns (with stage 0: of
-everything). An elementwise optimizer cannot tell a fragment from a param, so the update of the
-fragments, put together, is the update of the params.
+Each rank keeps fp32 masters and moments only of the fragments that it owns (of everything,
+where nothing is sharded). An elementwise optimizer cannot tell a fragment from a param, so the
+update of the fragments, put together, is the update of the params.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class DistributedOptimizer:
         self.ddp.zero_grad_buffer()
 
     def fragments(self) -> Iterator[OwnedFragment]:
-        """Yield everything that this rank owns, in buffer order; with stage 0 the whole params.
+        """Yield everything that this rank owns, in buffer order; without shards whole params.
 
         Params without elements have no fragment.
         """
@@ -249,7 +249,7 @@ class DistributedOptimizer:
 
     @property
     def _device(self) -> torch.device:
-        return self.ddp.buffers[0].grad_data.device
+        return self.ddp.buffers[0].device
 
     def _upcast_grad(self, master: _Master) -> Tensor:
         reduced = master.buffer.get_grad_shard(master.param)
@@ -333,9 +333,7 @@ def _build_masters(
             key = (index, fragment.bucket)
             if key not in shards:
                 span = buffer.plan.buckets[fragment.bucket].shard_span(fragment.shard)
-                shards[key] = torch.zeros(
-                    span.numel, dtype=torch.float32, device=buffer.grad_data.device
-                )
+                shards[key] = torch.zeros(span.numel, dtype=torch.float32, device=buffer.device)
             place = fragment.in_shard
             view = shards[key].narrow(0, place.start, place.numel)
             view.copy_(buffer.get_param_shard(param))
@@ -350,13 +348,12 @@ def _build_masters(
 
 def _build_scale_updates(ddp: DistributedDataParallel) -> list[ScaleUpdate]:
     """Return one update a kind of params in fp8, over the ranks that shard them."""
-    sharded = ddp.config.stage == 1
     name_of = {param: name for name, param in ddp.params.items()}
     by_kind: dict[str, dict[nn.Parameter, Tensor]] = {}
     for param, scale in ddp.scales.items():
         by_kind.setdefault(ddp.kinds[name_of[param]], {})[param] = scale
     return [
-        ScaleUpdate(scales, group=ddp.groups_of(kind).shard_group if sharded else None)
+        ScaleUpdate(scales, group=ddp.groups_of(kind).shard_group)
         for kind, scales in by_kind.items()
     ]
 

@@ -1,0 +1,376 @@
+"""A unit: the params that one collective moves, with the life of their gradients and values.
+
+One bucket of a layout with its memory. Its collectives are issued here and nowhere else. Two state
+machines say what its memory holds; every transition has a name and is checked, so that a schedule
+that leaves one out is told which, and for which params:
+
+    gradients  EMPTY -fill-> FILLING -reduce-> REDUCING -finish-> REDUCED -reset-> EMPTY
+                                 ^---------------------fill-----------|   (the next micro-batch)
+    params     SHARDED -gather-> GATHERING -finish-> WHOLE -free-> SHARDED
+                                     ^-----gather------|       (flat: owners wrote new values)
+
+Where gradients are not sharded, their memory is kept through all of its states; where params are
+not, they are never SHARDED.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_sim.errors import UsageError
+from zero_sim.layout import BucketPlan, Fragment, Span
+from zero_sim.zero.collectives import (
+    all_gather,
+    all_gather_uneven,
+    all_reduce_sum,
+    reduce_scatter_sum,
+    reduce_scatter_uneven_sum,
+)
+from zero_sim.zero.config import Divide
+from zero_sim.zero.division import divide_, multiply_by_reciprocal_
+from zero_sim.zero.storage import Storage
+
+
+class GradState(StrEnum):
+    """What the memory of a unit's gradients holds."""
+
+    EMPTY = "empty"
+    """Nothing of this step."""
+    FILLING = "filling"
+    """This rank's own gradients, as far as they came."""
+    REDUCING = "reducing"
+    """A sum over ranks is in flight."""
+    REDUCED = "reduced"
+    """This rank's shard is the sum over all ranks that train."""
+
+
+class ParamState(StrEnum):
+    """What of a unit's params is in this rank's memory."""
+
+    SHARDED = "sharded"
+    """This rank's shard alone."""
+    GATHERING = "gathering"
+    """Whole memory that a gather in flight fills."""
+    WHOLE = "whole"
+
+
+_GRAD_STEPS: Final = {
+    GradState.EMPTY: (GradState.FILLING,),
+    GradState.FILLING: (GradState.FILLING, GradState.REDUCING, GradState.EMPTY),
+    GradState.REDUCING: (GradState.REDUCED,),
+    GradState.REDUCED: (GradState.FILLING, GradState.EMPTY),
+}
+_PARAM_STEPS: Final = {
+    ParamState.SHARDED: (ParamState.GATHERING,),
+    ParamState.GATHERING: (ParamState.WHOLE,),
+    ParamState.WHOLE: (ParamState.GATHERING, ParamState.SHARDED),
+}
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ParamMemory:
+    """The memory of one param: its whole gradient, and the parts that this rank owns."""
+
+    name: str
+    param: nn.Parameter
+    in_unit: Span
+    """Elements of the param, from the start of its unit."""
+    main_grad: Tensor | None  # ND, the param's shape
+    """The whole gradient, accumulated on this rank; also `param.main_grad`. None while it is not in
+    memory."""
+    fragment: Fragment | None
+    """Where this rank's part lies; None where it owns nothing of the param."""
+    own_grad: Tensor  # 1D
+    """This rank's part of the gradient; the sum over ranks once the gradients are reduced."""
+    own_working: Tensor  # 1D; where nothing is sharded: ND, the whole param in its own storage
+    """This rank's part of the working param."""
+    scale: Tensor | None  # 0D fp32
+    """What the values of an fp8 param are multiplied by; None for other dtypes."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Unit:
+    """One bucket with elements, its memory, and the collectives over it.
+
+    `reduce` and `gather` come back when they are done. `start_reduce`, then `chain_reduce`, then
+    `finish_reduce`, and `start_gather`, then `finish_gather`, are the same in steps, between which
+    the rank may do something else; finishing twice, or without a start, does nothing.
+    """
+
+    name: str
+    """As errors name it: `bucket 2 of dense/bf16`."""
+    plan: BucketPlan
+    shard: int
+    """Index of the shard that this rank owns."""
+    grad_storage: Storage
+    frees_grads: bool
+    """Whether whole gradients leave once they are reduced, and into `grad_total`."""
+    grad_total: Tensor | None  # 1D, as long as a shard; None without accumulated sums
+    param_storage: Storage | None
+    """None where nothing is sharded: params stay where the module has them."""
+    frees_params: bool
+    """Whether whole params leave once nobody uses them."""
+    param_shard: Tensor | None  # 1D, this rank's part of the params
+    group: dist.ProcessGroup | None
+    """The ranks that hold a shard each; None where each rank holds all."""
+    replica_group: dist.ProcessGroup | None
+    """The ranks that hold the same shard; None where nobody else does."""
+    members: list[ParamMemory] = field(default_factory=list)
+    grad_state: GradState = GradState.EMPTY
+    param_state: ParamState = ParamState.WHOLE
+    _reducing: dist.Work | None = None
+    _chained: bool = True
+    _gathering: dist.Work | None = None
+    _has_sum: bool = False
+
+    @property
+    def grads(self) -> Tensor:
+        """This rank's whole gradients, 1D, with padding."""
+        whole = self.grad_storage.whole
+        if whole is None:
+            raise self._wrong("gradients", self.grad_state, "to be in memory")
+        return whole
+
+    @property
+    def grad_shard(self) -> Tensor:
+        """This rank's shard of them, 1D."""
+        own = self.own_span
+        return self.grads.narrow(0, own.start, own.numel)
+
+    @property
+    def params(self) -> Tensor | None:
+        """The whole params, 1D, with padding; None where nothing is sharded, or not in memory."""
+        return None if self.param_storage is None else self.param_storage.whole
+
+    @property
+    def own_span(self) -> Span:
+        """This rank's shard, from the start of the unit."""
+        return self.plan.shard_span(self.shard).shift(-self.plan.span.start)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether a gather was started that this rank has not waited for."""
+        return self._gathering is not None
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a reduction was started that this rank has not waited for."""
+        return self._reducing is not None
+
+    # The life of gradients.
+
+    def fill(self) -> None:
+        """Make room for gradients of this rank, zeros to be added to."""
+        if self.grad_state is GradState.FILLING:
+            return
+        self._grads_become(GradState.FILLING)
+        if self.frees_grads:
+            whole = self.grad_storage.acquire()
+            for memory in self.members:
+                grad = _view(whole, memory.in_unit).view(memory.param.shape)
+                memory.main_grad = grad
+                set_main_grad(memory.param, grad)
+
+    def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
+        """Do to this rank's own gradients what `divide` does before the sum."""
+        if divide == "pre":
+            divide_(self.grads, divisor=divisor)
+        elif divide == "premul":
+            multiply_by_reciprocal_(self.grads, divisor=divisor)
+
+    def reduce(self) -> None:
+        """Sum over all ranks that train, in place."""
+        self._grads_become(GradState.REDUCING)
+        self._sum_shards(async_op=False)
+        self._sum_replicas(async_op=False)
+        self._end_reduce()
+
+    def start_reduce(self) -> None:
+        """Issue the first of the two sums."""
+        self._grads_become(GradState.REDUCING)
+        if self.group is None:
+            self._reducing = self._sum_replicas(async_op=True)
+            return
+        self._reducing = self._sum_shards(async_op=True)
+        self._chained = False
+
+    def chain_reduce(self) -> None:
+        """Wait for the first sum and issue the second, if there are replicas."""
+        if self._chained:
+            return
+        self._chained = True
+        if self._has_replica_sum:
+            self._wait_reduce()
+            self._reducing = self._sum_replicas(async_op=True)
+
+    def finish_reduce(self) -> None:
+        """Wait until this rank's shard is the sum over all ranks that train."""
+        if self.grad_state is GradState.REDUCED:
+            return
+        self.chain_reduce()
+        self._wait_reduce()
+        self._end_reduce()
+
+    def accumulate_sum(self, *, is_first: bool) -> None:
+        """Move the sum of one micro-batch to those before it, and zero the gradients."""
+        assert self.grad_total is not None
+        if is_first:
+            self.grad_total.copy_(self.grad_shard)
+        else:
+            self.grad_total.add_(self.grad_shard)
+        if not self.frees_grads:
+            self.grads.zero_()
+
+    def reset_grads(self) -> None:
+        """Forget the step's gradients and sums; whoever owns flat memory zeroes it."""
+        if self.grad_state is not GradState.EMPTY:
+            self._grads_become(GradState.EMPTY)
+        self._has_sum = False
+        if self.frees_grads:
+            self._free_grads()
+
+    # The life of params.
+
+    def gather(self) -> None:
+        """Fill the params with what their owners wrote."""
+        self.finish_gather()
+        self._params_become(ParamState.GATHERING)
+        self._gather_shards(async_op=False)
+        self._adopt_whole()
+
+    def start_gather(self) -> None:
+        """Issue the gather."""
+        self.finish_gather()
+        self._params_become(ParamState.GATHERING)
+        self._gathering = self._gather_shards(async_op=True)
+
+    def finish_gather(self) -> None:
+        """Wait until the params are what their owners wrote."""
+        if self.param_state is not ParamState.GATHERING:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self._adopt_whole()
+
+    def free_params(self) -> None:
+        """Let go of the whole params: a placeholder that holds nothing takes each one's place."""
+        if not self.frees_params:
+            return
+        self.finish_gather()
+        self._params_become(ParamState.SHARDED)
+        assert self.param_storage is not None
+        self.param_storage.release()
+        for memory in self.members:
+            memory.param.data = absent(memory.param)
+
+    @property
+    def _has_replica_sum(self) -> bool:
+        # With uneven shards this one can be empty; then it is on all its replicas.
+        return self.replica_group is not None and self.own_span.numel > 0
+
+    def _wait_reduce(self) -> None:
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
+
+    def _end_reduce(self) -> None:
+        self._grads_become(GradState.REDUCED)
+        if self.frees_grads:
+            self.accumulate_sum(is_first=not self._has_sum)
+            self._has_sum = True
+            self._free_grads()
+
+    def _free_grads(self) -> None:
+        self.grad_storage.release()
+        for memory in self.members:
+            memory.main_grad = None
+            set_main_grad(memory.param, None)
+
+    def _adopt_whole(self) -> None:
+        self._params_become(ParamState.WHOLE)
+        if self.frees_params:
+            whole = self.params
+            assert whole is not None
+            for memory in self.members:
+                memory.param.data = _view(whole, memory.in_unit).view(memory.param.shape)
+
+    def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
+        if self.group is None:
+            return None
+        if self.plan.is_even:
+            call = partial(reduce_scatter_sum, self.grad_shard, self.grads, group=self.group)
+        else:
+            call = partial(
+                reduce_scatter_uneven_sum,
+                self.grad_shard,
+                self.grads,
+                sizes=self.plan.shard_sizes,
+                group=self.group,
+            )
+        return call(async_op=True) if async_op else call()
+
+    def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
+        if not self._has_replica_sum:
+            return None
+        assert self.replica_group is not None
+        return all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=async_op)
+
+    def _gather_shards(self, *, async_op: bool) -> dist.Work | None:
+        assert self.param_storage is not None
+        assert self.param_shard is not None
+        assert self.group is not None
+        whole = self.param_storage.acquire()
+        call = partial(all_gather, whole, self.param_shard, group=self.group)
+        if not self.plan.is_even:
+            call = partial(
+                all_gather_uneven,
+                whole,
+                self.param_shard,
+                sizes=self.plan.shard_sizes,
+                group=self.group,
+            )
+        return call(async_op=True) if async_op else call()
+
+    def _grads_become(self, state: GradState) -> None:
+        if state not in _GRAD_STEPS[self.grad_state]:
+            raise self._wrong("gradients", self.grad_state, f"to become {state.upper()}")
+        self.grad_state = state
+
+    def _params_become(self, state: ParamState) -> None:
+        if state not in _PARAM_STEPS[self.param_state]:
+            raise self._wrong("params", self.param_state, f"to become {state.upper()}")
+        self.param_state = state
+
+    def _wrong(self, what: str, state: GradState | ParamState, wanted: str) -> UsageError:
+        names = ", ".join(repr(memory.name) for memory in self.members)
+        return UsageError(
+            f"Expected the {what} of {self.name} ({names}) {wanted} but they are {state.upper()}: "
+            f"a step of their life was left out, or came twice."
+        )
+
+
+def absent(param: nn.Parameter) -> Tensor:
+    """What stands for a param whose values are elsewhere: its shape and one NaN, hardly any memory.
+
+    A forward that reads it without a gather computes NaN, and is refused where autograd would keep
+    it; nothing reads memory that is gone.
+    """
+    value = torch.full((), float("nan"), dtype=torch.float32, device=param.device)
+    return value.to(param.dtype).expand(param.shape)
+
+
+def set_main_grad(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Let users of a param see its whole gradient on this rank, None while there is none."""
+    setattr(param, "main_grad", grad)  # noqa: B010  (nn.Parameter does not declare it)
+
+
+def _view(flat: Tensor, span: Span) -> Tensor:
+    return flat.narrow(0, span.start, span.numel)
