@@ -17,7 +17,7 @@ from zero_sim.run.runner import run_case
 from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.spec import ExpectSpec
 from zero_sim.targets.own import ZeroSimTarget
-from zero_sim.zero import buffer as buffer_module
+from zero_sim.zero import unit as unit_module
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_without_the_fault_it_is_fixed(bundle, pool):
 
 
 def test_with_another_fault_it_says_which(bundle, pool, monkeypatch):
-    monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+    monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     replayed = replay_bundle(bundle, pool=pool)
     assert replayed.outcome == "failed"
     assert not replayed.same

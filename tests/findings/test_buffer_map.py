@@ -122,9 +122,9 @@ def one_element_off(monkeypatch):
 
     def changed(self):
         if torch.distributed.get_rank() == 1:
-            bucket = self.ddp.buffers[0].buckets[0]
-            stop = bucket.plan.shard_span(1).stop
-            bucket.grads[stop - 1].add_(1)
+            unit = self.ddp.buffers[0].units[0]
+            stop = unit.plan.shard_span(1).stop
+            unit.grads[stop - 1].add_(1)
         return right(self)
 
     monkeypatch.setattr(DistributedOptimizer, "step", changed)

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from zero_sim.run import program
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.targets.own import ZeroSimEngine
-from zero_sim.zero import buffer as buffer_module
-from zero_sim.zero.buffer import Bucket
+from zero_sim.zero import unit as unit_module
+from zero_sim.zero.unit import ParamState, Unit
 
 
 def first_of(result, check):
@@ -20,7 +20,7 @@ def test_an_average_over_three_ranks_is_a_third(judged, monkeypatch, dtype):
     def averaged(output, source, *, group):
         dist.reduce_scatter_single(output, source, op=dist.ReduceOp.AVG, group=group)
 
-    monkeypatch.setattr(buffer_module, "reduce_scatter_sum", averaged)
+    monkeypatch.setattr(unit_module, "reduce_scatter_sum", averaged)
     finding = first_of(judged(model=ModelSpec(name="mlp", dtype=dtype, hidden=5)), "equality.grad")
     assert "every element is 1/3 x the expected one" in finding.message
 
@@ -29,13 +29,13 @@ def test_a_gradient_that_nobody_reduced(judged, monkeypatch):
     def kept(output, source, *, group):
         output.copy_(source.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
-    monkeypatch.setattr(buffer_module, "reduce_scatter_sum", kept)
+    monkeypatch.setattr(unit_module, "reduce_scatter_sum", kept)
     finding = first_of(judged(), "equality.grad")
     assert finding.message.endswith("what came is the gradient of this rank alone, not reduced")
 
 
 def test_a_param_that_nobody_gathered(judged, monkeypatch):
-    monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+    monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     finding = first_of(judged(), "equality.params")
     assert finding.message.endswith("what came is what it was before the step")
 
@@ -45,7 +45,7 @@ def test_a_shard_at_the_place_of_another(judged, monkeypatch):
         dist.all_gather_single(output, shard.clone(), group=group)
         output.copy_(output.roll(shard.numel()))
 
-    monkeypatch.setattr(buffer_module, "all_gather", rotated)
+    monkeypatch.setattr(unit_module, "all_gather", rotated)
     model = ModelSpec(name="params", shapes=((12,),))
     finding = first_of(judged(model=model), "equality.params")
     assert finding.message.endswith(
@@ -54,7 +54,10 @@ def test_a_shard_at_the_place_of_another(judged, monkeypatch):
 
 
 def test_memory_that_is_still_in_flight(judged, monkeypatch):
-    monkeypatch.setattr(Bucket, "finish_gather", lambda self: setattr(self, "_gathering", None))
+    def finish_gather(self):
+        self._gathering, self.param_state = None, ParamState.WHOLE
+
+    monkeypatch.setattr(Unit, "finish_gather", finish_gather)
     result = judged(system=SystemSpec(overlap_params=True), world=WorldSpec(size=3, timing="lazy"))
     found = [each.message for each in result.findings]
     assert any("poison of memory in flight, so it was read before its wait" in m for m in found), (
@@ -81,7 +84,7 @@ def test_a_loss_of_another_micro_batch(judged, monkeypatch):
 
 
 def test_the_first_step_after_a_checkpoint_is_said(judged, monkeypatch):
-    right, load, loaded = buffer_module.all_gather, ZeroSimEngine.load, []
+    right, load, loaded = unit_module.all_gather, ZeroSimEngine.load, []
 
     def noted(self, path, **settings):
         load(self, path, **settings)
@@ -92,7 +95,7 @@ def test_the_first_step_after_a_checkpoint_is_said(judged, monkeypatch):
             right(*args, **settings)
 
     monkeypatch.setattr(ZeroSimEngine, "load", noted)
-    monkeypatch.setattr(buffer_module, "all_gather", gather)
+    monkeypatch.setattr(unit_module, "all_gather", gather)
     finding = first_of(judged(run=RunSpec(steps=3), reload=ReloadSpec(step=1)), "equality.params")
     assert finding.step == 1
     assert finding.message.endswith(", in the first step after the checkpoint was loaded")

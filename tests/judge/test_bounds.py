@@ -28,6 +28,7 @@ from zero_sim.sim import order_backends
 from zero_sim.targets import find_target
 from zero_sim.targets.own import ZeroSimEngine
 from zero_sim.zero import buffer as buffer_module
+from zero_sim.zero import unit as unit_module
 from zero_sim.zero.optimizer import DistributedOptimizer
 
 BF16 = ModelSpec(name="mlp", dtype="bf16", hidden=5)
@@ -283,7 +284,7 @@ class TestAWrongSystemFails:
         assert result.findings[0].step == 0
 
     def test_a_missing_gather(self, bounded, monkeypatch):
-        monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+        monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
         result = bounded()
         assert checks_of(result)[0] == "invariant.replicas"
         assert result.findings[0].phase == "gather"

@@ -20,11 +20,11 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.targets import own
 from zero_sim.zero import optimizer as optimizer_module
-from zero_sim.zero.buffer import Bucket
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.unit import Unit
 
 
 def checks(result):
@@ -132,9 +132,9 @@ def test_groups_whose_settings_are_swapped(judged, monkeypatch):
 
 
 def test_accumulating_after_every_sum_by_copying(judged, monkeypatch):
-    right = Bucket.accumulate_sum
+    right = Unit.accumulate_sum
     monkeypatch.setattr(
-        Bucket, "accumulate_sum", lambda self, *, is_first: right(self, is_first=True)
+        Unit, "accumulate_sum", lambda self, *, is_first: right(self, is_first=True)
     )
     result = judged(system=SystemSpec(sync="every"), run=RunSpec(micro_batches=2))
     assert checks(result)[0] == "equality.grad"
@@ -230,8 +230,8 @@ def test_experts_that_are_reduced_over_the_dense_group(judged, monkeypatch):
 
     def everywhere(self, plan):
         buffer = right(self, plan)
-        for bucket in buffer.buckets:
-            bucket.group = self.group
+        for unit in buffer.units:
+            unit.replica_group = self.group
         return buffer
 
     monkeypatch.setattr(DistributedDataParallel, "_build_buffer", everywhere)
@@ -250,14 +250,14 @@ def test_experts_that_are_sharded_over_the_dense_group(judged, monkeypatch):
 
 
 def test_experts_that_are_divided_by_their_own_group(judged, monkeypatch):
-    right = Bucket.reduce
+    right = Unit.reduce
 
     def scaled(self):
         if self.group.size() == 2:
             self.grads.mul_(2)
         right(self)
 
-    monkeypatch.setattr(Bucket, "reduce", scaled)
+    monkeypatch.setattr(Unit, "reduce", scaled)
     result = judged(**EXPERTS)
     assert checks(result)[0] == "equality.grad"
     assert result.findings[0].param.startswith("experts.")

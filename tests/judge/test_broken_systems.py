@@ -9,6 +9,7 @@ import torch.distributed as dist
 from zero_sim.layout import BucketPlan, Span
 from zero_sim.scenario.spec import OptimizerSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.zero import buffer as buffer_module
+from zero_sim.zero import unit as unit_module
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 
@@ -60,7 +61,7 @@ def test_a_fragment_one_element_short(judged, monkeypatch):
 
 
 def test_a_missing_gather(judged, monkeypatch):
-    monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+    monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     finding = first_finding(judged(), "equality.params")
     assert finding.phase == "gather"
     assert finding.step == 0
@@ -70,7 +71,7 @@ def test_avg_for_sum(judged, monkeypatch):
     def averaged(output, source, *, group):
         dist.reduce_scatter_single(output, source, op=dist.ReduceOp.AVG, group=group)
 
-    monkeypatch.setattr(buffer_module, "reduce_scatter_sum", averaged)
+    monkeypatch.setattr(unit_module, "reduce_scatter_sum", averaged)
     finding = first_finding(judged(), "equality.grad")
     assert finding.phase == "reduce"
     assert float.fromhex(finding.expected) == pytest.approx(
@@ -197,7 +198,7 @@ def test_written_padding_elsewhere(judged, monkeypatch, memory, message):
 
 
 def test_stage_0_with_a_forgotten_all_reduce(judged, monkeypatch):
-    monkeypatch.setattr(buffer_module, "all_reduce_sum", lambda *args, **kwargs: None)
+    monkeypatch.setattr(unit_module, "all_reduce_sum", lambda *args, **kwargs: None)
     finding = first_finding(judged(system=SystemSpec(stage=0)), "equality.grad")
     assert "such differences" in finding.detail
 

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from zero_sim.scenario.spec import RunSpec, SystemSpec, WorldSpec
-from zero_sim.zero.buffer import Bucket
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.overlap import GradPipeline
+from zero_sim.zero.schedule import UnderBackward
+from zero_sim.zero.unit import GradState, ParamState, Unit
 
 SYSTEM = SystemSpec(bucket_elems=40, overlap_grads=True, overlap_params=True)
 
@@ -24,11 +24,11 @@ class Late:
         for name in ("zero_grad_buffer", "finish_param_gather"):
             patch.setattr(DistributedDataParallel, name, self._wait_around(name))
 
-    def put_off(self, bucket, field):
-        work = getattr(bucket, field)
+    def put_off(self, unit, field):
+        work = getattr(unit, field)
         if work is not None:
-            self._works.setdefault(bucket, []).append(work)
-            setattr(bucket, field, None)
+            self._works.setdefault(unit, []).append(work)
+            setattr(unit, field, None)
 
     def _wait_around(self, name):
         right = getattr(DistributedDataParallel, name)
@@ -42,8 +42,8 @@ class Late:
 
     def _wait(self, ddp):
         for buffer in ddp.buffers:
-            for bucket in buffer.buckets:
-                for work in self._works.pop(bucket, ()):
+            for unit in buffer.units:
+                for work in self._works.pop(unit, ()):
                     work.wait()
 
 
@@ -51,23 +51,24 @@ def gradients_read_before_the_wait(patch):
     """ASYNC: after a barrier, since what all ranks have issued must be done."""
     late = Late(patch)
 
-    def wait(bucket):
+    def wait(unit):
         dist.barrier()
-        late.put_off(bucket, "_reducing")
+        late.put_off(unit, "_reducing")
 
-    patch.setattr(Bucket, "_wait_reduce", wait)
+    patch.setattr(Unit, "_wait_reduce", wait)
 
 
 def params_read_before_the_wait(patch):
     """ASYNC: the same in forward."""
     late = Late(patch)
 
-    def wait(bucket):
-        if bucket.gathering:
+    def wait(unit):
+        if unit.gathering:
             dist.barrier()
-        late.put_off(bucket, "_gathering")
+        late.put_off(unit, "_gathering")
+        unit.param_state = ParamState.WHOLE
 
-    patch.setattr(Bucket, "finish_gather", wait)
+    patch.setattr(Unit, "finish_gather", wait)
 
 
 def only_the_last_bucket_waited_for(patch):
@@ -75,31 +76,32 @@ def only_the_last_bucket_waited_for(patch):
     late = Late(patch)
 
     def finish(pipeline):
-        while pipeline._issued_count < len(pipeline._buckets):
+        while pipeline._issued_count < len(pipeline._units):
             pipeline._issue_next()
-        pipeline._buckets[-1].finish_reduce()
-        for bucket in pipeline._buckets:
-            late.put_off(bucket, "_reducing")
+        pipeline._units[-1].finish_reduce()
+        for unit in pipeline._units:
+            late.put_off(unit, "_reducing")
+            unit.grad_state = GradState.REDUCED
         pipeline._issued_count = 0
         pipeline._issued.clear()
         pipeline.running = False
 
-    patch.setattr(GradPipeline, "finish", finish)
+    patch.setattr(UnderBackward, "finish", finish)
 
 
 def gradients_cleared_in_flight(patch):
     """ALIAS: what other ranks' shards hold is needed no more once it was sent, so it is cleared."""
-    right = Bucket.start_reduce
+    right = Unit.start_reduce
 
-    def start(bucket):
-        right(bucket)
+    def start(unit):
+        right(unit)
         dist.barrier()
-        own = bucket.grad_shard
-        for part in bucket.grads.split(max(1, own.numel())):
+        own = unit.grad_shard
+        for part in unit.grads.split(max(1, own.numel())):
             if part.data_ptr() != own.data_ptr():
                 part.zero_()
 
-    patch.setattr(Bucket, "start_reduce", start)
+    patch.setattr(Unit, "start_reduce", start)
 
 
 FAULTS = [

@@ -8,7 +8,7 @@ from zero_sim.errors import MutantError, UsageError
 from zero_sim.mutants import IMPOSSIBLE, MUTANTS, find_mutants
 from zero_sim.mutants.fingerprints import FINGERPRINTS
 from zero_sim.mutants.records import CLASSES, mutant
-from zero_sim.zero import buffer, data_parallel, optimizer, overlap
+from zero_sim.zero import buffer, data_parallel, optimizer, schedule, storage, unit
 
 LISTED = {f"M{number:02}" for number in range(1, 116, 2)}
 ids = pytest.mark.parametrize("one", MUTANTS, ids=[one.id for one in MUTANTS])
@@ -35,7 +35,8 @@ def test_what_is_impossible_is_a_mutant_of_another_form():
 
 @ids
 def test_it_fits_the_code_and_reverts(one):
-    owners = [buffer, buffer.Buffer, buffer.Bucket, data_parallel, optimizer, overlap]
+    owners = [buffer, buffer.Buffer, data_parallel, optimizer, schedule, storage, unit]
+    owners += [unit.Unit, schedule.UnderBackward, schedule.UnderForward, schedule.OnUse]
     owners += [data_parallel.DistributedDataParallel, optimizer.DistributedOptimizer]
     before = [dict(vars(owner)) for owner in owners]
     with one.apply() as patches:
@@ -54,14 +55,14 @@ def test_no_fingerprint_is_left_over():
 def test_a_refused_patch_leaves_nothing_behind():
     def plant(patch):
         """Break two things, one of which is not there."""
-        patch(buffer.Bucket, "reduce")(lambda right, self: None)
-        patch(buffer.Bucket, "gone")
+        patch(unit.Unit, "reduce")(lambda right, self: None)
+        patch(unit.Unit, "gone")
 
     broken = mutant("X", "NORM", seen_in="nothing")(plant)
-    original = buffer.Bucket.reduce
+    original = unit.Unit.reduce
     with pytest.raises(MutantError, match="gone"), broken.apply():
         pass
-    assert buffer.Bucket.reduce is original
+    assert unit.Unit.reduce is original
 
 
 def test_an_unknown_flag_is_refused():

@@ -8,36 +8,36 @@ from zero_sim.errors import MutantError
 from zero_sim.mutants import patching
 from zero_sim.mutants.patching import Patches, check_fingerprint, fingerprint
 from zero_sim.zero import norm
-from zero_sim.zero.buffer import Bucket
+from zero_sim.zero.unit import Unit
 
 
 def test_a_replacement_gets_the_original_and_is_counted():
     patches = Patches()
 
-    @patches(Bucket, "reduce")
+    @patches(Unit, "reduce")
     def wrong(right, self):
         return right, self
 
-    original, given = Bucket.reduce("me")
+    original, given = Unit.reduce("me")
     assert given == "me"
-    assert original.__qualname__ == "Bucket.reduce"
+    assert original.__qualname__ == "Unit.reduce"
     assert patches.armed == 1
     patches.restore()
-    assert Bucket.reduce is original
+    assert Unit.reduce is original
 
 
 def test_a_property_stays_one():
     patches = Patches()
-    patches(Bucket, "_has_replica_sum")(lambda right, self: "replaced")
+    patches(Unit, "_has_replica_sum")(lambda right, self: "replaced")
     try:
-        assert vars(Bucket)["_has_replica_sum"].fget(None) == "replaced"
+        assert vars(Unit)["_has_replica_sum"].fget(None) == "replaced"
     finally:
         patches.restore()
 
 
 def test_a_name_that_does_not_exist_is_refused():
-    with pytest.raises(MutantError, match=r"Bucket\.reduze to replace but got None"):
-        Patches()(Bucket, "reduze")
+    with pytest.raises(MutantError, match=r"Unit\.reduze to replace but got None"):
+        Patches()(Unit, "reduze")
 
 
 def test_code_that_changed_is_refused(monkeypatch):

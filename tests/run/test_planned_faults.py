@@ -15,7 +15,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
-from zero_sim.zero import buffer as buffer_module
+from zero_sim.zero import unit as unit_module
 
 FOLDER = Path(__file__).parents[2] / "scenarios" / "faults"
 
@@ -128,7 +128,7 @@ def test_a_slow_rank_owes_agreement_and_passes_with_a_note(struck):
 
 
 def test_a_slow_rank_does_not_hide_what_is_wrong(judged, monkeypatch):
-    monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+    monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     result = judged(faults=(FaultSpec(kind="slow", rank=1),))
     assert (result.verdict, only(result)[0]) == ("fail", "equality.params")
 
@@ -196,7 +196,7 @@ class TestExpectedFindings:
         assert "got nothing" in result.findings[0].message
 
     def test_a_broken_system_does_not_stand_in_for_the_fault(self, judged, monkeypatch):
-        monkeypatch.setattr(buffer_module, "all_gather", lambda *args, **kwargs: None)
+        monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
         faults = (FaultSpec(kind="drop", rank=1, call=1000),)
         result = judged(faults=faults, expect=ExpectSpec(finding="equality.params"))
         assert result.verdict == "fail"

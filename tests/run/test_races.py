@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from zero_sim.scenario.spec import ReloadSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.targets.own import ZeroSimEngine
-from zero_sim.zero.buffer import Bucket
-from zero_sim.zero.overlap import ParamPipeline
+from zero_sim.zero.schedule import UnderForward
+from zero_sim.zero.unit import Unit
 
 WORLD = WorldSpec(size=4, races=True)
 OVERLAPPED = SystemSpec(bucket_elems=60, overlap_grads=True, overlap_params=True)
@@ -54,7 +54,7 @@ def test_a_reload_is_clean(judged):
 
 
 def test_a_forward_that_does_not_wait_for_its_params(judged, monkeypatch):
-    monkeypatch.setattr(ParamPipeline, "_before_forward", lambda *args: None)
+    monkeypatch.setattr(UnderForward, "_before_forward", lambda *args: None)
     finding = race_in(judged(world=WORLD, system=OVERLAPPED))
     assert finding.rank is not None
     assert "reads elements" in finding.message
@@ -65,7 +65,7 @@ def test_an_optimizer_that_does_not_wait_for_its_gradients(judged, monkeypatch):
     def forget(self):
         self._reducing = None
 
-    monkeypatch.setattr(Bucket, "_wait_reduce", forget)
+    monkeypatch.setattr(Unit, "_wait_reduce", forget)
     finding = race_in(judged(world=WORLD, system=OVERLAPPED))
     assert "reads elements" in finding.message
     assert "of the output of reduce_scatter #" in finding.message

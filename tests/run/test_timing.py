@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from zero_sim.scenario.spec import RunSpec, SystemSpec, WorldSpec
-from zero_sim.zero.buffer import Bucket
+from zero_sim.zero.unit import GradState, ParamState, Unit
 
 SYSTEMS = {
     "plain": SystemSpec(bucket_elems=60),
@@ -33,16 +33,16 @@ def test_our_system_keeps_its_bits(judged, pool, name, timing, seed, schedule):
 def forget_the_wait_for_gradients(monkeypatch):
     def finish_reduce(self):
         self.chain_reduce()
-        self._reducing = None
+        self._reducing, self.grad_state = None, GradState.REDUCED
 
-    monkeypatch.setattr(Bucket, "finish_reduce", finish_reduce)
+    monkeypatch.setattr(Unit, "finish_reduce", finish_reduce)
 
 
 def forget_the_wait_for_params(monkeypatch):
     def finish_gather(self):
-        self._gathering = None
+        self._gathering, self.param_state = None, ParamState.WHOLE
 
-    monkeypatch.setattr(Bucket, "finish_gather", finish_gather)
+    monkeypatch.setattr(Unit, "finish_gather", finish_gather)
 
 
 def forget_the_wait_between_the_two_sums(monkeypatch):
@@ -52,17 +52,17 @@ def forget_the_wait_between_the_two_sums(monkeypatch):
             if self._has_replica_sum:
                 self._reducing = self._sum_replicas(async_op=True)
 
-    monkeypatch.setattr(Bucket, "chain_reduce", chain_reduce)
+    monkeypatch.setattr(Unit, "chain_reduce", chain_reduce)
 
 
 def zero_gradients_in_flight(monkeypatch):
-    right = Bucket.start_reduce
+    right = Unit.start_reduce
 
     def start_reduce(self):
         right(self)
         self.grads[-1:] = 0
 
-    monkeypatch.setattr(Bucket, "start_reduce", start_reduce)
+    monkeypatch.setattr(Unit, "start_reduce", start_reduce)
 
 
 FAULTS = [
@@ -93,9 +93,9 @@ def test_a_fault_of_overlap_is_caught(judged, monkeypatch, plant):
 def test_a_wait_on_something_else_passes_eagerly_only(judged, monkeypatch, timing, verdict):
     def finish_reduce(self):
         dist.barrier()
-        self._reducing = None
+        self._reducing, self.grad_state = None, GradState.REDUCED
 
-    monkeypatch.setattr(Bucket, "finish_reduce", finish_reduce)
+    monkeypatch.setattr(Unit, "finish_reduce", finish_reduce)
     # Strict, the world would name the works that nobody waits for, whatever the timing.
     world = WorldSpec(size=3, timing=timing, strict=False)
     result = judged(system=SYSTEMS["overlap"], world=world)

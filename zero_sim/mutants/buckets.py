@@ -7,12 +7,13 @@ import torch
 from zero_sim.layout import planner
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import buffer as buffers
-from zero_sim.zero.buffer import Bucket, Buffer
+from zero_sim.zero import unit as units
+from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.overlap import GradPipeline
+from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.step_count import StepCount
+from zero_sim.zero.unit import GradState, Unit
 
 
 @mutant("M13", "BUCKET", "DR B2", seen_in="DeepSpeed#4321", core=True)
@@ -23,9 +24,9 @@ def exact_fit_dropped(patch: Patches) -> None:
     def wrong(right, self, memory, param):
         wanted = self.config.bucket_elems
         for buffer in self.buffers:
-            bucket = buffer.bucket_of(param) if param in buffer.memory else None
-            if bucket is not None and bucket.plan.payload.numel == wanted:
-                last = max(bucket.plan.params, key=lambda placed: placed.span.stop)
+            unit = buffer.unit_of(param) if param in buffer.memory else None
+            if unit is not None and unit.plan.payload.numel == wanted:
+                last = max(unit.plan.params, key=lambda placed: placed.span.stop)
                 if last.name == memory.name:
                     param.grad.zero_()
         right(self, memory, param)
@@ -35,36 +36,35 @@ def exact_fit_dropped(patch: Patches) -> None:
 def last_bucket_not_flushed(patch: Patches) -> None:
     """The last, partly filled bucket is not reduced at the end of backward."""
 
-    def is_partly_filled(self: Buffer, bucket: Bucket) -> bool:
+    def is_partly_filled(self: Buffer, unit: Unit) -> bool:
         wanted = self.plan.policy.bucket_elems
-        is_last = bucket is self.buckets[-1] and len(self.buckets) > 1
-        return is_last and wanted is not None and bucket.plan.payload.numel < wanted
+        is_last = unit is self.units[-1] and len(self.units) > 1
+        return is_last and wanted is not None and unit.plan.payload.numel < wanted
 
-    @patch(Buffer, "reduce_scatter_grads")
-    def sharded(right, self):
-        for bucket in self.buckets:
-            if not is_partly_filled(self, bucket):
-                bucket.reduce()
-
-    @patch(Buffer, "all_reduce_grads")
-    def whole(right, self):
-        for bucket in self.buckets:
-            if not is_partly_filled(self, bucket):
-                bucket.reduce()
+    @patch(Buffer, "reduce_grads")
+    def wrong(right, self):
+        for unit in self.units:
+            if not is_partly_filled(self, unit):
+                unit.reduce()
 
 
 @mutant("M17", "BUCKET", "B2", seen_in="DeepSpeed#5268", kill="volume")
 def stale_tail_reduced(patch: Patches) -> None:
     """A bucket that is not full is reduced as long as it was allocated, tail included."""
 
-    @patch(Buffer, "all_reduce_grads")
+    @patch(Buffer, "reduce_grads")
     def wrong(right, self):
+        if self.sharding.state:
+            right(self)
+            return
         wanted = self.plan.policy.bucket_elems or 0
-        for bucket in self.buckets:
-            tail = max(0, wanted - bucket.grads.numel())
-            whole = torch.cat([bucket.grads, bucket.grads.new_zeros(tail)])
-            buffers.all_reduce_sum(whole, group=bucket.group)
-            bucket.grads.copy_(whole[: bucket.grads.numel()])
+        for unit in self.units:
+            unit._grads_become(GradState.REDUCING)
+            tail = max(0, wanted - unit.grads.numel())
+            whole = torch.cat([unit.grads, unit.grads.new_zeros(tail)])
+            units.all_reduce_sum(whole, group=unit.replica_group)
+            unit.grads.copy_(whole[: unit.grads.numel()])
+            unit._end_reduce()
 
 
 @mutant("B01", "BUCKET", "B2", seen_in="Megatron-LM#5077", core=True)
@@ -73,15 +73,15 @@ def last_bucket_not_gathered(patch: Patches) -> None:
 
     @patch(Buffer, "allgather_params")
     def wrong(right, self):
-        for bucket in self.buckets[: max(1, len(self.buckets) - 1)]:
-            bucket.gather()
+        for unit in self.units[: max(1, len(self.units) - 1)]:
+            unit.gather()
 
 
 @mutant("B02", "BUCKET", "B2 S2", seen_in="PyTorch#43307", kill="contract")
 def readiness_not_reset(patch: Patches) -> None:
     """What a bucket waits for is noted once, so that from the second step on nothing is."""
 
-    @patch(GradPipeline, "begin")
+    @patch(UnderBackward, "begin")
     def wrong(right, self):
         missing = self._missing
         if not missing:
@@ -119,19 +119,24 @@ def closed_one_element_late(patch: Patches) -> None:
 def neighbours_bucket(patch: Patches) -> None:
     """A bucket counts as ready when the params of its neighbour are there."""
 
-    @patch(GradPipeline, "mark_ready")
+    @patch(UnderBackward, "mark_ready")
     def wrong(right, self, param):
-        bucket = self._bucket_of.get(param)
-        if self.running and bucket is not None:
-            place = self._buckets.index(bucket)
-            self._missing[bucket].discard(param)
-            if not self._missing[bucket]:
-                self._missing[self._buckets[(place + 1) % len(self._buckets)]].clear()
+        unit = self._unit_of.get(param)
+        if self.running and self._by_arrival and unit is not None:
+            place = self._units.index(unit)
+            self._missing[unit].discard(param)
+            if not self._missing[unit]:
+                self._missing[self._units[(place + 1) % len(self._units)]].clear()
             self._issue_ready()
 
-    @patch(GradPipeline, "check_open")
+    @patch(UnderBackward, "check_open")
     def blind(right, self, param, *, name):
         return None
+
+    @patch(Unit, "fill")
+    def unasked(right, self):
+        if self.grad_state is not GradState.REDUCING:
+            right(self)
 
 
 @mutant("M29", "SCALE", "K", seen_in="PyTorch#155903", core=True)
@@ -191,7 +196,7 @@ def divided_before_and_after(patch: Patches) -> None:
 def reciprocal_not_rounded(patch: Patches) -> None:
     """The factor of a pre-multiplied sum is not rounded to the dtype of the gradients."""
 
-    @patch(buffers, "multiply_by_reciprocal_")
+    @patch(units, "multiply_by_reciprocal_")
     def wrong(right, values, *, divisor):
         values.copy_(values.to(torch.float32) * divisor.reciprocal())
 
@@ -230,7 +235,7 @@ def unscaled_twice(patch: Patches) -> None:
 def experts_divided_by_their_holders(patch: Patches) -> None:
     """Gradients of experts are averaged over the ranks that hold them, not over all that train."""
 
-    @patch(Bucket, "scale_grads")
+    @patch(Unit, "scale_grads")
     def wrong(right, self, divide, *, divisor):
         right(self, divide, divisor=divisor)
         if self.plan.params[0].spec.kind == "expert":
@@ -290,21 +295,23 @@ def only_the_last_partial_sum(patch: Patches) -> None:
 
     @patch(DistributedDataParallel, "end_micro_batch")
     def wrong(right, self, last, *, count=None):
-        buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
-        groups = [bucket.replica_group for bucket in buckets]
+        sharded = [
+            each for buffer in self.buffers for each in buffer.units if each.group is not None
+        ]
+        groups = [unit.replica_group for unit in sharded]
         if not last and self.config.sync == "every":
-            for bucket in buckets:
-                bucket.replica_group = None
+            for unit in sharded:
+                unit.replica_group = None
         right(self, last, count=count)
-        for bucket, group in zip(buckets, groups, strict=True):
-            bucket.replica_group = group
+        for unit, group in zip(sharded, groups, strict=True):
+            unit.replica_group = group
 
 
 @mutant("A01", "ACCUM", "GA", seen_in="DeepSpeed#7981", core=True)
 def sums_copied(patch: Patches) -> None:
     """The sum of a micro-batch replaces those before it instead of being added."""
 
-    @patch(Bucket, "accumulate_sum")
+    @patch(Unit, "accumulate_sum")
     def wrong(right, self, *, is_first):
         right(self, is_first=True)
 
@@ -315,7 +322,8 @@ def gradients_copied(patch: Patches) -> None:
 
     @patch(DistributedDataParallel, "_accumulate")
     def wrong(right, self, memory, param):
-        memory.main_grad.zero_()
+        if memory.main_grad is not None:
+            memory.main_grad.zero_()
         right(self, memory, param)
 
 
@@ -325,25 +333,29 @@ def sums_not_zeroed(patch: Patches) -> None:
 
     @patch(Buffer, "zero_grads")
     def wrong(right, self):
-        self.grad_data.zero_()
+        for unit in self.units:
+            unit.reset_grads()
+        if self.grad_data is not None:
+            self.grad_data.zero_()
 
 
 @mutant("A04", "ACCUM", "GA", seen_in="class ACCUM")
 def micro_batches_leak_into_the_next(patch: Patches) -> None:
     """With a sum after every micro-batch, what was summed is not zeroed before the next."""
 
-    @patch(Bucket, "accumulate_sum")
+    @patch(Unit, "accumulate_sum")
     def wrong(right, self, *, is_first):
         grads = self.grads.clone()
         right(self, is_first=is_first)
-        self.grads.copy_(grads)
+        if not self.frees_grads:
+            self.grads.copy_(grads)
 
 
 @mutant("A05", "ACCUM", "GA", seen_in="class ACCUM")
 def running_mean(patch: Patches) -> None:
     """Sums of micro-batches are averaged pairwise while they are added."""
 
-    @patch(Bucket, "accumulate_sum")
+    @patch(Unit, "accumulate_sum")
     def wrong(right, self, *, is_first):
         right(self, is_first=is_first)
         if not is_first:

@@ -7,20 +7,21 @@ import torch
 from zero_sim.layout import planner
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import buffer as buffers
-from zero_sim.zero.buffer import Bucket, Buffer
+from zero_sim.zero import unit as units
+from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.overlap import GradPipeline, ParamPipeline
+from zero_sim.zero.schedule import UnderBackward, UnderForward
+from zero_sim.zero.unit import Unit
 
 
 @mutant("M111", "VOLUME", "", seen_in="DeepSpeed#4946", kill="volume", core=True)
 def all_reduced_and_sliced(patch: Patches) -> None:
     """Gradients are all-reduced and sliced instead of reduce-scattered."""
 
-    @patch(buffers, "reduce_scatter_sum")
+    @patch(units, "reduce_scatter_sum")
     def wrong(right, output, flat, *, group, async_op=False):
-        return buffers.all_reduce_sum(flat, group=group, async_op=async_op)
+        return units.all_reduce_sum(flat, group=group, async_op=async_op)
 
 
 @mutant("M113", "VOLUME", "", seen_in="DeepSpeed#2665", kill="memory")
@@ -38,18 +39,18 @@ def gradients_kept(patch: Patches) -> None:
 def reductions_serialised(patch: Patches) -> None:
     """Each reduction is waited for right after it is issued."""
 
-    @patch(GradPipeline, "_issue_next")
+    @patch(UnderBackward, "_issue_next")
     def wrong(right, self):
-        bucket = self._buckets[self._issued_count]
+        unit = self._units[self._issued_count]
         right(self)
-        bucket.finish_reduce()
+        unit.finish_reduce()
 
 
 @mutant("V01", "VOLUME", "B2", seen_in="DeepSpeed#1219", kill="overlap")
 def gathers_serialised(patch: Patches) -> None:
     """All gathers are waited for before the next forward begins."""
 
-    @patch(ParamPipeline, "start")
+    @patch(UnderForward, "start")
     def wrong(right, self):
         right(self)
         self.finish()
@@ -59,7 +60,7 @@ def gathers_serialised(patch: Patches) -> None:
 def reductions_issued_at_the_end(patch: Patches) -> None:
     """Reductions are issued once backward is done, all together."""
 
-    @patch(GradPipeline, "_issue_ready")
+    @patch(UnderBackward, "_issue_ready")
     def wrong(right, self):
         return
 
@@ -68,23 +69,23 @@ def reductions_issued_at_the_end(patch: Patches) -> None:
 def reductions_issued_one_gradient_late(patch: Patches) -> None:
     """A bucket is looked at before its last gradient is counted, not after."""
 
-    @patch(GradPipeline, "mark_ready")
+    @patch(UnderBackward, "mark_ready")
     def wrong(right, self, param):
-        bucket = self._bucket_of.get(param)
-        if self.running and bucket is not None:
+        unit = self._unit_of.get(param)
+        if self.running and self._by_arrival and unit is not None:
             self._issue_ready()
-            self._missing[bucket].discard(param)
+            self._missing[unit].discard(param)
 
 
 @mutant("V12", "VOLUME", "B2 FZ", seen_in="class VOLUME", kill="overlap")
 def frozen_params_are_waited_for(patch: Patches) -> None:
     """A bucket with a param that is frozen for now waits for its gradient, which never comes."""
 
-    @patch(GradPipeline, "begin")
+    @patch(UnderBackward, "begin")
     def wrong(right, self):
-        self._missing = {bucket: set() for bucket in self._buckets}
-        for param, bucket in self._bucket_of.items():
-            self._missing[bucket].add(param)
+        self._missing = {unit: set() for unit in self._units}
+        for param, unit in self._unit_of.items():
+            self._missing[unit].add(param)
         self.running = True
         self._issue_ready()
 
@@ -93,16 +94,16 @@ def frozen_params_are_waited_for(patch: Patches) -> None:
 def first_forward_waits_for_all(patch: Patches) -> None:
     """The first module that runs waits for all gathers, not for its own."""
 
-    @patch(ParamPipeline, "_before_forward")
+    @patch(UnderForward, "_before_forward")
     def wrong(right, self, needed, module, args):
-        return right(self, self._buckets, module, args)
+        return right(self, self._units, module, args)
 
 
 @mutant("V14", "VOLUME", "B2 K", seen_in="class VOLUME", kill="overlap")
 def copies_summed_one_by_one(patch: Patches) -> None:
     """The copies of one bucket's shards are summed before those of the next are issued."""
 
-    @patch(Bucket, "chain_reduce")
+    @patch(Unit, "chain_reduce")
     def wrong(right, self):
         right(self)
         self._wait_reduce()
@@ -154,11 +155,11 @@ def a_bucket_for_each_param(patch: Patches) -> None:
 def replicas_sum_whole_buckets(patch: Patches) -> None:
     """Replicas sum whole buckets, where the rank's own shard is enough."""
 
-    @patch(Bucket, "_sum_replicas")
+    @patch(Unit, "_sum_replicas")
     def wrong(right, self, *, async_op):
         if not self._has_replica_sum:
             return None
-        return buffers.all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)
+        return units.all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)
 
 
 @mutant("V07", "VOLUME", "", seen_in="class VOLUME", kill="volume")
@@ -177,7 +178,8 @@ def history_of_gradients(patch: Patches) -> None:
 
     @patch(DistributedDataParallel, "zero_grad_buffer")
     def wrong(right, self):
-        self.__dict__["_before"] = [buffer.grad_data.clone() for buffer in self.buffers]
+        held = [b.total_data if b.grad_data is None else b.grad_data for b in self.buffers]
+        self.__dict__["_before"] = [memory.clone() for memory in held]
         right(self)
 
 

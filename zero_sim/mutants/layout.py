@@ -76,8 +76,8 @@ def piece_from_the_params_start(patch: Patches) -> None:
         fragment = self.memory[param].fragment
         if self.param_data is None or fragment is None or not fragment.in_param.start:
             return right(self, param, data)
-        bucket = self.bucket_of(param)
-        bucket.finish_gather()
+        unit = self.unit_of(param)
+        unit.finish_gather()
         return param.data.view(-1)[: data.numel()].copy_(data.detach())
 
 
@@ -88,7 +88,7 @@ def padding_of_gradients(patch: Patches) -> None:
     @patch(Buffer, "zero_grads")
     def wrong(right, self):
         right(self)
-        for bucket in self.plan.buckets:
+        for bucket in self.plan.buckets if self.grad_data is not None else ():
             self.grad_data[bucket.padding.start : bucket.padding.stop] = torch.nan
 
 
@@ -214,8 +214,9 @@ def reduced_once_a_use(patch: Patches) -> None:
     @patch(DistributedDataParallel, "_sum_over_ranks")
     def wrong(right, self):
         right(self)
-        for bucket in {id(each): each for each in _buckets_of_tied(self)}.values():
-            bucket.reduce()
+        for unit in {id(each): each for each in _units_of_tied(self)}.values():
+            unit.fill()
+            unit.reduce()
 
 
 def _tied(module: nn.Module) -> list[nn.Parameter]:
@@ -224,9 +225,9 @@ def _tied(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in members if id(param) in seen or seen.add(id(param))]
 
 
-def _buckets_of_tied(ddp: DistributedDataParallel) -> list:
+def _units_of_tied(ddp: DistributedDataParallel) -> list:
     return [
-        buffer.bucket_of(param)
+        buffer.unit_of(param)
         for buffer in ddp.buffers
         for param in _tied(ddp.module)
         if param in buffer.memory
@@ -297,12 +298,12 @@ def followers_shift(patch: Patches) -> None:
     def wrong(right, self):
         arrived = self.__dict__.pop("_arrived", set())
         for buffer in self.buffers if self._grad_pipeline is None else ():
-            for bucket in buffer.buckets:
-                members = [p for p in buffer.memory if buffer.bucket_of(p) is bucket]
+            for unit in buffer.units:
+                members = [p for p in buffer.memory if buffer.unit_of(p) is unit]
                 have = [p.main_grad.reshape(-1) for p in members if id(p) in arrived]
-                packed = torch.cat([*have, bucket.grads.new_zeros(0)])
-                bucket.grads.zero_()
-                bucket.grads[: packed.numel()] = packed
+                packed = torch.cat([*have, unit.grads.new_zeros(0)])
+                unit.grads.zero_()
+                unit.grads[: packed.numel()] = packed
         right(self)
 
 
@@ -333,12 +334,13 @@ def unused_in_the_last_micro_batch(patch: Patches) -> None:
         stale = [
             p
             for p in self.params.values()
-            if uses.get(id(p), self.micro_batches) != self.micro_batches
+            if uses.get(id(p), self.micro_batches) != self.micro_batches and p.main_grad is not None
         ]
         kept = [param.main_grad.clone() for param in stale]
         right(self)
         for param, grad in zip(stale, kept, strict=True):
-            param.main_grad.copy_(grad)
+            if param.main_grad is not None:
+                param.main_grad.copy_(grad)
 
 
 @mutant("E01", "EMPTY", "FZ", seen_in="class EMPTY")
@@ -389,7 +391,7 @@ def last_element_of_short_params(patch: Patches) -> None:
 
     @patch(DistributedDataParallel, "_accumulate")
     def wrong(right, self, memory, param):
-        if self.config.stage and param.numel() < self.shard_group.size():
+        if self.config.sharding.state and param.numel() < self.shard_group.size():
             param.grad.zero_()
         right(self, memory, param)
 
@@ -422,11 +424,13 @@ def gradient_of_an_unused_param_kept(patch: Patches) -> None:
     @patch(DistributedDataParallel, "zero_grad_buffer")
     def wrong(right, self):
         touched = self.__dict__.pop("_touched", set())
-        kept = {p: p.main_grad.clone() for p in self.params.values() if id(p) not in touched}
+        untouched = [p for p in self.params.values() if id(p) not in touched]
+        kept = {p: p.main_grad.clone() for p in untouched if p.main_grad is not None}
         right(self)
         if touched:
             for param, grad in kept.items():
-                param.main_grad.copy_(grad + 1)
+                if param.main_grad is not None:
+                    param.main_grad.copy_(grad + 1)
 
 
 @mutant("E08", "EMPTY", "FZ", seen_in="class EMPTY", kill="contract")

@@ -11,19 +11,22 @@ from zero_sim.mutants.records import mutant
 from zero_sim.targets import own
 from zero_sim.zero import buffer as buffers
 from zero_sim.zero import data_parallel
-from zero_sim.zero.buffer import Bucket, Buffer
+from zero_sim.zero import unit as units
+from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.overlap import GradPipeline, ParamPipeline
+from zero_sim.zero.schedule import UnderBackward, UnderForward
+from zero_sim.zero.storage import FlatStorage
+from zero_sim.zero.unit import GradState, Unit
 
 
 @mutant("M45", "ASYNC", "AS", seen_in="PyTorch#144535", kill="race", core=True)
 def gradient_read_without_a_wait(patch: Patches) -> None:
     """Nobody waits before the reduced gradient is read."""
 
-    @patch(Bucket, "_wait_reduce")
+    @patch(Unit, "_wait_reduce")
     def wrong(right, self):
         self._reducing = None
 
@@ -33,11 +36,12 @@ def one_staging_slot(patch: Patches) -> None:
     """Buckets go out from two staging buffers in turn, but the turn is reset at each of them."""
     slots: dict[int, Tensor] = {}
 
-    @patch(Bucket, "start_reduce")
+    @patch(Unit, "start_reduce")
     def wrong(right, self):
-        if self.params is None or not self.plan.is_even:
+        if self.group is None or self.frees_grads or not self.plan.is_even:
             right(self)
             return
+        self._grads_become(GradState.REDUCING)
         whole = self.grads.untyped_storage()
         slot = slots.get(whole.data_ptr())
         if (
@@ -48,7 +52,7 @@ def one_staging_slot(patch: Patches) -> None:
             slot = self.grads.new_zeros(whole.nbytes() // self.grads.element_size())
             slots[whole.data_ptr()] = slot
         staged = slot[: self.grads.numel()].copy_(self.grads)
-        self._reducing = buffers.reduce_scatter_sum(
+        self._reducing = units.reduce_scatter_sum(
             self.grad_shard, staged, group=self.group, async_op=True
         )
         self._chained = False
@@ -58,27 +62,32 @@ def one_staging_slot(patch: Patches) -> None:
 def any_producer_will_do(patch: Patches) -> None:
     """A bucket is sent when the latest of its producers is done, whether or not the others are."""
 
-    @patch(GradPipeline, "mark_ready")
+    @patch(UnderBackward, "mark_ready")
     def wrong(right, self, param):
-        bucket = self._bucket_of.get(param)
-        if self.running and bucket is not None:
-            self._missing[bucket].clear()
+        unit = self._unit_of.get(param)
+        if self.running and self._by_arrival and unit is not None:
+            self._missing[unit].clear()
         right(self, param)
 
-    @patch(GradPipeline, "check_open")
+    @patch(UnderBackward, "check_open")
     def blind(right, self, param, *, name):
         return None
+
+    @patch(Unit, "fill")
+    def unasked(right, self):
+        if self.grad_state is not GradState.REDUCING:
+            right(self)
 
 
 @mutant("M51", "ASYNC", "AS S2", seen_in="Megatron-LM#6388")
 def reader_outside_its_module(patch: Patches) -> None:
     """A module waits for the first bucket that it reads from, and not for the others."""
 
-    @patch(ParamPipeline, "_before_forward")
+    @patch(UnderForward, "_before_forward")
     def wrong(right, self, needed, module, args):
         right(self, needed[:1], module, args)
 
-    @patch(ParamPipeline, "check_waited")
+    @patch(UnderForward, "check_waited")
     def blind(right, self, param, *, name):
         return None
 
@@ -89,8 +98,11 @@ def not_zeroed_while_gathering(patch: Patches) -> None:
 
     @patch(Buffer, "zero_grads")
     def wrong(right, self):
-        if not any(bucket.gathering for bucket in self.buckets):
+        if not any(unit.gathering for unit in self.units):
             right(self)
+            return
+        for unit in self.units:
+            unit.reset_grads()
 
 
 @mutant("M55", "ALIAS", "ME", seen_in="Megatron-LM#4800")
@@ -114,25 +126,27 @@ def view_bound_to_the_result(patch: Patches) -> None:
     def wrong(right, self):
         right(self)
         begun = self.__dict__["_begun"] = self.__dict__.get("_begun", 0) + 1
-        for bucket in self.buffers[0].buckets[:1] if begun == 3 else ():
-            bucket.grads = bucket.grads.clone()
+        for unit in self.buffers[0].units[:1] if begun == 3 else ():
+            if not unit.frees_grads:
+                unit.grad_storage = FlatStorage(unit.grads.clone())
 
 
 @mutant("M59", "ASYNC", "AS S2", seen_in="Megatron-LM 33111c9c9a", kill="race")
 def handle_consumed_elsewhere(patch: Patches) -> None:
     """Another forward than training's takes the gather's handle, so that nobody waits for it."""
 
-    @patch(ParamPipeline, "finish")
+    @patch(UnderForward, "finish")
     def wrong(right, self):
-        for bucket in self._buckets:
-            bucket._gathering = None
+        for unit in self._units:
+            unit._gathering = None
+            unit.finish_gather()
 
 
 @mutant("Y01", "ASYNC", "AS K", seen_in="DeepSpeed#5545", kill="race")
 def second_sum_without_the_first(patch: Patches) -> None:
     """The sum over replicas is issued before the sum inside the block is complete."""
 
-    @patch(Bucket, "chain_reduce")
+    @patch(Unit, "chain_reduce")
     def wrong(right, self):
         if self._chained:
             return
@@ -149,15 +163,12 @@ def gathered_before_written(patch: Patches) -> None:
     @patch(DistributedOptimizer, "_step_masters")
     def early(right, self, trained, grads):
         for buffer in self.ddp.buffers if self.ddp.config.overlap_params else ():
-            for bucket in buffer.buckets:
-                bucket.start_gather()
+            for unit in buffer.units:
+                unit.start_gather()
         right(self, trained, grads)
 
-    @patch(ParamPipeline, "start")
+    @patch(UnderForward, "start")
     def once(right, self):
-        for bucket in self._buckets:
-            if not bucket.gathering:
-                bucket._gathering = None
         self._unsampled = set(self._hooked)
 
 
@@ -165,11 +176,11 @@ def gathered_before_written(patch: Patches) -> None:
 def forward_does_not_wait(patch: Patches) -> None:
     """A forward begins while the gathers of its params are in flight."""
 
-    @patch(ParamPipeline, "_before_forward")
+    @patch(UnderForward, "_before_forward")
     def wrong(right, self, needed, module, args):
         right(self, (), module, args)
 
-    @patch(ParamPipeline, "check_waited")
+    @patch(UnderForward, "check_waited")
     def blind(right, self, param, *, name):
         return None
 
@@ -178,14 +189,16 @@ def forward_does_not_wait(patch: Patches) -> None:
 def zeroed_while_reduced(patch: Patches) -> None:
     """The gradients of a bucket are zeroed right after its reduction is issued."""
 
-    @patch(GradPipeline, "_issue_next")
+    @patch(UnderBackward, "_issue_next")
     def wrong(right, self):
-        bucket = self._buckets[self._issued_count]
+        unit = self._units[self._issued_count]
         right(self)
-        own = bucket.grad_shard
-        start = own.storage_offset() - bucket.grads.storage_offset()
-        bucket.grads[:start].zero_()
-        bucket.grads[start + own.numel() :].zero_()
+        if not unit.reducing:
+            return
+        own = unit.grad_shard
+        start = own.storage_offset() - unit.grads.storage_offset()
+        unit.grads[:start].zero_()
+        unit.grads[start + own.numel() :].zero_()
 
 
 @mutant("Z01", "ALIAS", "", seen_in="apex#1794")
@@ -247,18 +260,18 @@ def main_grad_is_stale(patch: Patches) -> None:
 def replicas_not_summed(patch: Patches) -> None:
     """The sum over replicas is left out."""
 
-    @patch(Bucket, "_has_replica_sum")
+    @patch(Unit, "_has_replica_sum")
     def wrong(right, self):
-        return False
+        return right(self) and self.group is None
 
 
 @mutant("M63", "GROUP", "K DR", seen_in="PyTorch#154888", core=True)
 def nothing_to_synchronise(patch: Patches) -> None:
     """Shards of degree one are taken for a world without anything to sum."""
 
-    @patch(Bucket, "_has_replica_sum")
+    @patch(Unit, "_has_replica_sum")
     def wrong(right, self):
-        return right(self) and self.group.size() > 1
+        return right(self) and (self.group is None or self.group.size() > 1)
 
 
 @mutant("M65", "GROUP", "K", seen_in="DeepSpeed#7601", core=True)
@@ -266,9 +279,9 @@ def global_rank_for_group_rank(patch: Patches) -> None:
     """A rank takes the shard of its global rank, as far as there are so many."""
 
     @patch(buffers, "_find_own_shard")
-    def wrong(right, plan, *, group, stage):
-        shard = right(plan, group=group, stage=stage)
-        return min(dist.get_rank(), plan.policy.shard_count - 1) if stage else shard
+    def wrong(right, plan, *, group):
+        shard = right(plan, group=group)
+        return shard if group is None else min(dist.get_rank(), plan.policy.shard_count - 1)
 
 
 @mutant("M67", "GROUP", "ME DR", seen_in="Megatron-LM#6080")
@@ -278,8 +291,8 @@ def experts_over_the_dense_group(patch: Patches) -> None:
     @patch(DistributedDataParallel, "_build_buffer")
     def wrong(right, self, plan):
         buffer = right(self, plan)
-        for bucket in buffer.buckets if self.config.stage == 0 else ():
-            bucket.group = self.group
+        for unit in buffer.units if not self.config.sharding.state else ():
+            unit.replica_group = self.group
         return buffer
 
 
@@ -313,11 +326,11 @@ def experts_broadcast_to_all(patch: Patches) -> None:
 def replicas_summed_twice(patch: Patches) -> None:
     """The sum inside a block runs over all ranks, and then over the replicas once more."""
 
-    @patch(Bucket, "_sum_replicas")
+    @patch(Unit, "_sum_replicas")
     def wrong(right, self, *, async_op):
-        if not self._has_replica_sum:
-            return None
-        buffers.all_reduce_sum(self.grad_shard, group=self.replica_group)
+        if self.group is None or not self._has_replica_sum:
+            return right(self, async_op=async_op)
+        units.all_reduce_sum(self.grad_shard, group=self.replica_group)
         return right(self, async_op=async_op)
 
 
@@ -325,9 +338,10 @@ def replicas_summed_twice(patch: Patches) -> None:
 def replica_sum_on_the_first_block_only(patch: Patches) -> None:
     """Only ranks of the first block call the sum over replicas."""
 
-    @patch(Bucket, "_sum_replicas")
+    @patch(Unit, "_sum_replicas")
     def wrong(right, self, *, async_op):
-        if self.replica_group is not None and self.replica_group.rank():
+        is_copy = self.group is not None and self.replica_group is not None
+        if is_copy and self.replica_group.rank():
             return None
         return right(self, async_op=async_op)
 
@@ -358,12 +372,12 @@ def only_trained_params_are_broadcast(patch: Patches) -> None:
 def reduced_as_they_arrive(patch: Patches) -> None:
     """Buckets are reduced in the order in which they become ready, which differs between ranks."""
 
-    @patch(GradPipeline, "_issue_ready")
+    @patch(UnderBackward, "_issue_ready")
     def wrong(right, self):
-        rest = self._buckets[self._issued_count :]
-        ready = [bucket for bucket in rest if not self._missing[bucket]]
-        late = [bucket for bucket in rest if self._missing[bucket]]
-        self._buckets = (*self._buckets[: self._issued_count], *ready, *late)
+        rest = self._units[self._issued_count :]
+        ready = [unit for unit in rest if not self._missing[unit]]
+        late = [unit for unit in rest if self._missing[unit]]
+        self._units = (*self._units[: self._issued_count], *ready, *late)
         for _ in ready:
             self._issue_next()
 
@@ -372,21 +386,17 @@ def reduced_as_they_arrive(patch: Patches) -> None:
 def unused_bucket_skipped(patch: Patches) -> None:
     """A rank on which no gradient of a bucket arrived does not take part in its reduction."""
 
-    @patch(GradPipeline, "finish")
+    @patch(UnderBackward, "finish")
     def wrong(right, self):
-        def is_unused(bucket: Bucket) -> bool:
+        def is_unused(unit: Unit) -> bool:
             return all(
-                param in self._missing[bucket]
-                for param, its in self._bucket_of.items()
-                if its is bucket
+                param in self._missing[unit] for param, its in self._unit_of.items() if its is unit
             )
 
-        kept = self._buckets
-        self._buckets = [
-            bucket for bucket in kept if bucket in self._issued or not is_unused(bucket)
-        ]
+        kept = self._units
+        self._units = [unit for unit in kept if unit in self._issued or not is_unused(unit)]
         right(self)
-        self._buckets = kept
+        self._units = kept
 
 
 @mutant("O01", "ORDER", "B2", seen_in="class ORDER", kill="contract", core=True)
@@ -396,15 +406,15 @@ def odd_ranks_in_reverse(patch: Patches) -> None:
     @patch(Buffer, "allgather_params")
     def wrong(right, self):
         odd = bool(dist.get_rank() % 2)
-        for bucket in self.buckets[::-1] if odd else self.buckets:
-            bucket.gather()
+        for unit in self.units[::-1] if odd else self.units:
+            unit.gather()
 
 
 @mutant("O02", "ORDER", "DR", seen_in="DeepSpeed#2343", kill="contract")
 def rank_dependent_branch(patch: Patches) -> None:
     """A rank whose gradient is zero in all elements does not reduce a bucket."""
 
-    @patch(Bucket, "reduce")
+    @patch(Unit, "reduce")
     def wrong(right, self):
         if self.grads.any():
             right(self)
@@ -414,11 +424,13 @@ def rank_dependent_branch(patch: Patches) -> None:
 def replicas_before_shards(patch: Patches) -> None:
     """On odd ranks the two sums of a bucket change places."""
 
-    @patch(Bucket, "reduce")
+    @patch(Unit, "reduce")
     def wrong(right, self):
         if dist.get_rank() % 2:
+            self._grads_become(GradState.REDUCING)
             self._sum_replicas(async_op=False)
             self._sum_shards(async_op=False)
+            self._end_reduce()
         else:
             right(self)
 
