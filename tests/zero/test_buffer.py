@@ -10,6 +10,7 @@ from torch import nn
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.zero import Buffer
+from zero_sim.zero.sharding import sharding_of
 
 
 def make_buffer(
@@ -20,16 +21,17 @@ def make_buffer(
         ParamSpec(name=name, shape=tuple(param.shape), dtype="fp32")
         for name, param in params.items()
     ]
-    shard_count = dist.get_world_size(group) if stage == 1 else 1
+    shard_group = group if stage else None
+    shard_count = dist.get_world_size(group) if stage else 1
     policy = LayoutPolicy(**{"shard_count": shard_count, **policy})
     (plan,) = plan_buffers(specs, policy=policy)
     return Buffer(
         plan,
         params=params,
-        group=group,
-        stage=stage,
+        sharding=sharding_of(stage),
+        group=shard_group,
         grad_dtype=grad_dtype,
-        replica_group=replica_group,
+        replica_group=replica_group if stage else group,
         accumulate_sums=every,
     )
 
@@ -93,7 +95,7 @@ class TestReduction:
             buffer = make_buffer(params, group=dist.group.WORLD, bucket_elems=1)
             for param in params.values():
                 param.main_grad.copy_(torch.arange(1.0, param.numel() + 1) * 10**rank)
-            buffer.reduce_scatter_grads()
+            buffer.reduce_grads()
             return [buffer.get_grad_shard(param).tolist() for param in params.values()]
 
         results, log = run_ranks(2, program)
@@ -107,7 +109,7 @@ class TestReduction:
             params = make_params(3)
             buffer = make_buffer(params, group=dist.group.WORLD, stage=0)
             params["p0"].main_grad.fill_(10.0**rank)
-            buffer.all_reduce_grads()
+            buffer.reduce_grads()
             return buffer.get_grad_shard(params["p0"]).tolist()
 
         results, _ = run_ranks(2, program)
@@ -124,9 +126,9 @@ class TestReduction:
             )
             for param in params.values():
                 param.main_grad.fill_(1.0 + rank)
-            for bucket in buffer.buckets:
+            for bucket in buffer.units:
                 bucket.scale_grads("pre", divisor=torch.tensor(3.0))
-            buffer.reduce_scatter_grads() if stage else buffer.all_reduce_grads()
+            buffer.reduce_grads()
             paddings = [bucket.padding for bucket in buffer.plan.buckets]
             return [buffer.grad_data[p.start : p.stop].abs().sum().item() for p in paddings]
 
@@ -138,18 +140,18 @@ class TestReduction:
 
         def program(rank):
             buffer = make_buffer({"p": nn.Parameter(torch.zeros(0))}, group=dist.group.WORLD)
-            buffer.reduce_scatter_grads()
+            buffer.reduce_grads()
             buffer.allgather_params()
 
         _, log = run_ranks(2, program)
         assert log.of_rank(0) == []
 
-    @pytest.mark.parametrize("call", ["reduce_scatter_grads", "allgather_params"])
-    def test_of_shards_needs_shards(self, lone_group, call):
-        """With stage 0 the shard collectives would be wrong and say so."""
-        buffer = make_buffer(make_params(2), group=lone_group, stage=0)
-        with pytest.raises(UsageError, match=rf"stage 1 but got {call}\(\)"):
-            getattr(buffer, call)()
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_of_whole_params_needs_some_whose_owners_write_shards(self, lone_group, stage):
+        """Without shards there is nothing to gather, and shards of params are gathered on use."""
+        buffer = make_buffer(make_params(2), group=lone_group, stage=stage)
+        with pytest.raises(UsageError, match=r"whole params.*but got allgather_params\(\)"):
+            buffer.allgather_params()
 
 
 class TestUnevenShards:
@@ -163,7 +165,7 @@ class TestUnevenShards:
             buffer = make_buffer(params, group=dist.group.WORLD, bucket_elems=1, partition="uneven")
             for param in params.values():
                 param.main_grad.fill_(10.0**rank)
-            buffer.reduce_scatter_grads()
+            buffer.reduce_grads()
             for param in params.values():
                 buffer.write_param_shard(param, buffer.get_grad_shard(param) + rank)
             buffer.allgather_params()
@@ -179,7 +181,7 @@ class TestUnevenShards:
 
         def program(rank):
             buffer = make_buffer(make_params(4), group=dist.group.WORLD, partition="uneven")
-            buffer.reduce_scatter_grads()
+            buffer.reduce_grads()
             buffer.allgather_params()
 
         _, log = run_ranks(2, program)
@@ -199,7 +201,7 @@ class TestUnevenShards:
                 partition="uneven",
             )
             params["p0"].main_grad.fill_(10.0**rank)
-            buffer.reduce_scatter_grads()
+            buffer.reduce_grads()
             return buffer.get_grad_shard(params["p0"]).tolist()
 
         results, log = run_ranks(4, program)
@@ -220,8 +222,8 @@ class TestAccumulatedSums:
             for micro in range(2):
                 for param in params.values():
                     param.main_grad.fill_(1.0 + rank + 10 * micro)
-                buffer.reduce_scatter_grads()
-                for bucket in buffer.buckets:
+                buffer.reduce_grads()
+                for bucket in buffer.units:
                     bucket.accumulate_sum(is_first=micro == 0)
                 assert not buffer.grad_data.any()
             totals = [buffer.get_grad_shard(param).tolist() for param in params.values()]
@@ -243,7 +245,8 @@ class TestInSteps:
             params = make_params(2)
             buffer = make_buffer(params, group=alone[rank], replica_group=dist.group.WORLD)
             params["p0"].main_grad.fill_(10.0**rank)
-            (bucket,) = buffer.buckets
+            (bucket,) = buffer.units
+            bucket.fill()
             bucket.start_reduce()
             bucket.finish_reduce()
             return buffer.get_grad_shard(params["p0"]).tolist(), bucket.reducing
@@ -257,7 +260,7 @@ class TestInSteps:
         def program(rank):
             params = make_params(2)
             buffer = make_buffer(params, group=dist.group.WORLD)
-            param, (bucket,) = params["p0"], buffer.buckets
+            param, (bucket,) = params["p0"], buffer.units
             buffer.write_param_shard(param, torch.tensor([5.0]))
             bucket.start_gather()
             if rank == 0:
@@ -343,8 +346,9 @@ class TestPlanCheck:
             Buffer(
                 plan,
                 params=make_params(2),
+                sharding=sharding_of(1),
                 group=lone_group,
-                stage=1,
+                replica_group=None,
                 grad_dtype=torch.float32,
             )
 
@@ -357,7 +361,8 @@ class TestPlanCheck:
             Buffer(
                 plan,
                 params=make_params(3),
+                sharding=sharding_of(1),
                 group=lone_group,
-                stage=1,
+                replica_group=None,
                 grad_dtype=torch.float32,
             )

@@ -16,7 +16,7 @@ class TestZeroConfig:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
-            ("stage", 2),
+            ("stage", 4),
             ("stage", True),
             ("divide", "mean"),
             ("divide_by", "rows"),

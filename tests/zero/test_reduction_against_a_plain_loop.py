@@ -124,7 +124,7 @@ def train_with_zero(config, *, rank):
         ddp.zero_grad_buffer()
         history.append(owned)
     ddp.finish_param_gather()
-    params = {name: param.detach().clone() for name, param in ddp.params.items()}
+    params = {name: param.clone() for name, param in ddp.whole_params().items()}
     return history, params, (ddp.overlap.grads_mean, ddp.overlap.params_mean)
 
 
@@ -219,7 +219,7 @@ def check(world, config):
                 )
                 owners[start:stop] += 1
                 assert_same_bits(got, whole.reshape(-1)[start:stop], (config, step, rank, name))
-            copies = config.redundancy if config.stage == 1 else world_size
+            copies = config.redundancy if config.stage else world_size
             assert (owners == copies).all()
     for rank, (_, params, _) in enumerate(results):
         for name, whole in expected_params.items():
@@ -284,6 +284,27 @@ class TestAgainstAPlainLoop:
             world = world_of(world_size, schedule="random", seed=seed)
             results = check(world, config)
             assert all(min(means) > 0 for _, _, means in results)
+
+
+@pytest.mark.parametrize(("world_size", "redundancy"), WORLDS)
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sharded_gradients_and_params(world_of, world_size, redundancy, sync, stage):
+    """Memory that comes and goes holds the same sums, whatever runs first."""
+    choices = (("pre", "ranks", "padded"), ("post", "tokens", "uneven"))
+    for seed, (divide, divide_by, partition) in enumerate(choices):
+        config = ZeroConfig(
+            stage=stage,
+            sync=sync,
+            partition=partition,
+            redundancy=redundancy,
+            divide=divide,
+            divide_by=divide_by,
+            micro_batches=MICRO_BATCHES,
+            bucket_elems=4,
+            overlap_grads=seed == 0,
+        )
+        check(world_of(world_size, schedule="random", timing="hostile", seed=seed), config)
 
 
 @pytest.mark.parametrize("overlap_grads", [False, True])

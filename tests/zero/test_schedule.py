@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.zero import Bucket, DistributedDataParallel, OverlapMeter, ZeroConfig
-from zero_sim.zero.overlap import find_users
+from zero_sim.zero import DistributedDataParallel, OverlapMeter, Unit, ZeroConfig
+from zero_sim.zero.hooks import find_users
 
 
 def build(depth=3):
@@ -49,13 +49,13 @@ class TestGrads:
             in_flight = []
             weight = ddp.params["0.weight"]
             weight.register_hook(
-                lambda grad: in_flight.append([b.reducing for b in ddp.buffers[0].buckets])
+                lambda grad: in_flight.append([b.reducing for b in ddp.buffers[0].units])
             )
             ddp.begin_last_micro_batch()
             backward(ddp)
-            after = [b.reducing for b in ddp.buffers[0].buckets]
+            after = [b.reducing for b in ddp.buffers[0].units]
             ddp.finish_grad_sync()
-            return in_flight, after, [b.reducing for b in ddp.buffers[0].buckets]
+            return in_flight, after, [b.reducing for b in ddp.buffers[0].units]
 
         expected = ([[False, True, True]], [True] * 3, [False] * 3)
         assert world.run(program) == [expected] * 2
@@ -186,10 +186,10 @@ class TestParams:
             states = []
             for layer in module:
                 layer.register_forward_pre_hook(
-                    lambda *_: states.append([b.gathering for b in ddp.buffers[0].buckets])
+                    lambda *_: states.append([b.gathering for b in ddp.buffers[0].units])
                 )
             write_and_gather(ddp, 2.0)
-            before = [b.gathering for b in ddp.buffers[0].buckets]
+            before = [b.gathering for b in ddp.buffers[0].units]
             out = ddp(torch.ones(1, 2))
             return before, states, out.tolist()
 
@@ -216,7 +216,7 @@ class TestParams:
         ddp = wrap(module, lone_group)
         write_and_gather(ddp, 2.0)
         module[1](torch.ones(1, 2))
-        assert not ddp.buffers[0].buckets[0].gathering
+        assert not ddp.buffers[0].units[0].gathering
 
     def test_read_behind_a_module_s_back_are_named(self, lone_group):
         """Backward sees that nobody waited for a param that forward read."""
@@ -314,11 +314,11 @@ class TestMeter:
     def test_is_zero_for_a_pipeline_that_is_serialised(self, world_of, monkeypatch):
         """Waiting right after issuing gives the same values and no overlap."""
         for start, finish in (("start_reduce", "finish_reduce"), ("start_gather", "finish_gather")):
-            right = getattr(Bucket, start)
+            right = getattr(Unit, start)
 
             def at_once(self, right=right, finish=finish):
                 right(self)
                 getattr(self, finish)()
 
-            monkeypatch.setattr(Bucket, start, at_once)
+            monkeypatch.setattr(Unit, start, at_once)
         assert self.train(world_of) == [(0.0, 0.0)] * 2

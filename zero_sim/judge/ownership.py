@@ -102,8 +102,8 @@ class Holders:
             else "with system.redundancy = 1, all ranks together share it out"
         )
         return (
-            f"at system.stage = {system.stage} {copies}; a target that keeps all of it on every rank "
-            "declares Capabilities(stages=(0,)), and one that keeps several copies follows "
+            f"at system.stage = {system.stage} {copies}; a target that keeps all of it on every "
+            "rank declares Capabilities(stages=(0,)), and one that keeps several copies follows "
             "scenario.system.redundancy and declares follows=('system.redundancy',)"
         )
 

@@ -145,6 +145,7 @@ class Buffer:
         In place: afterwards only this rank's shards are sums, the rest is no longer of use.
         """
         for unit in self.units:
+            unit.fill()
             unit.reduce()
 
     def unit_of(self, param: nn.Parameter) -> Unit | None:
@@ -161,7 +162,7 @@ class Buffer:
         if self.param_data is None:
             raise UsageError(
                 "Expected a buffer with whole params, whose owners write shards of them, but got "
-                "allgather_params() on one without. Try gathering each unit as it is used (stage 3); "
+                "allgather_params() on one without. Try gathering each unit on use (stage 3); "
                 "with stage 0 every rank writes all."
             )
         for unit in self.units:

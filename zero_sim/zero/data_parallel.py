@@ -142,13 +142,13 @@ class DistributedDataParallel:
         }
         self._grad_pipeline, self._param_pipeline, self._on_use = self._build_schedules()
         for buffer in self.buffers:
-            for param, memory in buffer.memory.items():
+            for param in buffer.memory:
                 # A gradient from before the wrapping belongs to no step of ours.
                 param.grad = None
-                # By a weak reference: the collector does not see through torch's gradient hooks, so
+                # By weak references: the collector does not see through torch's gradient hooks, so
                 # that a circle through one of them would keep the buffers for ever.
                 param.register_post_accumulate_grad_hook(
-                    partial(_accumulate, weakref.ref(self), memory)
+                    partial(_accumulate, weakref.ref(self), weakref.ref(buffer))
                 )
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -531,12 +531,13 @@ class DistributedDataParallel:
 
 
 def _accumulate(
-    wrapper: weakref.ref[DistributedDataParallel], memory: ParamMemory, param: Tensor
+    wrapper: weakref.ref[DistributedDataParallel], home: weakref.ref[Buffer], param: Tensor
 ) -> None:
     """Hand a fresh gradient to its wrapper; one that nobody holds any more wants none."""
-    ddp = wrapper()
-    if ddp is not None:
-        ddp._accumulate(memory, param)
+    ddp, buffer = wrapper(), home()
+    if ddp is not None and buffer is not None:
+        assert isinstance(param, nn.Parameter)
+        ddp._accumulate(buffer.memory[param], param)
 
 
 def _all_dense(name: str, tensor: Tensor) -> str:

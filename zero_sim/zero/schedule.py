@@ -326,8 +326,8 @@ class OnUse:
         stray = [param for param in users.get(None, ()) if param in unit_of]
         if stray:
             raise ModelError(
-                f"Expected params below a module with a forward, before which they are gathered, but "
-                f"got {len(stray)} elsewhere in {type(module).__name__}. Try a forward for the "
+                f"Expected params below a module with a forward, before which they are gathered, "
+                f"but got {len(stray)} elsewhere in {type(module).__name__}. Try a forward for the "
                 f"module that holds them, or a stage below 3."
             )
         users.setdefault(module, [])
