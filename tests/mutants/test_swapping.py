@@ -15,7 +15,9 @@ def loaded():
 
 
 def test_every_function_with_a_change_is_found():
-    own = Loaded([NAME, *(f"zero_sim.zero.{name}" for name in ("buffer", "norm", "optimizer", "unit"))])
+    own = Loaded(
+        [NAME, *(f"zero_sim.zero.{name}" for name in ("buffer", "norm", "optimizer", "unit"))]
+    )
     one_each = {(change.module, change.function): change for change in own.changes()}
     assert len(one_each) > 50
     for change in one_each.values():

@@ -89,6 +89,7 @@ def padding_of_gradients(patch: Patches) -> None:
     def wrong(right, self):
         right(self)
         for bucket in self.plan.buckets if self.grad_data is not None else ():
+            assert self.grad_data is not None
             self.grad_data[bucket.padding.start : bucket.padding.stop] = torch.nan
 
 

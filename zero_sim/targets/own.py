@@ -111,7 +111,7 @@ class ZeroSimEngine:
             partition=system.partition,
             overlap_grads=overlaps_grads(system),
             overlap_params=overlaps_params(system),
-            **({} if system.prefetch is None else {"prefetch": system.prefetch}),
+            prefetch=1 if system.prefetch is None else system.prefetch,
             reshard_after_forward=system.reshard_after_forward,
         )
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
