@@ -188,7 +188,15 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
     sizes = [spec.numel for spec in param_specs(model)]
     system = draw(systems(ranks=world_size, sizes=sizes, swarm=swarm))
     # Shards of one length, with nothing in them but what somebody owns; and one place for each sum.
-    system = replace(system, stage=1, redundancy=1, partition="padded", sync="last")
+    system = replace(
+        system,
+        stage=1,
+        redundancy=1,
+        partition="padded",
+        sync="last",
+        prefetch=None,
+        reshard_after_forward=True,
+    )
     if system.divide_by == "tokens":
         system = replace(system, divide_by="ranks")
     steps = draw(st.integers(1, steps_max))
