@@ -475,7 +475,9 @@ class OnUse:
                 if storage.nbytes() == tensor.element_size():
                     _check_present(unit, address)
             elif whole.untyped_storage().data_ptr() == address and whole.dtype == tensor.dtype:
-                return _Kept(unit, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+                return _Kept(
+                    unit, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+                )
         return tensor
 
     def _restore(self, kept: object) -> Tensor:
