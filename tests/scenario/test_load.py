@@ -117,7 +117,8 @@ class TestMessages:
             "world.order: expected one of 'ring', 'linear', 'linear-fp32', 'tree', "
             "'gloo', 'nccl-ring', 'nccl-sym', 'random-tree', "
             "got 'rnig' (string). Did you mean \"ring\"?",
-            "system.stage: expected one of 0, 1, 2, 3, got 4 (integer). Leave it out for the default, 1.",
+            "system.stage: expected one of 0, 1, 2, 3, got 4 (integer). "
+            "Leave it out for the default, 1.",
             "system.bucket_elms: unknown field. Did you mean `bucket_elems`?",
             "system.lr: unknown field. `lr` belongs in [optimizer]; move it there.",
             "system.align_elems: expected an integer of at most 64 bits, "
