@@ -129,6 +129,14 @@ class Unit:
     _chained: bool = True
     _gathering: dist.Work | None = None
     _has_sum: bool = False
+    own_span: Span = field(init=False)
+    """This rank's shard, from the start of the unit."""
+    _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
+
+    def __post_init__(self) -> None:
+        self.own_span = self.plan.shard_span(self.shard).shift(-self.plan.span.start)
+        if not self.frees_grads:
+            self._kept_shard = _view(self.grads, self.own_span)
 
     @property
     def grads(self) -> Tensor:
@@ -141,18 +149,12 @@ class Unit:
     @property
     def grad_shard(self) -> Tensor:
         """This rank's shard of them, 1D."""
-        own = self.own_span
-        return self.grads.narrow(0, own.start, own.numel)
+        return _view(self.grads, self.own_span) if self._kept_shard is None else self._kept_shard
 
     @property
     def params(self) -> Tensor | None:
         """The whole params, 1D, with padding; None where nothing is sharded, or not in memory."""
         return None if self.param_storage is None else self.param_storage.whole
-
-    @property
-    def own_span(self) -> Span:
-        """This rank's shard, from the start of the unit."""
-        return self.plan.shard_span(self.shard).shift(-self.plan.span.start)
 
     @property
     def gathering(self) -> bool:
