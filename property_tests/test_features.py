@@ -60,3 +60,33 @@ def test_what_must_not_matter_does_not(pool, scenario, data):
     )
     assert_not_wrong(replace(scenario, world=replace(scenario.world, order=order)), pool)
     assert_not_wrong(other, pool)
+
+
+@given(scenario=scenarios(ranks_max=6, steps_max=3, reload=False), data=st.data())
+@settings(max_examples=25)
+def test_one_model_on_every_stage(pool, scenario, data):
+    """A family: one model, data, optimizer, rules; what is sharded, and in how many copies, varies.
+
+    Each is compared with one reference that knows no stages, all state, every step; so all of them
+    are equal.
+    """
+    order = scenario.world.order if scenario.world.order in POSITION_FREE else "linear"
+    ranks = scenario.world.size // (scenario.topology.tp * scenario.topology.pp)
+    shared_by = ranks // scenario.topology.ep
+    copies = data.draw(st.sampled_from([k for k in range(1, shared_by + 1) if shared_by % k == 0]))
+    system = replace(scenario.system, overlap_params=None, partition="padded", redundancy=1)
+    plain = replace(system, prefetch=None, reshard_after_forward=True)
+    family = [
+        replace(plain, stage=0),
+        replace(plain, stage=1, redundancy=copies),
+        replace(plain, stage=2, redundancy=copies, partition=_partition(plain)),
+        replace(plain, stage=3, redundancy=copies, prefetch=data.draw(st.integers(0, 3))),
+        replace(plain, stage=3, redundancy=copies, reshard_after_forward=False),
+    ]
+    world = replace(scenario.world, order=order)
+    for member in family:
+        assert_not_wrong(replace(scenario, world=world, system=member), pool)
+
+
+def _partition(system):
+    return "uneven" if system.align_elems == system.align_bytes == 1 else "padded"
