@@ -49,8 +49,6 @@ def outputs(
     told["replay"].append(invoke("replay", bundle, "--json").stdout)
     told["shrink"].append(invoke("shrink", "one.toml", "--json").stdout)
     told["mutants"] = [invoke("mutants", "M05", *few, "--json").stdout]
-    changes = ("zero_sim.zero.norm", "--changes", 1)
-    told["mutate"] = [invoke("mutate", *changes, *few, "--json").stdout]
     return told
 
 

@@ -12,12 +12,12 @@ import pytest
 from zero_sim.bundle import Bundle, Replayed
 from zero_sim.bundle.records import current_environment
 from zero_sim.findings.records import CaseResult, Finding
-from zero_sim.mutants.changes import Change
-from zero_sim.mutants.records import ChangeTrial, Trial
-from zero_sim.report.changes import render_change
+from zero_sim.mutants import find_mutants
+from zero_sim.mutants.records import Trial
 from zero_sim.report.chrome_trace import chrome_trace
 from zero_sim.report.flight_recorder import flight_recorder_dumps
 from zero_sim.report.html import render_page
+from zero_sim.report.mutants import render_trial
 from zero_sim.report.text import render_bundle, render_case, render_replay
 from zero_sim.report.timeline import read_timeline
 from zero_sim.scenario.dump import to_toml
@@ -115,18 +115,8 @@ def texts(bundle: Bundle) -> Iterator[str]:
         exit_status=2,
     )
     yield render_replay(replayed)
-    trial = Trial(id="x", killed=False, armed=True, cases=1, seconds=1.0, error=NASTY)
-    change = Change(
-        module=NASTY,
-        function=NASTY,
-        line=1,
-        column=0,
-        end=(1, 1),
-        kind="number",
-        before=NASTY,
-        after=NASTY,
-    )
-    yield render_change(ChangeTrial(change=change, trial=trial))
+    trial = Trial(id="M05", killed=False, armed=1, cases=1, seconds=1.0, error=NASTY)
+    yield render_trial(trial, find_mutants(["M05"])[0])
 
 
 def test_no_line_of_a_text_is_forged(bundle: Bundle) -> None:

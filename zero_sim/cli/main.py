@@ -25,7 +25,6 @@ import zero_sim
 from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fuzz import fuzz
 from zero_sim.cli.mutants import mutants
-from zero_sim.cli.mutate import mutate
 from zero_sim.cli.options import check_options, chosen_options, chosen_world
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
@@ -374,7 +373,7 @@ def schema(what: str) -> None:
     """Print the JSON Schema of a scenario file, or of what a command prints with --json.
 
     WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
-    fuzz, shrink, mutants, mutate, doctor or bench.
+    fuzz, shrink, mutants, doctor or bench.
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
@@ -423,6 +422,5 @@ def bench(as_json: bool) -> None:
 
 main.add_command(fuzz)
 main.add_command(mutants)
-main.add_command(mutate)
 main.add_command(shrink)
 main.add_command(torchrun)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from zero_sim.errors import MutantError
-from zero_sim.mutants.changes import Change
 from zero_sim.mutants.patching import Patches
 from zero_sim.shrink import Size
 
@@ -142,25 +141,3 @@ class Trial:
     def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON; the size as an object of its own."""
         return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeTrial:
-    """What became of one change of the system's code."""
-
-    change: Change
-    trial: Trial
-
-    @property
-    def verdict(self) -> str:
-        """`found`, `survived`, `not reached` where no case ran the changed function, or `error`."""
-        if self.trial.error:
-            return "error"
-        if self.trial.killed:
-            return "found"
-        return "survived" if self.trial.armed else "not reached"
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        change = dataclasses.asdict(self.change)
-        return {"verdict": self.verdict, "change": change, "trial": self.trial.as_dict()}

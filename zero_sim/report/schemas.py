@@ -18,9 +18,7 @@ from typing import Literal
 
 VERSION = 1
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-Command = Literal[
-    "run", "replay", "explain", "fuzz", "shrink", "mutants", "mutate", "doctor", "bench"
-]
+Command = Literal["run", "replay", "explain", "fuzz", "shrink", "mutants", "doctor", "bench"]
 
 Node = dict[str, object]
 
@@ -177,23 +175,6 @@ def _mutants() -> Node:
     }
 
 
-def _mutate() -> Node:
-    from zero_sim.mutants.changes import Change
-    from zero_sim.mutants.records import Trial
-
-    change: dict[str, Node] = {
-        "verdict": {"enum": ["found", "survived", "not reached", "error"]},
-        "change": _record(Change),
-        "trial": _record(Trial),
-    }
-    return {
-        "of": _COUNT,
-        "interrupted": _FLAG,
-        "seconds": _SECONDS,
-        "changes": _list(_object(change)),
-    }
-
-
 def _doctor() -> Node:
     from zero_sim.report.records import Fact
 
@@ -213,7 +194,6 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "fuzz": _fuzz,
     "shrink": _shrink,
     "mutants": _mutants,
-    "mutate": _mutate,
     "doctor": _doctor,
     "bench": _bench,
 }
