@@ -49,7 +49,7 @@ def _draw(folder: Path, *, count: int, seed: int) -> list[str]:
     """Write drawn cases as scenario files; they follow from the seed and this checkout."""
     from itertools import islice
 
-    from zero_sim.drawing import draws
+    from zero_sim.fuzz.drawing import draws
     from zero_sim.fuzz.strategies import scenarios
     from zero_sim.scenario.dump import to_toml
 

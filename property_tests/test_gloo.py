@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from zero_sim.drawing import draws
+from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.run.real_ranks import Setup, TeamJudge
 from zero_sim.scenario.rules import check_scenario

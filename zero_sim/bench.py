@@ -24,8 +24,8 @@ import torch.distributed as dist
 from hypothesis.strategies import SearchStrategy
 
 from zero_sim.backends import WorldPool
-from zero_sim.drawing import draws
 from zero_sim.errors import LayoutError
+from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.layouts import Layout, layouts
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.report.records import Measurement

@@ -44,7 +44,7 @@ class Crew:
 @pytest.fixture
 def crew(monkeypatch):
     made = Crew()
-    monkeypatch.setattr(crews, "OwnCrew", lambda: made)
+    monkeypatch.setattr(crews, "OwnCrew", lambda render: made)
     return made
 
 

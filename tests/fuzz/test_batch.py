@@ -13,6 +13,7 @@ from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.records import BatchReport, Job, batch_seed
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host import signals
+from zero_sim.report.text import render_case
 from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases
@@ -40,12 +41,14 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(os.path.dirname(__file__))
-        report = run_batch(job(folder, cases=40, target="broken:Broken"), cases_from=SMALL)
+        report = run_batch(
+            job(folder, cases=40, target="broken:Broken"), render_case, cases_from=SMALL
+        )
     return report, folder
 
 
 def test_a_right_system_passes(tmp_path):
-    report = run_batch(job(tmp_path), cases_from=SMALL)
+    report = run_batch(job(tmp_path), render_case, cases_from=SMALL)
     assert report.complete
     assert report.found == ()
     assert report.cases == report.asked == 12
@@ -55,9 +58,9 @@ def test_a_right_system_passes(tmp_path):
 
 
 def test_a_seed_decides_all(tmp_path):
-    reports = [run_batch(job(tmp_path), cases_from=SMALL) for _ in range(2)]
+    reports = [run_batch(job(tmp_path), render_case, cases_from=SMALL) for _ in range(2)]
     assert reports[0].layouts == reports[1].layouts
-    other = run_batch(job(tmp_path, seed=8), cases_from=SMALL)
+    other = run_batch(job(tmp_path, seed=8), render_case, cases_from=SMALL)
     assert other.layouts != reports[0].layouts
 
 
@@ -86,7 +89,9 @@ def test_a_finding_is_a_bundle(found):
 def test_what_is_known_is_not_shrunk_again(found, tmp_path):
     known = found[0].found
     again = run_batch(
-        job(tmp_path, cases=40, target="broken:Broken", known=known), cases_from=SMALL
+        job(tmp_path, cases=40, target="broken:Broken", known=known),
+        render_case,
+        cases_from=SMALL,
     )
     assert again.found == ()
     assert again.keys == found[0].keys
@@ -94,7 +99,7 @@ def test_what_is_known_is_not_shrunk_again(found, tmp_path):
 
 
 def test_no_case_is_begun_after_its_time(tmp_path):
-    report = run_batch(job(tmp_path, seconds=0.0), cases_from=SMALL)
+    report = run_batch(job(tmp_path, seconds=0.0), render_case, cases_from=SMALL)
     assert report.cases == 0
     assert not report.complete
 
@@ -113,7 +118,7 @@ def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path, m
         return run_case(*args, **options)
 
     monkeypatch.setattr(batch, "run_case", interrupting)
-    report = run_batch(job(tmp_path), cases_from=SMALL)
+    report = run_batch(job(tmp_path), render_case, cases_from=SMALL)
     assert not report.complete
     assert report.cases == count == 3
     assert signal.getsignal(number) is before
@@ -126,7 +131,9 @@ def test_a_second_interrupt_keeps_what_was_met(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(batch, "shrink_finding", interrupted)
-    report = run_batch(job(tmp_path, cases=40, target="broken:Broken"), cases_from=SMALL)
+    report = run_batch(
+        job(tmp_path, cases=40, target="broken:Broken"), render_case, cases_from=SMALL
+    )
     assert not report.complete
     assert {(one.key[:4], one.bundle, one.as_met) for one in report.found} == {(CUT, "", True)}
     assert "shapes" in report.found[0].scenario
@@ -143,7 +150,7 @@ def test_what_is_met_is_kept_at_once(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(batch, "shrink_finding", killed)
     request = job(tmp_path, cases=40, target="broken:Broken", unfinished=str(path))
-    run_batch(request, cases_from=SMALL)
+    run_batch(request, render_case, cases_from=SMALL)
     assert {one.key[:4] for one in kept[0].found} == {CUT}
     assert not kept[0].complete
 
@@ -151,14 +158,16 @@ def test_what_is_met_is_kept_at_once(tmp_path, monkeypatch):
 def test_without_room_for_a_bundle_the_case_is_told(tmp_path):
     (tmp_path / "taken").touch()
     request = job(tmp_path / "taken" / "below", cases=3, target="broken:Raising")
-    found = run_batch(request, cases_from=SMALL).found[0]
+    found = run_batch(request, render_case, cases_from=SMALL).found[0]
     assert (found.bundle, found.unkept) == ("", "Not a directory")
     assert found.scenario
 
 
 def test_a_system_that_raises_is_a_finding(tmp_path):
     report = run_batch(
-        job(tmp_path, cases=3, target="broken:Raising", shrink_seconds=5), cases_from=SMALL
+        job(tmp_path, cases=3, target="broken:Raising", shrink_seconds=5),
+        render_case,
+        cases_from=SMALL,
     )
     assert [one.key[0] for one in report.found] == ["world.rank-failed"]
 
@@ -184,7 +193,9 @@ def two(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "run_case", judge)
         patch.setattr(batch, "write_bundle", lambda *_, folder, **__: folder)
-        return run_batch(job(tmp_path_factory.mktemp("two"), cases=40), cases_from=SMALL).found
+        return run_batch(
+            job(tmp_path_factory.mktemp("two"), cases=40), render_case, cases_from=SMALL
+        ).found
 
 
 def test_two_causes_are_two_findings_though_they_have_one_key(two):

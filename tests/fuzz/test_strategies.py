@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from zero_sim.drawing import draws
 from zero_sim.errors import Problem
+from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
 from zero_sim.fuzz.strategies import STEPS_MAX, faulty_scenarios, scenarios

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from zero_sim.drawing import draws
+from zero_sim.fuzz.drawing import draws
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.reference.ranks import Ranks
 from zero_sim.run.cells import cells_of

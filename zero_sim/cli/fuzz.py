@@ -112,6 +112,7 @@ def fuzz(
     with packages_needed():
         from zero_sim.fuzz.campaign import Plan, run_campaign
         from zero_sim.fuzz.crews import open_crew
+        from zero_sim.report.text import render_case
     plan = Plan(
         target=target,
         seed=seed,
@@ -124,7 +125,7 @@ def fuzz(
     progress = _Progress(started)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with out, open_crew(jobs=jobs, scheduler=scheduler) as crew:
+    with out, open_crew(render=render_case, jobs=jobs, scheduler=scheduler) as crew:
         tally = run_campaign(plan, crew=crew, tell=progress.tell)
     progress.clear()
     elapsed = time.monotonic() - started

@@ -17,16 +17,15 @@ from hypothesis.strategies import SearchStrategy
 
 from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
 from zero_sim.bundle import write_bundle
-from zero_sim.drawing import draws
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.fuzz.coverage import Grid, features_of
+from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.known import KnownFindings
 from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host.files import write_whole
-from zero_sim.report.text import render_case
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
@@ -42,9 +41,13 @@ from zero_sim.shrink import (
 from zero_sim.targets import Target, import_target, refusals
 
 Judge = Callable[[Scenario], CaseResult]
+Render = Callable[[CaseResult], str]
+"""What shows the result of a case to a person; a function of a module, as it travels."""
 
 
-def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -> BatchReport:
+def run_batch(
+    job: Job, render: Render, *, cases_from: SearchStrategy[Scenario] | None = None
+) -> BatchReport:
     """Run a batch; what its cases are depends on its seed alone.
 
     An interrupt ends it after the case at hand, with what was found so far; a second one at once,
@@ -52,6 +55,7 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
 
     Args:
         job: Which batch.
+        render: What writes the text of a finding.
         cases_from: What draws the cases; where left out, the strategy `scenarios` for the target.
 
     Raises:
@@ -67,6 +71,7 @@ def run_batch(job: Job, *, cases_from: SearchStrategy[Scenario] | None = None) -
         drawn = scenarios(target) if cases_from is None else cases_from
         batch = _Batch(
             job=job,
+            render=render,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
             judge=lambda scenario: _judge(scenario, pool=pool, target=target),
             may_ask=lambda scenario: not refusals(target, scenario),
@@ -81,6 +86,7 @@ class _Batch:
     """One batch while it runs."""
 
     job: Job
+    render: Render
     cases_from: SearchStrategy[Scenario]
     judge: Judge
     may_ask: Callable[[Scenario], bool]
@@ -230,7 +236,7 @@ class _Batch:
             case=case,
             scenario=to_toml(scenario),
             bundle="",
-            text=render_case(result),
+            text=self.render(result),
             size=size_in_words(scenario),
             places=tuple(dict.fromkeys((key.place, *places_of(result)))),
             as_met=as_met,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from zero_sim.backends.hands import Hand
 from zero_sim.errors import EnvironmentProblem, UsageError
-from zero_sim.fuzz.batch import run_batch, warm_up
+from zero_sim.fuzz.batch import Render, run_batch, warm_up
 from zero_sim.fuzz.records import BatchReport, Job
 
 CONNECT_SECONDS = 30
@@ -47,6 +47,9 @@ class OwnCrew:
 
     slots = 1
 
+    def __init__(self, render: Render) -> None:
+        self._render = render
+
     def prepare(self, target: str) -> None:
         """Import it here."""
         warm_up(target)
@@ -54,7 +57,7 @@ class OwnCrew:
     def submit(self, job: Job) -> Future[BatchReport]:
         """Run a batch."""
         future: Future[BatchReport] = Future()
-        future.set_result(run_batch(job))
+        future.set_result(run_batch(job, self._render))
         return future
 
     def interrupt(self) -> None:
@@ -66,10 +69,12 @@ class ProcessCrew:
 
     Args:
         slots: Number of processes.
+        render: What writes the text of a finding.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, render: Render) -> None:
         self.slots = slots
+        self._render = render
         self._hands = [Hand[Any]() for _ in range(slots)]
 
     def prepare(self, target: str) -> None:
@@ -81,7 +86,7 @@ class ProcessCrew:
     def submit(self, job: Job) -> Future[BatchReport]:
         """Begin a batch on a process that is free."""
         hand = next(hand for hand in self._hands if hand.is_free)
-        return hand.submit(run_batch, job)
+        return hand.submit(run_batch, job, self._render)
 
     def interrupt(self) -> None:
         """Send every process at work an interrupt."""
@@ -100,10 +105,12 @@ class ClusterCrew:
     Args:
         executor: The cluster, as an executor.
         slots: Number of batches at a time.
+        render: What writes the text of a finding.
     """
 
-    def __init__(self, executor: Executor, *, slots: int) -> None:
+    def __init__(self, executor: Executor, *, slots: int, render: Render) -> None:
         self._executor = executor
+        self._render = render
         self.slots = slots
         self._running: list[Future[BatchReport]] = []
 
@@ -112,7 +119,7 @@ class ClusterCrew:
 
     def submit(self, job: Job) -> Future[BatchReport]:
         """Begin a batch on some worker."""
-        future = self._executor.submit(run_batch, job)
+        future = self._executor.submit(run_batch, job, self._render)
         self._running = [other for other in self._running if not other.done()] + [future]
         return future
 
@@ -123,10 +130,13 @@ class ClusterCrew:
 
 
 @contextlib.contextmanager
-def open_crew(*, jobs: int | None = None, scheduler: str | None = None) -> Iterator[Crew]:
+def open_crew(
+    *, render: Render, jobs: int | None = None, scheduler: str | None = None
+) -> Iterator[Crew]:
     """Those who run the batches of a campaign.
 
     Args:
+        render: What writes the text of a finding, wherever it is found.
         jobs: Batches at a time; 1, or all that a cluster has cores for, where left out.
         scheduler: Address of a Dask scheduler; absent for this machine.
 
@@ -134,15 +144,15 @@ def open_crew(*, jobs: int | None = None, scheduler: str | None = None) -> Itera
         EnvironmentProblem: The cluster cannot be used.
     """
     if scheduler is not None:
-        with _connected(scheduler, jobs=jobs) as crew:
+        with _connected(scheduler, jobs=jobs, render=render) as crew:
             yield crew
         return
     if jobs is None or jobs == 1:
-        yield OwnCrew()
+        yield OwnCrew(render)
         return
     if jobs < 1:
         raise UsageError(f"expected at least 1 job, got {jobs}")
-    crew = ProcessCrew(jobs)
+    crew = ProcessCrew(jobs, render=render)
     try:
         yield crew
     finally:
@@ -150,7 +160,7 @@ def open_crew(*, jobs: int | None = None, scheduler: str | None = None) -> Itera
 
 
 @contextlib.contextmanager
-def _connected(scheduler: str, *, jobs: int | None) -> Iterator[ClusterCrew]:
+def _connected(scheduler: str, *, jobs: int | None, render: Render) -> Iterator[ClusterCrew]:
     try:
         connect = importlib.import_module("distributed").Client
     except ModuleNotFoundError:
@@ -173,7 +183,7 @@ def _connected(scheduler: str, *, jobs: int | None) -> Iterator[ClusterCrew]:
             )
         # Two batches in one process would stand in the way of each other's ranks.
         executor = client.get_executor(pure=False, retries=0)
-        yield ClusterCrew(executor, slots=jobs or len(client.ncores()))
+        yield ClusterCrew(executor, slots=jobs or len(client.ncores()), render=render)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -13,8 +13,8 @@ from itertools import islice
 from hypothesis import settings
 
 from zero_sim.backends import WorldPool
-from zero_sim.drawing import draws
 from zero_sim.findings.records import CaseResult
+from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 from hypothesis import strategies as st
 
-from zero_sim.drawing import draws
+from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
 
 NUMBERS = st.integers(0, 10**6)
