@@ -181,6 +181,7 @@ def test_cases_with_faults_are_valid_and_say_what_must_be_found():
 
 FEATURES = {
     "bf16": lambda s: s.model.dtype == "bf16",
+    "fp16": lambda s: s.model.dtype == "fp16",
     "unusual params": lambda s: s.model.name == "unusual",
     "exact workload": lambda s: s.model.name in ("lattice", "bit-hash", "ternary"),
     "experts on several ranks": lambda s: s.topology.ep > 1,

@@ -77,12 +77,13 @@ def test_it_passes_in_many_trees(bounded, seed, size):
     "model",
     [
         ModelSpec(name="params", shapes=SHAPES, dtype="bf16"),
+        ModelSpec(name="params", shapes=SHAPES, dtype="fp16"),
         ModelSpec(name="ternary", dtype="bf16"),
         ModelSpec(name="unusual", dtype="bf16"),
         ModelSpec(name="transformer-260", dtype="bf16"),
         replace(BF16, freeze=(FreezeSpec(param="0.up.weight", start=1, stop=2),)),
     ],
-    ids=["params", "ternary", "unusual", "transformer-260", "freeze"],
+    ids=["params", "fp16", "ternary", "unusual", "transformer-260", "freeze"],
 )
 def test_every_model_that_is_not_refused(bounded, model):
     assert bounded(model=model, run=RunSpec(steps=3)).verdict == "pass"

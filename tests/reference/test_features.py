@@ -223,6 +223,17 @@ class TestLossScale:
         assert (after.skipped, after.loss_scale) == (False, 1024.0)
         assert not torch.equal(before[0], after.masters["0.up.weight"])
 
+    def test_a_sum_in_fp16_overflows_by_itself(self, make_scenario, inject):
+        """Each rank's gradient is finite in fp16, their sum is not; half of it is."""
+        spec = OptimizerSpec(name="sgd", loss_scale=LossScaleSpec(initial=2.0**15))
+        scenario = make_scenario(optim=spec)
+        reference = Reference(scenario, workload=inject([[[1.0]]] * 2, dtype=torch.float16))
+        overflowed, finite = reference.step(), reference.step()
+        assert overflowed.skipped
+        assert overflowed.grads["w"].item() == math.inf
+        assert not finite.skipped
+        assert finite.grads["w"].item() == 2.0**15
+
     def test_without_it_an_infinity_is_not_skipped(self, make_scenario, inject):
         """It goes into the masters, and is reported."""
         result = Reference(make_scenario(size=1), workload=inject([[[math.inf]]])).step()
@@ -355,7 +366,7 @@ class TestContinueAs:
 class TestUnusual:
     """One of each awkward kind of param."""
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_reduced_gradients_are_plain_sums(self, make_scenario, dtype):
         """With zeros where a rank or a micro-batch has no gradient; `frozen` has no part at all."""
         scenario = make_scenario("unusual", size=3, micros=2, dtype=dtype)

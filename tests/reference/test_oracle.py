@@ -104,7 +104,7 @@ class TestAgainstPlainTorch:
     """The same mathematics written out with `backward` and loops, on real workloads."""
 
     @pytest.mark.parametrize("name", ["mlp", "params", "transformer-260"])
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_first_reduced_gradient(self, make_scenario, name, dtype):
         """Three ranks, two micro-batches, bit for bit."""
         torch.set_num_threads(1)

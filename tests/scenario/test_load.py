@@ -108,7 +108,7 @@ class TestMessages:
             "'ternary', got 'mpl' (string). Did you mean \"mlp\"?",
             "model.hidden: expected an integer, got '32' (string). Write 32, without quotes.",
             "model.blocks: expected an integer, got 3.0 (float). Write 3.",
-            "model.dtype: expected one of 'fp32', 'bf16', got 16 (integer). "
+            "model.dtype: expected one of 'fp32', 'bf16', 'fp16', got 16 (integer). "
             "Leave it out for the default, 'fp32'.",
             "data.nan.rank: missing; expected an integer. Try rank = 0.",
             "data.rows: expected an integer, got 2020-01-01 (date or time). "

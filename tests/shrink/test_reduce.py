@@ -1,11 +1,13 @@
 """The search for a smaller case, with predicates that need no world."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import OptimizerSpec
 from zero_sim.shrink import Limits, Size, shrink, size_of
 from zero_sim.shrink.candidates import PASSES
 from zero_sim.shrink.size import order_of
@@ -108,6 +110,15 @@ def test_two_features_that_need_each_other_stay():
     small = shrink(case(), fails=fails)
     assert small.size == Size(ranks=1, params=1, elements=1, steps=2, features=2)
     assert small.scenario.system.bucket_elems == 1
+
+
+def test_a_pair_of_numbers_goes_by_itself():
+    """Betas are a value like any other, though a tuple holds them."""
+    spec = OptimizerSpec(clip_norm=0.5, betas=(0.5, 0.75))
+    small = shrink(
+        replace(case(), optimizer=spec), fails=lambda each: each.optimizer.clip_norm is not None
+    )
+    assert small.scenario.optimizer.betas == (0.9, 0.999)
 
 
 def test_a_group_follows_its_param():

@@ -43,7 +43,7 @@ def drawn(make_scenario):
     return draw
 
 
-@pytest.mark.parametrize(("dtype", "budget"), [("bf16", 2**8), ("fp32", 2**24)])
+@pytest.mark.parametrize(("dtype", "budget"), [("bf16", 2**8), ("fp16", 2**11), ("fp32", 2**24)])
 @pytest.mark.parametrize("name", ["lattice", "bit-hash", "ternary"])
 def test_gradients_are_within_the_budget(drawn, name, dtype, budget):
     _, _, grads = drawn(name, dtype=dtype)
@@ -54,7 +54,7 @@ def test_gradients_are_within_the_budget(drawn, name, dtype, budget):
     assert units.count_nonzero() > units.numel() / 3
 
 
-@pytest.mark.parametrize(("dtype", "budget"), [("bf16", 2**8), ("fp32", 2**24)])
+@pytest.mark.parametrize(("dtype", "budget"), [("bf16", 2**8), ("fp16", 2**11), ("fp32", 2**24)])
 def test_most_of_the_lattice_exhausts_the_budget(drawn, dtype, budget):
     """Three elements of four, in positive units or in negative ones; one narrower bit shows."""
     _, _, grads = drawn("lattice", ranks=4, micros=3, dtype=dtype)
@@ -76,10 +76,10 @@ def test_the_lattice_does_not_look_at_the_params(drawn):
     assert torch.equal(gradients(workload, module), grads[0])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_one_bit_of_a_param_changes_its_hashed_gradient(drawn, dtype):
     workload, module, grads = drawn("bit-hash", ranks=1, micros=1, dtype=dtype)
-    width = torch.int16 if dtype == "bf16" else torch.int32
+    width = torch.int32 if dtype == "fp32" else torch.int16
     with torch.no_grad():
         module.p3.view(width).bitwise_xor_(1)
     changed = gradients(workload, module) != grads[0]

@@ -7,6 +7,7 @@ import torch
 
 from zero_sim.scenario.spec import DataSpec, RunSpec
 from zero_sim.workloads import build_workload
+from zero_sim.workloads.draws import working_dtype
 
 PLAIN = ["mlp", "params", "transformer-260", "digits"]
 NAMES = [*PLAIN, "unusual", "moe", "fp8", "lattice", "bit-hash", "ternary"]
@@ -83,7 +84,7 @@ class TestEveryWorkload:
 class TestEveryPlainWorkload:
     """Claims that hold where every param is trained and used."""
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_every_param_gets_a_gradient_in_its_dtype(self, make_scenario, name, dtype):
         """The loss is a finite scalar and reaches each param, and a quarter of all elements."""
         workload = build_workload(make_scenario(name, shapes=SHAPES, dtype=dtype))
@@ -93,9 +94,7 @@ class TestEveryPlainWorkload:
         assert loss.shape == ()
         assert loss.isfinite()
         grads = [param.grad for param in module.parameters()]
-        assert {grad.dtype for grad in grads} == {
-            torch.bfloat16 if dtype == "bf16" else torch.float32
-        }
+        assert {grad.dtype for grad in grads} == {working_dtype(dtype)}
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         assert flat.count_nonzero() >= 0.25 * flat.numel()
 

@@ -108,7 +108,7 @@ def train_plainly(*, world_size, shapes, dtype, config, optim_factory):
 
 def assert_same_bits(got, expected, where):
     """Compare as integers: zeros with their signs, no tolerance."""
-    bits = torch.int16 if expected.dtype is torch.bfloat16 else torch.int32
+    bits = torch.int16 if expected.element_size() == 2 else torch.int32
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), where
     assert torch.equal(got.contiguous().view(bits), expected.contiguous().view(bits)), where
 
@@ -136,7 +136,9 @@ def assert_same_history(per_rank, expected, *, stage):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 class TestAgainstAPlainLoop:
     """The sharded system and a plain loop agree in every bit after every step."""
 

@@ -15,11 +15,12 @@ WORLD_SIZES = [1, 2, 3, 5, 7, 10, 96, 257, 2**15 - 1]
 class TestDivide:
     """divide_ rounds the true quotient once."""
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("count", WORLD_SIZES)
-    def test_of_every_bf16_is_that_of_torch(self, count):
-        """All 65,536 bit patterns: the same bits as dividing the bf16 tensor by the number."""
+    def test_of_every_16_bits_is_that_of_torch(self, count, dtype):
+        """All 65,536 bit patterns: the same bits as dividing the tensor by the number."""
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-        values = every.view(torch.bfloat16)
+        values = every.view(dtype)
         values = values[~values.isnan()]
         expected = values / count
         divided = values.clone()
@@ -45,7 +46,7 @@ class TestDivide:
 class TestReciprocal:
     """multiply_by_reciprocal_ rounds the reciprocal, then the product, to the values' dtype."""
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("count", WORLD_SIZES)
     def test_is_rounded_before_the_product(self, count, dtype):
         """Against fp64, in which the product of two rounded factors is exact."""

@@ -62,7 +62,7 @@ def train(rank, *, dtype, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_engine_does_the_same(run_ranks, world_size, dtype, stage):
     """Bit for bit, on every rank."""

@@ -64,7 +64,8 @@ def models(
     swarm = swarm or Swarm(draw)
     dtype = able.dtypes[0]
     if len(able.dtypes) > 1:
-        dtype = "bf16" if swarm.on("bf16") else "fp32"
+        narrow = [each for each in able.dtypes if each != "fp32"]
+        dtype = draw(st.sampled_from(narrow)) if swarm.on("16-bit params") else "fp32"
     match name:
         case "params" | "lattice" | "bit-hash":
             return ModelSpec(name=name, dtype=dtype, shapes=shapes)

@@ -77,6 +77,7 @@ def _trained(module: Module) -> tuple[ParamSpec, ...]:
 _DTYPES = {
     "torch.float32": "fp32",
     "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
     "torch.float8_e4m3fn": "fp8-e4m3",
     "torch.float8_e5m2": "fp8-e5m2",
 }

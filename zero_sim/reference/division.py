@@ -33,8 +33,8 @@ class Division:
             case "pre" if grad.dtype is torch.float32:
                 return grad.div(self.count)
             case "pre":
-                # bf16 has no 257, so the quotient is taken in fp32. That has more than twice as
-                # many bits and two, so the second rounding meets no tie that the first one made.
+                # bf16 has no 257 and fp16 no 2049, so the quotient is taken in fp32. That has twice
+                # their bits and two, so the second rounding meets no tie that the first one made.
                 return grad.to(torch.float32).div_(self.count).to(grad.dtype)
             case "premul":
                 return grad * self.reciprocal(grad.dtype)

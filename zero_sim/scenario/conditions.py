@@ -15,7 +15,8 @@ from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
-_BF16_UNITS = 2**8
+_UNITS = {"bf16": 2**8, "fp16": 2**11}
+"""What 16-bit dtypes add exactly, in units of which each rank and micro-batch needs one."""
 _UNBOUNDED = ("moe", "fp8")
 _BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
 
@@ -143,11 +144,11 @@ CONDITIONS = (
         reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
         broken=lambda s: (
             s.model.name == "bit-hash"
-            and s.model.dtype == "bf16"
-            and s.world.size * s.run.micro_batches > _BF16_UNITS
+            and s.world.size * s.run.micro_batches > _UNITS.get(s.model.dtype, 2**24)
         ),
-        message=f"expected at most {_BF16_UNITS} ranks times micro-batches, among which the units "
-        "that bf16 adds exactly are shared, got more with model {got}.",
+        message=f"expected at most {_UNITS['bf16']} ranks times micro-batches in bf16, "
+        f"{_UNITS['fp16']:,} in fp16, among which the units that they add exactly are shared, got "
+        "more with model {got}.",
         suggestion='Try dtype = "fp32".',
         holds_after=True,
     ),

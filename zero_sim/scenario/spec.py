@@ -21,7 +21,7 @@ ModelName = Literal[
     "bit-hash",
     "ternary",
 ]
-DtypeName = Literal["fp32", "bf16"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal[
     "adamw",
     "adam",

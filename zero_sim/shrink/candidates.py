@@ -211,7 +211,9 @@ def _fields(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
             value = getattr(record, column.name)
             if column.name in _KEPT or (table, column.name) == ("model", "name"):
                 continue
-            if isinstance(value, tuple) or dataclasses.is_dataclass(value):
+            # A pair of numbers is a value; other tuples are lists, which have passes of their own.
+            is_list = isinstance(value, tuple) and column.name != "betas"
+            if is_list or dataclasses.is_dataclass(value):
                 continue
             yield f"{table}.{column.name}", value, column.default
 

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from zero_sim.scenario.spec import DtypeName, Scenario
 
+_DTYPES: Final[Mapping[DtypeName, torch.dtype]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
 
 def working_dtype(name: DtypeName) -> torch.dtype:
     """Return the torch dtype that a scenario's dtype name stands for."""
-    return torch.bfloat16 if name == "bf16" else torch.float32
+    return _DTYPES[name]
 
 
 def data_rank(scenario: Scenario, *, rank: int) -> int:

@@ -11,22 +11,24 @@ trusted with that: the oracle checks every element of every step.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from zero_sim.scenario.spec import ModelName, Scenario
+from zero_sim.scenario.spec import DtypeName, ModelName, Scenario
 
 EXACT_MODELS: frozenset[ModelName] = frozenset({"lattice", "bit-hash", "ternary"})
 """Models that claim a reduced gradient which no order of addition changes."""
 
+_SIGNIFICAND_BITS: Final[Mapping[DtypeName, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}
 _MASK = 0xFFFFFFFF
 
 
 def budget_units(scenario: Scenario) -> int:
     """Units that may be added into one element in a step, of either sign; see [Note: budgets]."""
-    return 2**8 if scenario.model.dtype == "bf16" else 2**24
+    return 2 ** _SIGNIFICAND_BITS[scenario.model.dtype]
 
 
 def hash_bits(values: Tensor, *, salt: int) -> Tensor:

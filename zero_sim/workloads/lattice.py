@@ -122,8 +122,8 @@ class LatticeWorkload:
         return units.view(rank_count, scenario.run.micro_batches, elems)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return what the module returns, 0-D."""
-        return module(batch.inputs)
+        """Return what the module returns, 0-D, in fp32."""
+        return module(batch.inputs).float()
 
     def accuracy(self, module: nn.Module) -> float | None:
         """Return None: there is nothing to classify."""
@@ -164,8 +164,8 @@ class BitHashWorkload:
         return Batch(inputs=salt, targets=None, row_count=rows_of(scenario, rank=rank))
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return what the module returns, 0-D."""
-        return module(batch.inputs)
+        """Return what the module returns, 0-D, in fp32."""
+        return module(batch.inputs).float()
 
     def accuracy(self, module: nn.Module) -> float | None:
         """Return None: there is nothing to classify."""

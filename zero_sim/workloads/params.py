@@ -75,8 +75,8 @@ class ParamsWorkload:
         return Batch(inputs=factors, targets=None, row_count=rows)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return what the module returns, 0-D: the mean over rows; or the rows' sum."""
-        loss = module(batch.inputs)
+        """Return what the module returns, 0-D, in fp32: the mean over rows; or the rows' sum."""
+        loss = module(batch.inputs).float()
         return loss if self._scenario.data.loss == "mean" else loss * batch.rows
 
     def accuracy(self, module: nn.Module) -> float | None:

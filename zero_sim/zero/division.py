@@ -50,15 +50,16 @@ def divide_(values: Tensor, *, divisor: Tensor) -> None:
     """Divide in place, each quotient rounded once to the dtype of `values`.
 
     Args:
-        values: Any shape, fp32 or bf16.
+        values: Any shape, fp32, bf16 or fp16.
         divisor: 0D fp32, from `build_divisor`.
     """
     if values.dtype is torch.float32:
         values.div_(divisor)
         return
-    # bf16 cannot hold every count (257 would become 256), so the quotient is taken in fp32.
-    # Rounding twice is rounding once up to a count of 2**15: a tie of bf16 has 9 bits, its product
-    # with the count then fits into 24, and a quotient that is no tie is never rounded to one.
+    # 16 bits cannot hold every count (bf16 makes 256 of 257, fp16 2048 of 2049), so the quotient is
+    # taken in fp32. Rounding twice is rounding once up to a count of 2**12: a tie of fp16 has 12
+    # bits (of bf16 9), its product with the count then fits into 24, and a quotient that is no tie
+    # is never rounded to one.
     values.copy_(values.to(torch.float32).div_(divisor))
 
 
@@ -66,7 +67,7 @@ def multiply_by_reciprocal_(values: Tensor, *, divisor: Tensor) -> None:
     """Multiply in place by `1 / divisor`, rounded to fp32, then to the dtype of `values`.
 
     Args:
-        values: Any shape, fp32 or bf16.
+        values: Any shape, fp32, bf16 or fp16.
         divisor: 0D fp32, from `build_divisor`.
     """
     values.mul_(divisor.reciprocal().to(values.dtype))

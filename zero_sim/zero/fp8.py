@@ -30,7 +30,7 @@ from zero_sim.zero.collectives import all_reduce_max
 DTYPE_NAMES: Final = {torch.float8_e4m3fn: "fp8-e4m3", torch.float8_e5m2: "fp8-e5m2"}
 """The fp8 dtypes that can be trained, with the names that they have in a layout."""
 
-_GRAD_DTYPES = (torch.float32, torch.bfloat16)
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The greatest numbers, 448 and 57344, are both 0.875 times a power of two.
 _MAX_MANTISSA = 0.875
 _MAX_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
@@ -74,7 +74,7 @@ def find_scale(module: nn.Module, *, name: str, param: nn.Parameter) -> Tensor:
         )
     if param.grad_dtype not in _GRAD_DTYPES:
         raise ModelError(
-            f"Expected a gradient of fp32 or bf16 for {name!r} of {param.dtype} but got "
+            f"Expected a gradient of fp32, bf16 or fp16 for {name!r} of {param.dtype} but got "
             f"grad_dtype={param.grad_dtype}. Try param.grad_dtype = torch.bfloat16."
         )
     return scale

@@ -11,7 +11,12 @@ from torch.nn.parameter import is_lazy
 from zero_sim.errors import ModelError
 from zero_sim.zero import fp8
 
-DTYPE_NAMES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", **fp8.DTYPE_NAMES}
+DTYPE_NAMES: Final = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    **fp8.DTYPE_NAMES,
+}
 """The dtypes of params that can be trained, with the names they have in a layout."""
 
 
