@@ -75,6 +75,7 @@ def test_one_model_on_every_stage(pool, scenario, data):
     shared_by = ranks // scenario.topology.ep
     copies = data.draw(st.sampled_from([k for k in range(1, shared_by + 1) if shared_by % k == 0]))
     system = replace(scenario.system, overlap_params=None, partition="padded", redundancy=1)
+    system = replace(system, state_over="block")
     plain = replace(system, prefetch=None, reshard_after_forward=True)
     family = [
         replace(plain, stage=0),
@@ -83,6 +84,9 @@ def test_one_model_on_every_stage(pool, scenario, data):
         replace(plain, stage=3, redundancy=copies, prefetch=data.draw(st.integers(0, 3))),
         replace(plain, stage=3, redundancy=copies, reshard_after_forward=False),
     ]
+    if copies > 1:
+        stage = data.draw(st.sampled_from([1, 2, 3]))
+        family.append(replace(plain, stage=stage, redundancy=copies, state_over="all"))
     world = replace(scenario.world, order=order)
     for member in family:
         assert_not_wrong(replace(scenario, world=world, system=member), pool)

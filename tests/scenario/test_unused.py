@@ -31,6 +31,7 @@ WITHOUT_USE = {
     "model.experts": case(model=replace(MLP, experts=5)),
     "optimizer.eps": case(optimizer=OptimizerSpec(name="sgd", eps=1.0)),
     "system.divide_by": case(system=SystemSpec(divide="none", divide_by="tokens")),
+    "system.state_over": case(system=SystemSpec(state_over="all")),
     "topology.order": case(topology=TopologySpec(order="pp-dp-cp-tp")),
     "model.freeze[0].start": case(
         model=replace(MLP, freeze=(FreezeSpec(param="0.up.bias", start=3, stop=4),))
@@ -42,6 +43,7 @@ WITH_USE = [
     case(model=ModelSpec(name="ternary", hidden=3)),
     case(optimizer=OptimizerSpec(name="rmsprop", eps=1.0)),
     case(system=SystemSpec(divide="pre", divide_by="tokens")),
+    case(system=SystemSpec(redundancy=2, state_over="all")),
     case(topology=TopologySpec(order="dp-tp-cp-pp", tp=2), world=WorldSpec(size=4)),
     case(
         model=replace(MLP, freeze=(FreezeSpec(param="0.up.bias", start=2, stop=9),)),

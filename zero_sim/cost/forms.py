@@ -53,12 +53,17 @@ class BucketForm:
     shard_elems: int
     """Of this rank's shard, padding included."""
     shard_start: int
+    block_elems: int
+    """Of what its block has in this rank's place: its shard, or those that the ranks at this place
+    in all blocks have between them."""
     group_size: int
     """Ranks that shard it; those that sum it with stage 0."""
     replica_count: int
     is_even: bool
     is_sharded: bool
     """Whether each rank has a shard of it; with stage 0 each has all."""
+    is_cut_across: bool
+    """Whether blocks share its state, in place of a copy of it in each."""
     is_last: bool
     """Whether it is the one that a forward is expected to need last: of all buckets, the one whose
     first param is registered last."""
@@ -75,10 +80,28 @@ class BucketForm:
 
     @property
     def copies_call(self) -> Call | None:
-        """The call that sums the copies of its shard; None without copies, or without elements."""
-        if not self.is_sharded or self.replica_count == 1 or not self.shard_elems:
+        """The second of them, over blocks; None with one block, or without elements."""
+        if not self.is_sharded or self.replica_count == 1 or not self.block_elems:
             return None
-        return ("all_reduce", self.replica_count, self.shard_elems)
+        kind = self.sum_call[0] if self.is_cut_across else "all_reduce"
+        return (kind, self.replica_count, self.block_elems)
+
+    @property
+    def gather_call(self) -> Call:
+        """The call that makes whole params of what the ranks of a block have."""
+        return self._gathered(self.group_size, self.block_elems)
+
+    @property
+    def spread_call(self) -> Call | None:
+        """The call by which blocks tell each other what they own; None where they need not."""
+        if not (self.is_cut_across and self.block_elems):
+            return None
+        return self._gathered(self.replica_count, self.shard_elems)
+
+    def _gathered(self, ranks: int, elems: int) -> Call:
+        return (
+            ("all_gather", ranks, elems) if self.is_even else ("all_to_all", ranks, elems * ranks)
+        )
 
     @property
     def owns_elems(self) -> bool:
@@ -148,7 +171,8 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> Buck
     if bucket[0].kind == "expert":
         holders, place = holders // ways, rank // ways
     group_size = holders // system.redundancy
-    shards = group_size if system.stage else 1
+    parts = system.redundancy if system.state_over == "all" else 1
+    shards = group_size * parts if system.stage else 1
     payload = sum(size.elems for size in bucket)
     param_bytes = bucket[0].param_bytes
     elems = payload
@@ -157,19 +181,24 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> Buck
         unit = shards * math.lcm(system.align_elems, aligned)
         elems = -(-payload // unit) * unit
     shortest, longer_count = divmod(elems, shards)
-    shard = place % shards
+    # Of the shards of a place in its block each block has one, in their order.
+    shard = place % group_size * parts + place // group_size % parts if system.stage else 0
+    starts = [index * shortest + min(index, longer_count) for index in range(shards + 1)]
+    first = shard - shard % parts
     members = _in_order(bucket, scenario=scenario)
     return BucketForm(
         names=tuple(size.name for size in members),
         names_with_elems=tuple(size.name for size in members if size.elems),
         elems=elems,
         payload_elems=payload,
-        shard_elems=shortest + (shard < longer_count),
-        shard_start=shard * shortest + min(shard, longer_count),
+        shard_elems=starts[shard + 1] - starts[shard],
+        shard_start=starts[shard],
+        block_elems=starts[first + parts] - starts[first],
         group_size=group_size,
         replica_count=system.redundancy,
         is_even=longer_count == 0,
         is_sharded=system.stage > 0,
+        is_cut_across=parts > 1,
         is_last=False,
         param_bytes=param_bytes,
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,

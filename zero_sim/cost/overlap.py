@@ -275,14 +275,16 @@ def _check_gathers(rank: _Rank) -> Iterator[Finding]:
     for step, end in pace.ends.items():
         begun = rank.issued_in(pace.starts[step, 0], end)
         gathers = [call for call in begun if call.call[0] in _GATHERS]
+        # What blocks own of each other's params has to be there before a gather can start.
+        spreads = sum(form.spread_call is not None for form in rank.forms)
         read = set(pace.unguarded)
         for sight in (Sight(names=frozenset(), time=end), *pace.begins.get(step + 1, ())):
-            waited = sum(call.waited < sight.time for call in gathers)
+            waited = sum(call.waited < sight.time for call in gathers) - spreads
             needed = sum(not read.isdisjoint(form.names_with_elems) for form in rank.forms)
             if waited > needed:
                 where = f"the forward that reads {_some(sorted(sight.names))} began"
                 yield rank.finding(
-                    f"{waited} of {len(gathers)} gathers were waited for before "
+                    f"{waited} of {len(gathers) - spreads} gathers were waited for before "
                     f"{where if sight.names else 'the step of the optimizer came back'}, where "
                     f"modules that began before it needed {needed}",
                     step=step,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from zero_sim.cost.forms import Call, ParamSize, bucket_forms, in_words
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
 
@@ -45,11 +46,9 @@ def calls_of_step(
             continue
         if form.copies_call is not None:
             calls[form.copies_call] += sums
-        gathers = _gathers(scenario, is_last=form.is_last, skipped=skipped)
-        if gathers:
-            gathered = ("all_gather", form.group_size, form.shard_elems)
-            sent_to_all = ("all_to_all", form.group_size, form.shard_elems * form.group_size)
-            calls[gathered if form.is_even else sent_to_all] += gathers
+        calls[form.gather_call] += _gathers(scenario, is_last=form.is_last, skipped=skipped)
+        if form.spread_call is not None and not skipped:
+            calls[form.spread_call] += 1
     if system.stage and not skipped:
         calls += _scale_calls(sizes, scenario=scenario)
     return +calls
@@ -74,8 +73,8 @@ def _scale_calls(sizes: Sequence[ParamSize], *, scenario: Scenario) -> Counter[C
     for kind, ways in (("dense", 1), ("expert", scenario.topology.ep)):
         count = sum(size.kind == kind and size.dtype.startswith("torch.float8") for size in sizes)
         if count:
-            group_size = scenario.world.size // ways // scenario.system.redundancy
-            calls["all_reduce", group_size, count] += 1
+            holders = scenario.world.size // ways
+            calls["all_reduce", holders // state_copies(scenario.system), count] += 1
     return calls
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from torch.nn import Module
 
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
+from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec
 from zero_sim.workloads import build_module, build_workload
 
@@ -30,7 +31,7 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
     specs = param_specs(scenario.model, ep=topology.ep)
     for kind in dict.fromkeys(spec.kind for spec in specs):
         policy = LayoutPolicy(
-            shard_count=1 if system.stage == 0 else shard_counts[kind] // system.redundancy,
+            shard_count=1 if system.stage == 0 else shard_counts[kind] // state_copies(system),
             align_elems=system.align_elems,
             align_bytes=system.align_bytes,
             bucket_elems=system.bucket_elems,

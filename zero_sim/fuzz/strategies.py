@@ -192,6 +192,7 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
         system,
         stage=1,
         redundancy=1,
+        state_over="block",
         partition="padded",
         sync="last",
         prefetch=None,

@@ -48,6 +48,7 @@ _PATHS = {
     "reload": "reload",
     "reverse": "system.param_order",
     "shared": "topology.shared",
+    "state over all": "system.state_over",
     "sync every": "system.sync",
     "tied": "topology.tied",
     "tp": "topology.tp",

@@ -127,6 +127,7 @@ def systems(
         redundancy=draw(st.sampled_from(copies))
         if swarm.on("copies", fits=bool(stage and copies))
         else 1,
+        state_over="all" if swarm.on("state over all", fits=bool(stage and copies)) else "block",
         partition="uneven" if uneven else "padded",
         param_order="reverse" if swarm.on("reverse") else "registration",
         align_elems=align_elems,

@@ -33,6 +33,7 @@ from zero_sim.judge.harness import AskedEngine
 from zero_sim.judge.seen import Seen, with_shown
 from zero_sim.judge.shown import Shown
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
+from zero_sim.scenario.copies import state_copies
 from zero_sim.targets import OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
@@ -67,7 +68,7 @@ class OwesBounds:
         self._tallies: list[Tally] = []
         self._sayings: list[Told] = []
         world, system = group.scenario.world, group.scenario.system
-        self._replica_count = world.size if system.stage == 0 else system.redundancy
+        self._replica_count = world.size if system.stage == 0 else state_copies(system)
 
     def follows(self, step: int) -> bool:
         """Whether there was nothing before a step that could not be followed.

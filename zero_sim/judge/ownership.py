@@ -12,6 +12,7 @@ from zero_sim.judge import invariants
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import sum_spans
 from zero_sim.reference import Addresses, Orders
+from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 
@@ -98,6 +99,8 @@ class Holders:
         copies = (
             f"with system.redundancy = {system.redundancy}, each block of "
             f"{self._scenario.world.size // system.redundancy} consecutive ranks shares it out"
+            if state_copies(system) > 1
+            else "with system.state_over = 'all', all ranks together share it out"
             if system.redundancy > 1
             else "with system.redundancy = 1, all ranks together share it out"
         )
@@ -128,7 +131,7 @@ class Holders:
             names: The params; places of others are left out.
         """
         system = self._scenario.system
-        replica_count = len(ranks) if system.stage == 0 else system.redundancy
+        replica_count = len(ranks) if system.stage == 0 else state_copies(system)
         share = len(ranks) // replica_count
         return [
             {

@@ -21,7 +21,8 @@ def sum_spans(places: Iterable[Place], *, replica_count: int) -> dict[str, list[
 
     Args:
         places: What the ranks of one replica own, each element once.
-        replica_count: Number of replicas, whose shards are summed by a second all-reduce.
+        replica_count: Number of blocks of ranks, whose shards are summed by a second call: an
+            all-reduce, or where blocks share the state what reduced the shards.
 
     Returns:
         By param, spans of its flattened elements.
@@ -93,13 +94,19 @@ def _site_of(place: Place) -> SumSite:
 
 
 def _replica_site_of(place: Place) -> SumSite:
-    return SumSite(kind="all_reduce", **_in_shard(place))
+    if place.part is None:
+        return SumSite(kind="all_reduce", **_in_shard(place))
+    if place.reduced_by == "reduce_scatter_list":
+        return SumSite(
+            kind="reduce_scatter_list", **_in_shard(place, of="part"), ends_on=place.part
+        )
+    return SumSite(kind="reduce_scatter", **_in_shard(place), ends_on=place.part)
 
 
-def _in_shard(place: Place) -> dict[str, int]:
-    start = _told(place, "shard_start")
+def _in_shard(place: Place, *, of: str = "shard") -> dict[str, int]:
+    start = _told(place, f"{of}_start")
     return {
-        "elems": _told(place, "shard_stop") - start,
+        "elems": _told(place, f"{of}_stop") - start,
         "offset": _told(place, "flat_start") - start,
     }
 

@@ -279,8 +279,8 @@ def global_rank_for_group_rank(patch: Patches) -> None:
     """A rank takes the shard of its global rank, as far as there are so many."""
 
     @patch(buffers, "_find_own_shard")
-    def wrong(right, plan, *, group):
-        shard = right(plan, group=group)
+    def wrong(right, plan, *, group, **named):
+        shard = right(plan, group=group, **named)
         return shard if group is None else min(dist.get_rank(), plan.policy.shard_count - 1)
 
 

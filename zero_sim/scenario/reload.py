@@ -40,9 +40,13 @@ def after_reload(scenario: Scenario) -> Scenario:
         for table, fields in changed.items()
     }
     system = tables.get("system")
-    if system is not None and system.stage != 3:
+    if system is not None:
         # What only the stage before it had has no meaning any more.
-        tables["system"] = dataclasses.replace(system, prefetch=None, reshard_after_forward=True)
+        if system.stage != 3:
+            system = dataclasses.replace(system, prefetch=None, reshard_after_forward=True)
+        if not system.stage:
+            system = dataclasses.replace(system, state_over="block")
+        tables["system"] = system
     return dataclasses.replace(scenario, **tables)
 
 

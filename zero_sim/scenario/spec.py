@@ -221,8 +221,11 @@ class SystemSpec:
     """When ranks are summed: after the last micro-batch, on what each accumulated; or after every
     one, accumulating the sums."""
     redundancy: int = 1
-    """Copies of the sharded optimizer state: the ranks are cut into so many blocks of consecutive
-    ones, each of which shards the whole state."""
+    """Copies of what is sharded: the ranks are cut into so many blocks of consecutive ones, each of
+    which holds all of it."""
+    state_over: Literal["block", "all"] = "block"
+    """With `redundancy`: whether the optimizer state is sharded in each block, or once over all
+    ranks, which hold copies of the params alone."""
     partition: Literal["padded", "uneven"] = "padded"
     """How a bucket becomes shards: even ones after padding, or without padding, the first ones one
     element longer where it does not divide."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zero_sim import checkpoint
-from zero_sim.layout import BucketPlan
+from zero_sim.layout import BucketPlan, Span
 from zero_sim.layout.topology import Topology
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import (
@@ -103,6 +103,7 @@ class ZeroSimEngine:
             sync=system.sync,
             micro_batches=scenario.run.micro_batches,
             redundancy=system.redundancy,
+            state_over=system.state_over,
             grad_dtype=system.grad_dtype,
             bucket_elems=system.bucket_elems,
             align_elems=system.align_elems,
@@ -233,17 +234,25 @@ class ZeroSimEngine:
     def _place_of(self, owned: OwnedFragment) -> Place:
         place = self._places.get(owned.param)
         if place is None:
-            bucket = self._ddp.buffers[owned.buffer].plan.buckets[owned.bucket]
-            shard = bucket.shard_span(owned.shard)
+            buffer = self._ddp.buffers[owned.buffer]
+            bucket = buffer.plan.buckets[owned.bucket]
+            unit = buffer.unit_of(self._ddp.params[owned.param])
+            assert unit is not None
+            shard = unit.block_span.shift(bucket.span.start)
+            part = unit.own_span.shift(bucket.span.start)
+            parts = unit.part_count
             place = self._places[owned.param] = Place(
                 param=owned.param,
                 start=owned.in_param.start,
                 stop=owned.in_param.stop,
                 flat_start=owned.in_buffer.start,
                 bucket=owned.bucket,
-                shard=owned.shard,
+                shard=owned.shard // parts,
                 shard_start=shard.start,
                 shard_stop=shard.stop,
+                part=owned.shard % parts if parts > 1 else None,
+                part_start=part.start,
+                part_stop=part.stop,
                 reduced_by=_reduced_by(bucket, is_sharded=self._ddp.config.sharding.state),
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
@@ -278,7 +287,9 @@ class ZeroSimEngine:
         for (index, number), master in self._optimizer.master_shards.items():
             buffer = self._ddp.buffers[index]
             where = f"the masters of buffer {index}, in bucket {number}"
-            stray = _stray_in_shard(buffer.plan.buckets[number], buffer.shard, master, where=where)
+            bucket = buffer.plan.buckets[number]
+            own = bucket.shard_span(buffer.shard)
+            stray = _stray_in_part(bucket, own, master, where=where)
             if stray:
                 return stray
         return ""
@@ -291,10 +302,9 @@ def _stray(padding: Tensor, *, start: int, where: str) -> str:
     return f"element {start + int(padding.nonzero()[0])} of {where}"
 
 
-def _stray_in_shard(bucket: BucketPlan, shard: int, memory: Tensor, *, where: str) -> str:
-    """The same for memory as long as a shard, in elements of the flat buffer."""
-    own = bucket.shard_span(shard)
-    # A bucket's padding is its tail: of a shard, what reaches into it.
+def _stray_in_part(bucket: BucketPlan, own: Span, memory: Tensor, *, where: str) -> str:
+    """The same for the memory of a part of a bucket, in elements of the flat buffer."""
+    # A bucket's padding is its tail: of a part, what reaches into it.
     start = min(max(own.start, bucket.padding.start), own.stop)
     return _stray(memory[start - own.start :], start=start, where=where)
 
@@ -311,7 +321,8 @@ def _stray_in_gradients(unit: Unit, *, index: int, padding_only: bool) -> str:
             return stray
     if unit.grad_total is None:
         return ""
-    return _stray_in_shard(bucket, unit.shard, unit.grad_total, where=f"the sums of {where}")
+    own = unit.own_span.shift(bucket.span.start)
+    return _stray_in_part(bucket, own, unit.grad_total, where=f"the sums of {where}")
 
 
 def _stray_in_params(unit: Unit, *, index: int) -> str:
@@ -321,9 +332,10 @@ def _stray_in_params(unit: Unit, *, index: int) -> str:
     if whole is not None:
         start = bucket.padding.start
         return _stray(whole[start - bucket.span.start :], start=start, where=where)
-    if unit.param_shard is None:
+    if unit.block_params is None:
         return ""
-    return _stray_in_shard(bucket, unit.shard, unit.param_shard, where=where)
+    held = unit.block_span.shift(bucket.span.start)
+    return _stray_in_part(bucket, held, unit.block_params, where=where)
 
 
 class ZeroSimTarget:

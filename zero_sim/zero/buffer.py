@@ -11,13 +11,14 @@ layers above need no second code path.
 
 With redundancy the ranks that shard are a part of those that train. After the reduce-scatter among
 them a shard holds the sum over that part; a second sum, over the ranks that hold the same shard in
-the other parts, makes it the sum over all. Gathers stay inside the part.
+the other parts, makes it the sum over all. Gathers stay inside the part. Where the state is sharded
+across the parts as well, the second sum is a reduce-scatter, too, and ranks of different parts tell
+each other their params once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,8 @@ class Buffer:
     `shard_params`.
 
     Args:
-        plan: The layout. Its shard count must be the size of `group`, and 1 without one.
+        plan: The layout. Its shard count must be the size of `group`, and 1 without one; times that
+            of `replica_group` where the state is sharded across.
         params: The plan's params by name, all on one device.
         sharding: What is cut over the ranks of `group`.
         group: The ranks that hold a shard each; None where nothing is sharded.
@@ -80,22 +82,28 @@ class Buffer:
     ) -> None:
         self.plan = plan
         self.sharding = sharding
-        self.shard = _find_own_shard(plan, group=group)
+        self.shard = _find_own_shard(
+            plan, group=group, replica_group=replica_group if sharding.across else None
+        )
         _check_params(plan, params)
         first = next(iter(params.values()))
         self.device, self._dtype, self._grad_dtype = first.device, first.dtype, grad_dtype
-        own_elems = sum(bucket.shard_span(self.shard).numel for bucket in plan.buckets)
         # Zeros, not empty: padding takes part in every sum, and must stay zero through all of them.
         self.grad_data = self.param_data = self.shard_data = self.total_data = None
         if not sharding.grads:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
-        if sharding.params:
-            self.shard_data = self._zeros(own_elems, dtype=first.dtype)
-        elif sharding.state:
+        if sharding.state and not sharding.params:
             self.param_data = self._zeros(plan.span.numel, dtype=first.dtype)
-        if accumulate_sums or sharding.grads:
-            self.total_data = self._zeros(own_elems, dtype=grad_dtype)
         by_index = self._build_units(group=group, replica_group=replica_group)
+        if sharding.params:
+            self.shard_data = self._zeros(
+                sum(unit.block_span.numel for unit in by_index.values()), dtype=first.dtype
+            )
+        if accumulate_sums or sharding.grads:
+            self.total_data = self._zeros(
+                sum(unit.own_span.numel for unit in by_index.values()), dtype=grad_dtype
+            )
+        self._give_parts(by_index.values())
         self.units = tuple(by_index.values())
         self._memory = self._adopt(params, units=by_index, scales=scales or {})
         self._unit_of = {
@@ -122,13 +130,16 @@ class Buffer:
         """Keep this rank's shards of the params and let go of the rest; without shards, nothing."""
         if self.shard_data is None:
             return
-        for param, memory in self._memory.items():
-            if memory.fragment is not None:
-                part = memory.fragment.in_param
-                memory.own_working.copy_(param.detach().reshape(-1)[part.start : part.stop])
-            if param in self._unit_of:
-                param.data = absent(param)
         for unit in self.units:
+            assert unit.block_params is not None
+            for memory in unit.members:
+                held = memory.in_unit.intersect(unit.block_span)
+                if not held.empty:
+                    flat = _view(
+                        memory.param.detach().reshape(-1), held.shift(-memory.in_unit.start)
+                    )
+                    _view(unit.block_params, held.shift(-unit.block_span.start)).copy_(flat)
+                memory.param.data = absent(memory.param)
             unit.param_state = ParamState.SHARDED
 
     def zero_grads(self) -> None:
@@ -167,6 +178,13 @@ class Buffer:
             )
         for unit in self.units:
             unit.gather()
+
+    def spread_params(self) -> None:
+        """Bring each rank's part of the params together, where ranks of several blocks own it."""
+        for unit in self.units:
+            unit.start_spread()
+        for unit in self.units:
+            unit.finish_spread()
 
     def get_grad_shard(self, param: nn.Parameter) -> Tensor:
         """Return this rank's part of a param's gradient, summed once the gradients are reduced.
@@ -300,9 +318,6 @@ class Buffer:
     def _build_units(
         self, *, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None
     ) -> dict[int, Unit]:
-        plans = [plan for plan in self.plan.buckets if not plan.span.empty]
-        sizes = [plan.shard_span(self.shard).numel for plan in plans]
-        starts = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
         return {
             plan.index: Unit(
                 name=f"bucket {plan.index} of {self.plan.key}",
@@ -310,23 +325,35 @@ class Buffer:
                 shard=self.shard,
                 grad_storage=self._storage(self.grad_data, plan, of_grads=True),
                 frees_grads=self.sharding.grads,
-                grad_total=_part(self.total_data, Span(start, start + size)),
+                grad_total=None,
                 param_storage=(
                     self._storage(self.param_data, plan, of_grads=False)
                     if self.sharding.state
                     else None
                 ),
                 frees_params=self.sharding.params,
-                param_shard=(
-                    _part(self.shard_data, Span(start, start + size))
-                    if self.sharding.params
-                    else _part(self.param_data, plan.shard_span(self.shard))
-                ),
+                block_params=None,
                 group=group,
                 replica_group=replica_group,
             )
-            for plan, size, start in zip(plans, sizes, starts, strict=True)
+            for plan in self.plan.buckets
+            if not plan.span.empty
         }
+
+    def _give_parts(self, units: Iterable[Unit]) -> None:
+        """Give each unit its parts of the memory that this rank keeps for good."""
+        params_start = sums_start = 0
+        for unit in units:
+            if self.param_data is not None:
+                unit.block_params = _view(
+                    self.param_data, unit.block_span.shift(unit.plan.span.start)
+                )
+            elif self.shard_data is not None:
+                unit.block_params = self.shard_data.narrow(0, params_start, unit.block_span.numel)
+                params_start += unit.block_span.numel
+            if self.total_data is not None:
+                unit.grad_total = self.total_data.narrow(0, sums_start, unit.own_span.numel)
+                sums_start += unit.own_span.numel
 
     def _storage(self, flat: Tensor | None, plan: BucketPlan, *, of_grads: bool) -> Storage:
         if flat is not None:
@@ -353,13 +380,16 @@ def _view(flat: Tensor, span: Span) -> Tensor:
     return flat.narrow(0, span.start, span.numel)
 
 
-def _part(flat: Tensor | None, span: Span) -> Tensor | None:
-    return None if flat is None else _view(flat, span)
-
-
-def _find_own_shard(plan: BufferPlan, *, group: dist.ProcessGroup | None) -> int:
-    """Return this rank's shard index, from its rank inside `group`, never the global one."""
-    expected, rank = (1, 0) if group is None else size_and_rank(group)
+def _find_own_shard(
+    plan: BufferPlan,
+    *,
+    group: dist.ProcessGroup | None,
+    replica_group: dist.ProcessGroup | None,
+) -> int:
+    """Return this rank's shard index, from its ranks inside the groups, never the global one."""
+    places, place = (1, 0) if group is None else size_and_rank(group)
+    parts, part = (1, 0) if replica_group is None else size_and_rank(replica_group)
+    expected, rank = places * parts, place * parts + part
     shard_count = plan.policy.shard_count
     if shard_count != expected:
         why = "as nothing is sharded" if group is None else "the size of its group"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
@@ -13,6 +13,7 @@ Divide = Literal["none", "pre", "post", "premul"]
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
+StateOver = Literal["block", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,11 @@ class ZeroConfig:
     """Micro-batches of a step. Needed only where the division comes before the first of several
     sums and depends on it; checked wherever given."""
     redundancy: int = 1
-    """Copies of the sharded optimizer state: blocks of consecutive ranks that shard all of it."""
+    """Copies of all that is sharded: blocks of consecutive ranks that hold one each."""
+    state_over: StateOver = "block"
+    """With several blocks, whether each holds a copy of the optimizer state, too, or there is one,
+    cut over all ranks: params are gathered inside a block, and the state costs what it does without
+    blocks."""
     grad_dtype: GradDtype = "param"
     """Dtype in which gradients are accumulated and summed: the param's own (of an fp8 param, its
     `grad_dtype`), or fp32."""
@@ -73,7 +78,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         choices = {
             "divide": Divide, "divide_by": DivideBy, "sync": Sync,
-            "grad_dtype": GradDtype,
+            "grad_dtype": GradDtype, "state_over": StateOver,
         }  # fmt: skip
         for name, literal in choices.items():
             value = getattr(self, name)
@@ -104,14 +109,15 @@ class ZeroConfig:
     @property
     def sharding(self) -> Sharding:
         """What each rank keeps a part of."""
-        return sharding_of(self.stage)
+        return replace(sharding_of(self.stage), across=self.state_over == "all")
 
     def _check_unused(self) -> None:
         """Refuse settings of what this stage does not do."""
         sharding, stage = self.sharding, self.stage
         unused: dict[str, object] = {}
         if not sharding.state:
-            unused |= {"redundancy": 1, "partition": "padded", "overlap_params": False}
+            unused |= {"redundancy": 1, "state_over": "block", "partition": "padded"}
+            unused |= {"overlap_params": False}
         if sharding.params:
             unused |= {"overlap_params": False}
         else:

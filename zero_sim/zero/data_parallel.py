@@ -187,8 +187,13 @@ class DistributedDataParallel:
         Every element is in the first copy once, on one rank. Where nothing is sharded that is the
         first rank of the kind's group; with redundancy, every rank of its first block.
         """
+        replicas = self.groups_of(kind).replica_group
+        return self.config.sharding.across or replicas is None or replicas.rank() == 0
+
+    def owners_of(self, kind: str) -> dist.ProcessGroup | None:
+        """Return the ranks that own a shard of a kind each; None where each of them owns all."""
         groups = self.groups_of(kind)
-        return groups.replica_group is None or groups.replica_group.rank() == 0
+        return groups.group if self.config.sharding.across else groups.shard_group
 
     def add_rows(self, rows: int) -> None:
         """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
@@ -312,6 +317,8 @@ class DistributedDataParallel:
         """Do the same, and come back when all is there, whatever is overlapped."""
         if self._on_use is not None:
             self._on_use.free_all()
+            for buffer in self.buffers:
+                buffer.spread_params()
         elif self.config.sharding.state:
             for buffer in self.buffers:
                 buffer.allgather_params()
@@ -415,9 +422,9 @@ class DistributedDataParallel:
             specs.setdefault(kind, []).append(spec)
         plans: list[BufferPlan] = []
         for kind, members in specs.items():
-            shard_group = self.groups_of(kind).shard_group
+            owners = self.owners_of(kind)
             policy = LayoutPolicy(
-                shard_count=1 if shard_group is None else size_and_rank(shard_group)[0],
+                shard_count=1 if owners is None else size_and_rank(owners)[0],
                 align_elems=self.config.align_elems,
                 align_bytes=self.config.align_bytes,
                 bucket_elems=self.config.bucket_elems,

@@ -352,10 +352,7 @@ def _build_scale_updates(ddp: DistributedDataParallel) -> list[ScaleUpdate]:
     by_kind: dict[str, dict[nn.Parameter, Tensor]] = {}
     for param, scale in ddp.scales.items():
         by_kind.setdefault(ddp.kinds[name_of[param]], {})[param] = scale
-    return [
-        ScaleUpdate(scales, group=ddp.groups_of(kind).shard_group)
-        for kind, scales in by_kind.items()
-    ]
+    return [ScaleUpdate(scales, group=ddp.owners_of(kind)) for kind, scales in by_kind.items()]
 
 
 def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:

@@ -108,7 +108,8 @@ class Unit:
     """As errors name it: `bucket 2 of dense/bf16`."""
     plan: BucketPlan
     shard: int
-    """Index of the shard that this rank owns."""
+    """Index of the shard that this rank owns: of all ranks that hold one, those of `group` first,
+    and within a place in it those of `replica_group`, where they share it."""
     grad_storage: Storage
     frees_grads: bool
     """Whether whole gradients leave once they are reduced, and into `grad_total`."""
@@ -117,24 +118,39 @@ class Unit:
     """None where nothing is sharded: params stay where the module has them."""
     frees_params: bool
     """Whether whole params leave once nobody uses them."""
-    param_shard: Tensor | None  # 1D, this rank's part of the params
+    block_params: Tensor | None  # 1D, the params of `block_span`
     group: dist.ProcessGroup | None
-    """The ranks that hold a shard each; None where each rank holds all."""
+    """The ranks that hold a part of the params each; None where each rank holds all."""
     replica_group: dist.ProcessGroup | None
-    """The ranks that hold the same shard; None where nobody else does."""
+    """The ranks that hold the same part; None where nobody else does."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
     _reducing: dist.Work | None = None
     _chained: bool = True
     _gathering: dist.Work | None = None
+    _spreading: dist.Work | None = None
     _has_sum: bool = False
     own_span: Span = field(init=False)
     """This rank's shard, from the start of the unit."""
+    block_span: Span = field(init=False)
+    """This rank's part among `group`: its shard, or those of all of `replica_group`."""
+    _block_sizes: tuple[int, ...] = field(init=False)
+    """Elements of each shard in it: one, or as many as `replica_group` has ranks."""
+    _place_sizes: tuple[int, ...] = field(init=False)
+    """Elements of the parts of each rank of `group`."""
     _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
 
     def __post_init__(self) -> None:
         self.own_span = self.plan.shard_span(self.shard).shift(-self.plan.span.start)
+        places = 1 if self.group is None else dist.get_world_size(self.group)
+        sizes, count = self.plan.shard_sizes, self.plan.shard_count // places
+        parts = [sizes[first : first + count] for first in range(0, len(sizes), count)]
+        place = self.shard // count
+        self._block_sizes = parts[place]
+        self._place_sizes = tuple(map(sum, parts))
+        start = sum(self._place_sizes[:place])
+        self.block_span = Span(start, start + self._place_sizes[place])
         if not self.frees_grads:
             self._kept_shard = _view(self.grads, self.own_span)
 
@@ -155,6 +171,18 @@ class Unit:
     def params(self) -> Tensor | None:
         """The whole params, 1D, with padding; None where nothing is sharded, or not in memory."""
         return None if self.param_storage is None else self.param_storage.whole
+
+    @property
+    def param_shard(self) -> Tensor | None:
+        """This rank's shard of the params, 1D, which it alone writes; None as `block_params`."""
+        if self.block_params is None:
+            return None
+        return _view(self.block_params, self.own_span.shift(-self.block_span.start))
+
+    @property
+    def part_count(self) -> int:
+        """How many ranks own a part of `block_span` each."""
+        return len(self._block_sizes)
 
     @property
     def gathering(self) -> bool:
@@ -240,8 +268,25 @@ class Unit:
 
     # The life of params.
 
+    def start_spread(self) -> None:
+        """Issue what brings this rank's part of the params together, where several own it."""
+        if self.part_count > 1 and self._has_replica_sum:
+            self._spreading = self._collect(
+                self.block_params,
+                self.param_shard,
+                sizes=self._block_sizes,
+                group=self.replica_group,
+                async_op=True,
+            )
+
+    def finish_spread(self) -> None:
+        """Wait for it."""
+        if self._spreading is not None:
+            self._spreading.wait()
+            self._spreading = None
+
     def gather(self) -> None:
-        """Fill the params with what their owners wrote."""
+        """Fill the params with what this rank's group has of them."""
         self.finish_gather()
         self._params_become(ParamState.GATHERING)
         self._gather_shards(async_op=False)
@@ -275,8 +320,8 @@ class Unit:
 
     @property
     def _has_replica_sum(self) -> bool:
-        # With uneven shards this one can be empty; then it is on all its replicas.
-        return self.replica_group is not None and self.own_span.numel > 0
+        # With uneven shards this part can be empty; then it is on all its replicas.
+        return self.replica_group is not None and self.block_span.numel > 0
 
     def _wait_reduce(self) -> None:
         if self._reducing is not None:
@@ -307,38 +352,64 @@ class Unit:
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
         if self.group is None:
             return None
-        if self.plan.is_even:
-            call = partial(reduce_scatter_sum, self.grad_shard, self.grads, group=self.group)
-        else:
-            call = partial(
-                reduce_scatter_uneven_sum,
-                self.grad_shard,
-                self.grads,
-                sizes=self.plan.shard_sizes,
-                group=self.group,
-            )
-        return call(async_op=True) if async_op else call()
+        part = _view(self.grads, self.block_span)
+        return self._scatter(
+            part, self.grads, sizes=self._place_sizes, group=self.group, async_op=async_op
+        )
 
     def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
         if not self._has_replica_sum:
             return None
-        assert self.replica_group is not None
-        return all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=async_op)
+        group, part = self.replica_group, _view(self.grads, self.block_span)
+        assert group is not None
+        if self.part_count == 1:
+            return all_reduce_sum(part, group=group, async_op=async_op)
+        return self._scatter(
+            self.grad_shard, part, sizes=self._block_sizes, group=group, async_op=async_op
+        )
 
     def _gather_shards(self, *, async_op: bool) -> dist.Work | None:
         assert self.param_storage is not None
-        assert self.param_shard is not None
-        assert self.group is not None
+        if not self.frees_params:
+            # Each gather follows a step here; of params that come and go only the first does.
+            self.start_spread()
+            self.finish_spread()
         whole = self.param_storage.acquire()
-        call = partial(all_gather, whole, self.param_shard, group=self.group)
+        return self._collect(
+            whole, self.block_params, sizes=self._place_sizes, group=self.group, async_op=async_op
+        )
+
+    def _scatter(
+        self,
+        part: Tensor,
+        whole: Tensor,
+        *,
+        sizes: tuple[int, ...],
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Sum over a group and leave in `part` what is this rank's of `whole`."""
+        call = partial(reduce_scatter_sum, part, whole, group=group)
         if not self.plan.is_even:
-            call = partial(
-                all_gather_uneven,
-                whole,
-                self.param_shard,
-                sizes=self.plan.shard_sizes,
-                group=self.group,
-            )
+            call = partial(reduce_scatter_uneven_sum, part, whole, sizes=sizes, group=group)
+        return call(async_op=True) if async_op else call()
+
+    def _collect(
+        self,
+        whole: Tensor | None,
+        part: Tensor | None,
+        *,
+        sizes: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Fill `whole` with what each rank of a group has of it."""
+        assert whole is not None
+        assert part is not None
+        assert group is not None
+        call = partial(all_gather, whole, part, group=group)
+        if not self.plan.is_even:
+            call = partial(all_gather_uneven, whole, part, sizes=sizes, group=group)
         return call(async_op=True) if async_op else call()
 
     def _grads_become(self, state: GradState) -> None:
