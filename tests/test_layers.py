@@ -44,6 +44,11 @@ def test_the_tree_keeps_its_contracts(copy):
         ("reference/oracle.py", "import zero_sim.layout", "The oracle shares no code"),
         ("layout/span.py", "import torch", "Planning is done in integers"),
         ("zero/buffer.py", "import zero_sim.sim", "Imports only point down"),
+        (
+            "sim/world/rank_threads.py",
+            "if TYPE_CHECKING:\n    from zero_sim.sim.world import c10d",
+            "No circles between rooms",
+        ),
     ],
 )
 def test_a_planted_import_is_caught(copy, module, line, contract):

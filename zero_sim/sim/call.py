@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-if TYPE_CHECKING:
-    from zero_sim.sim.faults import Strike
 
-
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """One rank's side of one collective, as torch.distributed handed it over.
+    """One rank's side of one collective, as torch.distributed handed it over; nobody changes it.
 
     What the lists hold depends on the kind: for a coalesced form entry `i` of `inputs` and
     `outputs` belongs to the i-th collective; for list forms see the function of the kind.
@@ -32,12 +28,6 @@ class Call:
     output_splits: Sequence[int] = ()
     file: str = ""
     line: int = 0
-    signature: tuple[object, ...] = ()
-    """All that must be equal on all ranks; what the contract compares first."""
-    offsets: tuple[int, ...] = ()
-    """Storage offsets of the tensors that hold the same elements on all ranks."""
-    strikes: Sequence[Strike] = ()
-    """Planned faults that act on the data of this call."""
     timeout_seconds: float | None = None
     """How long a wait for it may take, in simulated time."""
 

@@ -142,14 +142,15 @@ class Injector:
     """
 
     def __init__(self, faults: Sequence[Fault], *, seed: int, log: EventLog) -> None:
-        self._faults = tuple(faults)
+        self.faults = tuple(faults)
+        """The plan."""
         self._log = log
         self._random = [random.Random(f"{seed}/{index}") for index in range(len(faults))]
         self._calls = [
             fault.call
             if fault.at == "call" or fault.call_stop is None
             else drawn.randrange(fault.call, fault.call_stop)
-            for fault, drawn in zip(self._faults, self._random, strict=True)
+            for fault, drawn in zip(self.faults, self._random, strict=True)
         ]
         self._counts: Counter[tuple[int, str | None]] = Counter()
         self._noted: set[int] = set()
@@ -162,10 +163,10 @@ class Injector:
             call: The collective that it is about to issue.
             what: The collective in words, as in `all_reduce #2 of group world`.
         """
-        if not self._faults:
+        if not self.faults:
             return ()
         strikes = []
-        for index, fault in enumerate(self._faults):
+        for index, fault in enumerate(self.faults):
             if fault.rank != rank or fault.kind == "slow":
                 continue
             if fault.collective not in (None, call.kind):
@@ -190,7 +191,7 @@ class Injector:
     def slow_down(self, schedule: Schedule) -> Schedule:
         """The schedule with the plan's slow ranks served last."""
         slow = {
-            fault.rank: index for index, fault in enumerate(self._faults) if fault.kind == "slow"
+            fault.rank: index for index, fault in enumerate(self.faults) if fault.kind == "slow"
         }
         if not slow:
             return schedule
@@ -198,7 +199,7 @@ class Injector:
 
     def close(self) -> None:
         """Note of every fault that never happened why it did not; called when the run is over."""
-        for index, fault in enumerate(self._faults):
+        for index, fault in enumerate(self.faults):
             if index in self._noted:
                 continue
             reason = "no other rank was ever ready at the same time"
@@ -214,7 +215,7 @@ class Injector:
     def _note_slow(self, index: int) -> None:
         if index not in self._noted:
             effect = "it got the baton only where no other rank could run"
-            rank = self._faults[index].rank
+            rank = self.faults[index].rank
             self._note(FaultRecord(index, "slow", rank, True, "", effect, "", 0))
 
     def _note(self, record: FaultRecord) -> None:

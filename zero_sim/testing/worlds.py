@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from zero_sim.sim.inflight.timing import TIMINGS
+from zero_sim.sim.inflight.late import TIMINGS
 from zero_sim.sim.schedule import Choices
 
 

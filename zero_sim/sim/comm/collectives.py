@@ -275,6 +275,12 @@ def barrier(calls: Sequence[Call], order: Order) -> None:
     """Nothing to move: coming together is all."""
 
 
+def message(calls: Sequence[Call], order: Order) -> None:
+    """The tensor of a receive becomes that of its send."""
+    send, receive = calls
+    _write(receive.outputs[0], send.inputs[0])
+
+
 PERFORM: dict[str, Callable[[Sequence[Call], Order], None]] = {
     "all_reduce": all_reduce,
     SPARSE: all_reduce_sparse,
@@ -289,4 +295,6 @@ PERFORM: dict[str, Callable[[Sequence[Call], Order], None]] = {
     "all_to_all_list": all_to_all_list,
     "all_to_all": all_to_all_flat,
     "barrier": barrier,
+    "send": message,
 }
+"""What moves the data, by the kind of the first member's call; for a message that is its send."""

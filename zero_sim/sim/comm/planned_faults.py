@@ -9,7 +9,7 @@ for the rank's own part of what it gathers: that never travels, so it stays what
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from zero_sim.sim.call import Call
+from zero_sim.sim.comm.collectives import PERFORM
 from zero_sim.sim.faults import Strike
+from zero_sim.sim.order import Order
 
 _INT_OF = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _WRITTEN_IN_PLACE = ("all_reduce", "reduce", "broadcast")
@@ -25,23 +27,37 @@ _GATHERS = ("all_gather", "all_gather_list", "gather")
 _IDEMPOTENT = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR)
 
 
-class Carriage:
+def perform_struck(
+    calls: Sequence[Call], order: Order, *, strikes: Mapping[int, Sequence[Strike]]
+) -> None:
+    """Perform a collective at which faults are due.
+
+    Args:
+        calls: The members' calls in group-rank order.
+        order: Order model of the reductions.
+        strikes: The faults, by the member's group rank.
+    """
+    carriage = _Carriage(calls, strikes)
+    PERFORM[calls[0].kind](carriage.calls, order)
+    carriage.deliver()
+
+
+class _Carriage:
     """The calls of one collective as the network carries them.
 
     Args:
-        calls: The members' calls in group-rank order, each with the faults due at it.
+        calls: The members' calls in group-rank order.
+        strikes: The faults that are due, by the member's group rank.
     """
 
-    calls: Sequence[Call]
-    """What the collective is to be performed on; those given, where nothing is changed."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = self._given = calls
+    def __init__(self, calls: Sequence[Call], strikes: Mapping[int, Sequence[Strike]]) -> None:
+        self._given = calls
+        self._due = strikes
         self._kept: dict[int, list[Tensor]] = {}
-        if any(call.strikes for call in calls):
-            self.calls = list(calls)
-            for place, strike in self._strikes("send"):
-                self._send(place, strike)
+        self.calls = list(calls)
+        """What the collective is to be performed on."""
+        for place, strike in self._strikes("send"):
+            self._send(place, strike)
 
     def deliver(self) -> None:
         """After the collective was performed: give ranks what is theirs, and corrupt the rest."""
@@ -54,8 +70,8 @@ class Carriage:
     def _strikes(self, side: str) -> list[tuple[int, Strike]]:
         return [
             (place, strike)
-            for place, call in enumerate(self._given)
-            for strike in call.strikes
+            for place in sorted(self._due)
+            for strike in self._due[place]
             if strike.fault.side == side
         ]
 
@@ -100,7 +116,6 @@ class Carriage:
             call = self._given[place]
             self._kept[place] = [tensor.clone() for tensor in call.inputs]
             inputs = [tensor.clone() for tensor in call.inputs]
-            assert isinstance(self.calls, list)
             self.calls[place] = replace(call, inputs=inputs)
         return self.calls[place].inputs
 

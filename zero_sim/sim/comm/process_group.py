@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, Store, Work
 
 from zero_sim.errors import UsageError
 from zero_sim.sim.call import SPARSE, Call
+from zero_sim.sim.callsite import call_site
 from zero_sim.sim.comm import several
 from zero_sim.sim.comm.arguments import (
     as_list,
@@ -262,11 +263,14 @@ class SimProcessGroup(ProcessGroup):
         outputs: Sequence[Tensor],
         **parts: Any,
     ) -> Work:
+        file, line = call_site()
         call = Call(
             kind=kind,
             inputs=memory_of(inputs),
             outputs=memory_of(outputs),
             factor=factor_of(opts),
+            file=file,
+            line=line,
             **parts,
         )
         if not self._group.strict:

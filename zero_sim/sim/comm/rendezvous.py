@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from zero_sim.sim.call import Call
-from zero_sim.sim.comm.collectives import PERFORM
-from zero_sim.sim.comm.planned_faults import Carriage
 from zero_sim.sim.contract import fitting
-from zero_sim.sim.contract.own_call import FREE_SIZES, check_call
+from zero_sim.sim.contract.own_call import FREE_SIZES, Signature, check_call
 from zero_sim.sim.contract.swaps import SwapWatch
 from zero_sim.sim.failures import TimedOut
-from zero_sim.sim.order import Order
+from zero_sim.sim.faults import Strike
 
 DEFAULT_GROUP = "0"
 """Name of the group of all ranks."""
+
+_NO_STRIKES: Mapping[int, Sequence[Strike]] = MappingProxyType({})
 
 
 class Collective:
@@ -28,16 +27,26 @@ class Collective:
         "done",
         "given_up",
         "group",
+        "kind",
         "missing_count",
         "sequence",
         "shifted",
+        "signatures",
+        "strikes",
         "waiters",
     )
 
-    def __init__(self, group: Group, sequence: int) -> None:
+    joins = None
+    """Its members all have the same one."""
+
+    def __init__(self, group: Group, sequence: int, *, kind: str) -> None:
         self.group = group
+        self.kind = kind
         self.sequence = sequence
         self.calls: list[Call | None] = [None] * len(group.ranks)
+        self.signatures: list[Signature | None] = [None] * len(group.ranks)
+        self.strikes = _NO_STRIKES
+        """Planned faults that act on its data, by the group rank of the member."""
         self.missing_count = len(group.ranks)
         self.done = False
         self.given_up: TimedOut | None = None
@@ -53,8 +62,32 @@ class Collective:
     @property
     def doing(self) -> str:
         """What a waiting rank waits for, for the deadlock table."""
-        kind = next(call.kind for call in self.calls if call is not None)
-        return f"waits in {kind} #{self.sequence} of group {self.group.label}"
+        return f"waits in {self.what}"
+
+    @property
+    def what(self) -> str:
+        """The operation in words."""
+        return f"{self.kind} #{self.sequence} of group {self.group.label}"
+
+    @property
+    def key(self) -> str:
+        """Names it among the operations of a run, whatever the schedule."""
+        return f"{self.group.name}|{self.sequence}"
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.group.ranks)
+
+    @property
+    def full(self) -> bool:
+        """Whether all members are there."""
+        return not self.missing_count
+
+    @property
+    def members(self) -> Sequence[Call]:
+        """The members' calls in group-rank order, of those that are there."""
+        return [call for call in self.calls if call is not None]
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -69,10 +102,11 @@ class Collective:
             Whether all members are there now.
         """
         group, ranks = self.group, self.group.ranks
-        check_call(call, group_rank=group_rank, ranks=ranks, strict=group.strict)
+        signature = check_call(call, group_rank=group_rank, ranks=ranks, strict=group.strict)
         for other, first in enumerate(self.calls):
-            if first is not None:
-                if first.signature != call.signature:
+            earlier = self.signatures[other]
+            if first is not None and earlier is not None:
+                if earlier.alike != signature.alike:
                     fitting.check_pair(
                         first,
                         call,
@@ -80,31 +114,28 @@ class Collective:
                         what=self.name,
                         strict=group.strict,
                     )
-                self.shifted |= first.offsets != call.offsets
+                self.shifted |= earlier.offsets != signature.offsets
                 break
         self.calls[group_rank] = call
+        self.signatures[group_rank] = signature
         self.missing_count -= 1
         if self.missing_count:
             return False
-        calls = [call for call in self.calls if call is not None]
+        calls = self.members
         if call.kind in FREE_SIZES:
             fitting.check_all(calls, ranks=ranks, what=self.name, strict=group.strict)
         if self.shifted and group.strict:
             group.swaps.check(calls, ranks=ranks, sequence=self.sequence, what=self.name)
         return True
 
-    def perform(self, order: Order) -> None:
-        """Move the data, all at once, after the last member has come."""
-        calls = [call for call in self.calls if call is not None]
-        carriage = Carriage(calls)
-        PERFORM[calls[0].kind](carriage.calls, order)
-        carriage.deliver()
-        self.conclude()
+    def strike(self, group_rank: int, strikes: Sequence[Strike]) -> None:
+        """Note planned faults that act on what a member sends or receives."""
+        self.strikes = {**self.strikes, group_rank: strikes}
 
     def conclude(self) -> None:
         """Note that the data has moved; keeping the tensors would keep the ranks' memory alive."""
         self.done = True
-        self.calls = []
+        self.calls, self.signatures = [], []
 
 
 class Message:
@@ -114,35 +145,70 @@ class Message:
         "call",
         "done",
         "group",
-        "missing_count",
+        "joins",
+        "number",
         "peer",
         "rank",
         "source",
-        "tensor",
         "waiters",
     )
 
     given_up = None
     """Nobody gives up a message."""
+    strikes = _NO_STRIKES
+    """Faults are planned for collectives."""
+    size = 2
 
     def __init__(
-        self, group: Group, *, rank: int, peer: int | None, tensor: Tensor, call: Call
+        self, group: Group, *, rank: int, peer: int | None, call: Call, number: int
     ) -> None:
         self.group = group
         self.rank = rank
         self.peer = peer
-        self.tensor = tensor
         self.call = call
+        self.number = number
+        """How many sends and receives the rank had posted before."""
+        self.joins: Message | None = None
+        """Its other half, where that was there first."""
         self.done = False
         self.waiters: list[int] = []
         self.source = -1 if peer is None else peer
 
     @property
+    def whom(self) -> str:
+        """World rank of the peer, or `any`."""
+        return "any" if self.peer is None else str(self.group.ranks[self.peer])
+
+    @property
     def doing(self) -> str:
         """What the rank waits for, for the deadlock table."""
-        whom = "any rank" if self.peer is None else f"rank {self.group.ranks[self.peer]}"
+        whom = "any rank" if self.peer is None else f"rank {self.whom}"
         side = "to" if self.call.kind == "send" else "from"
         return f"waits in {self.call.kind} {side} {whom} in group {self.group.label}"
+
+    @property
+    def what(self) -> str:
+        """The operation in words."""
+        side = "to" if self.call.kind == "send" else "from"
+        return f"{self.call.kind} {side} rank {self.whom} in group {self.group.label}"
+
+    @property
+    def key(self) -> str:
+        """Names it among the operations of a run, whatever the schedule."""
+        return f"{self.group.name}|{self.rank}|{self.number}"
+
+    @property
+    def full(self) -> bool:
+        """Whether it came after its other half."""
+        return self.joins is not None
+
+    @property
+    def members(self) -> Sequence[Call]:
+        """The send and its receive, where this one came after the other."""
+        if self.joins is None:
+            return [self.call]
+        calls = [self.call, self.joins.call]
+        return calls if self.call.kind == "send" else calls[::-1]
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -150,8 +216,9 @@ class Message:
         return () if self.peer is None else (self.group.ranks[self.peer],)
 
     def conclude(self) -> None:
-        """Note that the data has moved."""
+        """Note that the data has moved; keeping the peer's half would keep its memory alive."""
         self.done = True
+        self.joins = None
 
 
 class Group:
@@ -187,52 +254,41 @@ class Group:
         self._issued[group_rank] = sequence + 1
         collective = self._open.get(sequence)
         if collective is None:
-            collective = self._open[sequence] = Collective(self, sequence)
+            collective = self._open[sequence] = Collective(self, sequence, kind=call.kind)
         if collective.join(group_rank, call):
             del self._open[sequence]
         return collective, sequence
 
-    def count_message(self, group_rank: int) -> int:
-        """Count one more send or receive of a member; how many it had posted before."""
-        posted = self._messages[group_rank]
-        self._messages[group_rank] = posted + 1
-        return posted
-
-    def send(
-        self, group_rank: int, peer: int, *, tag: int, call: Call
-    ) -> tuple[Message, Message | None]:
-        """Post a send.
-
-        Returns:
-            The send, and the receive that it meets, if that is already there.
-        """
-        message = Message(self, rank=group_rank, peer=peer, tensor=call.inputs[0], call=call)
+    def send(self, group_rank: int, peer: int, *, tag: int, call: Call) -> Message:
+        """Post a send; it joins its receive, if that is already there."""
+        message = self._message(group_rank, peer, call)
         waiting = self._receives.get((peer, tag), deque())
         for receive in waiting:
             if receive.peer in (None, group_rank):
                 waiting.remove(receive)
                 _match(message, receive)
-                return message, receive
+                message.joins = receive
+                return message
         self._sends.setdefault((peer, tag), deque()).append(message)
-        return message, None
+        return message
 
-    def receive(
-        self, group_rank: int, peer: int | None, *, tag: int, call: Call
-    ) -> tuple[Message, Message | None]:
-        """Post a receive, from any member where `peer` is None.
-
-        Returns:
-            The receive, and the send that it meets, if that is already there.
-        """
-        message = Message(self, rank=group_rank, peer=peer, tensor=call.outputs[0], call=call)
+    def receive(self, group_rank: int, peer: int | None, *, tag: int, call: Call) -> Message:
+        """Post a receive, from any member where `peer` is None; it joins its send, if there."""
+        message = self._message(group_rank, peer, call)
         waiting = self._sends.get((group_rank, tag), deque())
         for send in waiting:
             if peer in (None, send.rank):
                 waiting.remove(send)
                 _match(send, message)
-                return message, send
+                message.joins = send
+                return message
         self._receives.setdefault((group_rank, tag), deque()).append(message)
-        return message, None
+        return message
+
+    def _message(self, group_rank: int, peer: int | None, call: Call) -> Message:
+        number = self._messages[group_rank]
+        self._messages[group_rank] = number + 1
+        return Message(self, rank=group_rank, peer=peer, call=call, number=number)
 
 
 def _match(send: Message, receive: Message) -> None:
@@ -245,11 +301,3 @@ def _match(send: Message, receive: Message) -> None:
         strict=send.group.strict,
     )
     receive.source = send.rank
-
-
-def deliver(one: Message, other: Message) -> None:
-    """Move the data of a send and the receive that it met, given in either order."""
-    send, receive = (one, other) if one.call.kind == "send" else (other, one)
-    receive.tensor.copy_(send.tensor.reshape(receive.tensor.shape))
-    send.conclude()
-    receive.conclude()

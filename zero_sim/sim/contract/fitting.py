@@ -4,7 +4,7 @@ Every check names both ranks' call sites; none of them looks at values. What onl
 gloo accepts it, is checked where `strict` says so.
 
 [Note: one comparison]
-Each call gets a signature, the tuple of all that must agree. Where two are equal, as they are in a
+Each call has a signature, the tuple of all that must agree. Where two are equal, as they are in a
 right program, nothing else is looked at; only where they differ is it worth finding out in what.
 """
 

@@ -1,12 +1,13 @@
 """What one rank's call says by itself: sizes, dtypes and memory that no other rank could fit.
 
-It is also where a call gets its signature; see [Note: one comparison] in
+It also says by what the call is compared with the other ranks'; see [Note: one comparison] in
 `zero_sim.sim.contract.fitting`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,6 +29,15 @@ _CUT = (*_FLAT, "all_to_all")
 """Kinds that cut memory into pieces by rank, so that only the plain format keeps its meaning."""
 
 
+class Signature(NamedTuple):
+    """By what a call is compared with the other ranks'."""
+
+    alike: tuple[object, ...]
+    """All that must be equal on all ranks."""
+    offsets: tuple[int, ...] = ()
+    """Storage offsets of the tensors that hold the same elements on all ranks."""
+
+
 def describe(call: Call) -> str:
     """The call as a person would write it, with its site."""
     tensor = next(iter([*call.inputs, *call.outputs]), None)
@@ -44,14 +54,17 @@ def _elems(call: Call) -> str:
     return f"{counts[0]} elements" if len(counts) == 1 else f"{counts} elements"
 
 
-def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: bool) -> None:
-    """Check what one rank's call says by itself, and sign it.
+def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: bool) -> Signature:
+    """Check what one rank's call says by itself.
 
     Args:
         call: The call.
         group_rank: Group rank that made it.
         ranks: World ranks of the group.
         strict: Whether to check what NCCL refuses and gloo accepts, too.
+
+    Returns:
+        By what it is compared with the other ranks' calls.
 
     Raises:
         ContractViolation: The sizes, dtypes, memory or reduce operation cannot be right on any
@@ -62,8 +75,7 @@ def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: boo
         supported = ", ".join(op.name for op in REDUCE_OPS)
         _refuse(call, rank, "reduce-op", f"expected one of the reduce operations {supported}")
     if call.kind == SPARSE:
-        call.signature = (call.kind, call.inputs[0].dtype, call.inputs[0].shape)
-        return
+        return Signature((call.kind, call.inputs[0].dtype, call.inputs[0].shape))
     tensors = [*call.inputs, *call.outputs] if call.outputs else call.inputs
     if len(tensors) > 1:
         dtypes = {tensor.dtype for tensor in tensors}
@@ -73,19 +85,19 @@ def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: boo
         _check_sizes(call, group_rank=group_rank, rank=rank, world_size=world_size)
     if strict:
         _check_memory(call, tensors, group_rank=group_rank, rank=rank, world_size=world_size)
-    _sign(call)
+    return _signature(call)
 
 
-def _sign(call: Call) -> None:
-    """Set what is compared with the other ranks' calls."""
+def _signature(call: Call) -> Signature:
+    offsets: tuple[int, ...] = ()
     if call.kind in _SYMMETRIC:
         symmetric = call.outputs if call.kind == "all_gather" else call.inputs
-        call.offsets = tuple([int(tensor.storage_offset()) for tensor in symmetric])
+        offsets = tuple([int(tensor.storage_offset()) for tensor in symmetric])
     if call.kind in FREE_SIZES:
         alike = [(tensor.dtype,) for tensor in call.inputs]
     else:
         alike = [shape_of(tensor) for tensor in compared(call)]
-    call.signature = (call.kind, call.root, call.reduce_op, *alike)
+    return Signature((call.kind, call.root, call.reduce_op, *alike), offsets)
 
 
 def _refuse(call: Call, rank: int, aspect: str, message: str) -> None:

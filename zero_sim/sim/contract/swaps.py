@@ -57,8 +57,7 @@ class SwapWatch:
                 before.
         """
         sites = tuple([(call.file, call.line) for call in calls])
-        for i in range(len(calls[0].offsets)):
-            tensors = [_symmetric(call)[i] for call in calls]
+        for tensors in zip(*map(_symmetric, calls), strict=True):
             seen = _Sighting(
                 like=(calls[0].kind, tensors[0].dtype, tensors[0].numel()),
                 places=tuple([_place(tensor) for tensor in tensors]),

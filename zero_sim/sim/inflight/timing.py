@@ -1,209 +1,85 @@
-"""When an operation reads and writes: a program may count on nothing between issue and wait.
+"""Timing: when the operations of a run read and write; the eager one does it all at once.
 
 Each operation goes through: issue by each member, all members there, inputs read, performed, and
 for each member: outputs written, landed (its own wait returned). `eager` does all at the last
-member's issue and needs nothing of this module. `lazy` does each as late as the ranks' waits allow;
-`hostile` draws for each whether it is early or late. A correct program has the same bits under all.
-
-[Note: draws]
-What is drawn for a member's side depends on the seed, the group, the number of the operation in it
-and the member, not on the schedule; so a schedule may be varied while the timing stays, and back.
+member's issue. How `lazy` and `hostile` put it off is in `zero_sim.sim.inflight.late`. A correct
+program has the same bits under all, since it may count on nothing between issue and wait.
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
-import random
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from zero_sim.sim.call import Call
+from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.comm.collectives import PERFORM
-from zero_sim.sim.comm.planned_faults import Carriage
-from zero_sim.sim.failures import RankFailed, TimedOut, WorldFailure
-from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.comm.planned_faults import perform_struck
+from zero_sim.sim.faults import Strike
+from zero_sim.sim.in_flight import Flight, Flights
 from zero_sim.sim.inflight.races import unwatched
-from zero_sim.sim.inflight.snapshots import Loan
+from zero_sim.sim.inflight.snapshots import flights_of
 from zero_sim.sim.order import Order
+from zero_sim.sim.waits import Pending, Turns
 
-if TYPE_CHECKING:
-    from zero_sim.sim.world.baton import Baton
-
-TIMINGS = ("eager", "lazy", "hostile")
-
-_ROUNDS_LATE_MAX = 4
-"""How late something drawn may be, in calls into the world by each member of its group."""
-
-_REFUSALS_MAX = 2
-"""How often a work may say at most that it is not completed although it was performed."""
+_AS_IT_IS = nullcontext()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SidePlan:
-    """What is drawn for one member's side of one operation; as it stands, the lazy one."""
-
-    read_late: bool = True
-    """Whether its inputs are read when the operation is performed, not when it is issued."""
-    write: Literal["perform", "later", "wait"] = "wait"
-    write_after: int = 0
-    """Calls into the world between performing and a write that is `later`."""
-    let_others_run: bool = True
-    """Whether waiting for an operation that could be performed hands the baton on first."""
-    refusals: int = 0
-    """How often `is_completed` says no although it could say yes."""
-
-
-class Pending(Protocol):
-    """What the members of an operation wait for: a collective, or their half of a message."""
-
-    done: bool
-    given_up: TimedOut | None
-    waiters: list[int]
+class Leg(Protocol):
+    """One operation as the rank that waits for it has it."""
 
     @property
-    def doing(self) -> str:
-        """The wait in words."""
+    def awaited(self) -> Pending:
+        """What is waited for."""
         ...
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """World ranks that have to act before it is done."""
+    def record(self) -> int:
+        """Index of its record in the log."""
         ...
-
-    def conclude(self) -> None:
-        """Note that the data has moved."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Side:
-    """One member's side of an operation."""
-
-    rank: int
-    record: int
-    """Index of its record in the log."""
-    key: str
-    """Names the side in the draws."""
-    loan: Loan
-    plan: SidePlan
-    operation: Operation
-    refusals_left: int
-    written: bool = False
-    landed: bool = False
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Operation:
-    """One collective, or a send with its receive."""
-
-    awaited: list[Pending] = field(default_factory=list)
-    sides: dict[int, Side] = field(default_factory=dict)
-    """By the member's place: its group rank; 0 for a send and 1 for its receive."""
-    polls_left: int = 0
 
     @property
-    def has_waiter(self) -> bool:
-        """Whether a rank has handed the baton on until it is performed."""
-        return any(awaited.waiters for awaited in self.awaited)
+    def flights(self) -> Sequence[Flight]:
+        """What the rank has lent to it."""
+        ...
+
+    def start_wait(self) -> None:
+        """The rank begins to wait for it."""
+        ...
+
+    def poll(self) -> None:
+        """The rank asked whether it is done, and was told no."""
+        ...
+
+    def admits(self) -> bool:
+        """Whether a rank that asks is told that it is done, once it is."""
+        ...
+
+    def land(self) -> None:
+        """The rank's wait returns: its outputs are there and its memory is its own again."""
+        ...
 
 
-class Timing:
-    """Carries out the operations of one run, other than eagerly.
+class Timing(Protocol):
+    """When the operations of one run read and write."""
 
-    Args:
-        name: `lazy` or `hostile`.
-        seed: Seed of the draws.
-        order: Order model of the reductions.
-        baton: Hands over control; asks for more when no rank can run.
-        flights: What each rank has lent, by world rank.
-    """
-
-    def __init__(
-        self, name: str, *, seed: int, order: Order, baton: Baton, flights: Sequence[Flights]
-    ) -> None:
-        self._hostile = name == "hostile"
-        self._seed = seed
-        self._order = order
-        self._baton = baton
-        self._log = baton.log
-        self._flights = flights
-        self._forcing = random.Random(f"{seed}|forcing")
-        self._open: dict[Pending, Operation] = {}
-        self._full: dict[Operation, None] = {}
-        """Operations that can be performed, the oldest first."""
-        self._due: list[tuple[int, int, Callable[[], None]]] = []
-        self._due_count = 0
-        self._idle_polls = 0
-
-    def issue(
-        self,
-        awaited: Pending,
-        call: Call,
-        *,
-        rank: int,
-        place: int,
-        group_size: int,
-        record: int,
-        what: str,
-        key: str,
-        joins: Pending | None,
-        full: bool,
-    ) -> Side:
-        """Take a member's call: copy what it reads and poison what it writes.
+    def issue(self, awaited: Pending, call: Call, *, rank: int, place: int, record: int) -> Leg:
+        """Take a member's call.
 
         Args:
-            awaited: What the member waits for.
+            awaited: What the member waits for, which knows the call already.
             call: Its side.
             rank: Its world rank.
             place: Its group rank; 0 for a send, 1 for a receive.
-            group_size: Number of members.
             record: Index of its record in the log.
-            what: The operation in words.
-            key: Names the operation, and for a message the side, whatever the schedule.
-            joins: For a message whose other half is there, that half.
-            full: Whether all members are there now.
 
         Raises:
             WorldFailure: The memory is lent already, or the operation was performed and failed.
         """
-        operation = self._open.get(joins or awaited) or Operation()
-        if awaited not in operation.awaited:
-            operation.awaited.append(awaited)
-            self._open[awaited] = operation
-        key = f"{self._seed}|{key}|{place}"
-        plan = _draw_side(key, group_size=group_size) if self._hostile else SidePlan()
-        with self._ending_the_world(rank):
-            loan = Loan(
-                call,
-                rank=rank,
-                what=what,
-                group_rank=place,
-                group_size=group_size,
-                others=self._flights[rank],
-            )
-        for flight in loan.flights:
-            self._flights[rank].take_off(flight)
-        side = operation.sides[place] = Side(
-            rank=rank,
-            record=record,
-            key=key,
-            loan=loan,
-            plan=plan,
-            operation=operation,
-            refusals_left=plan.refusals,
-        )
-        self._idle_polls = 0
-        if not plan.read_late:
-            self._log.note(rank, "read", record)
-        if full:
-            self._fill(operation)
-        return side
+        ...
 
     def advance(self) -> None:
         """One more call into the world was made: do what is due.
@@ -211,45 +87,7 @@ class Timing:
         Raises:
             WorldFailure: Something that was due failed.
         """
-        while self._due and self._due[0][0] <= self._log.tick:
-            heapq.heappop(self._due)[2]()
-
-    def start_wait(self, side: Side) -> None:
-        """A rank begins to wait for an operation; may perform it.
-
-        Raises:
-            WorldFailure: Performing it failed.
-        """
-        self._idle_polls = 0
-        if not side.plan.let_others_run:
-            self._perform(side.operation)
-
-    def poll(self, side: Side) -> None:
-        """A rank asked and was told no; may perform an operation, so that it is not so for ever.
-
-        Raises:
-            WorldFailure: Performing it failed.
-        """
-        operation = side.operation
-        if operation in self._full:
-            operation.polls_left -= 1
-            if operation.polls_left < 0:
-                self._perform(operation)
-            return
-        # Ranks that ask in turns keep each other able to run, so that `force` would never be asked
-        # for what a third one waits for.
-        self._idle_polls += 1
-        if self._idle_polls > len(self._flights):
-            self._idle_polls = 0
-            for waited_for in [full for full in self._full if full.has_waiter][:1]:
-                self._perform(waited_for)
-
-    def admits(self, side: Side) -> bool:
-        """Whether a rank that asks for a performed operation is told yes this time."""
-        if side.refusals_left and not side.landed:
-            side.refusals_left -= 1
-            return False
-        return True
+        ...
 
     def force(self, *, running: bool) -> bool:
         """No rank can run: perform an operation.
@@ -260,124 +98,94 @@ class Timing:
         Returns:
             Whether one was performed; if not, nothing here can make a rank able to run.
         """
-        eligible = [full for full in self._full if full.has_waiter or not running]
-        if not eligible or self._baton.failure is not None:
-            return False
-        # What nobody waits for yet may come first, too.
-        chosen = self._forcing.choice(list(self._full)) if self._hostile else eligible[0]
-        try:
-            self._perform(chosen)
-        except WorldFailure:
-            return False  # The baton has it; the rank whose thread this is has no part in it.
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagerLeg:
+    """An operation under the eager timing: once all members are there nothing is left to do."""
+
+    awaited: Pending
+    record: int
+    flights: Sequence[Flight] = ()
+
+    def start_wait(self) -> None:
+        """Nothing to do; `Leg.start_wait`."""
+
+    def poll(self) -> None:
+        """Nothing to do; `Leg.poll`."""
+
+    def admits(self) -> bool:
+        """Always; `Leg.admits`."""
         return True
 
-    def land(self, side: Side) -> None:
-        """A rank's wait returns: its outputs are there and its memory is its own again.
-
-        Raises:
-            InFlightRace: The memory is not as it must be.
-        """
-        if side.landed:
-            return
-        self._idle_polls = 0
-        if side.written:
-            with self._ending_the_world(side.rank):
-                side.loan.check_inputs()
-                side.loan.check_outputs()
-        else:
-            self._write(side)
-        side.landed = True
-        side.loan.forget()
-
-    def _fill(self, operation: Operation) -> None:
-        """All members are there: draw when it is performed."""
-        self._full[operation] = None
-        if not self._hostile:
-            return
-        draws = random.Random(f"{operation.sides[0].key}|operation")
-        horizon = _horizon(len(operation.sides))
-        operation.polls_left = draws.randint(0, _REFUSALS_MAX)
-        when = draws.choice(("at once", "later", "forced"))
-        after = draws.randint(1, horizon)
-        if when == "at once":
-            self._perform(operation)
-        elif when == "later":
-            self._do_after(after, lambda: self._perform(operation))
-
-    def _perform(self, operation: Operation) -> None:
-        """Combine all members' inputs, unless that is done or a member is missing."""
-        if operation not in self._full:
-            return
-        del self._full[operation]
-        self._idle_polls = 0
-        sides = [side for _, side in sorted(operation.sides.items())]
-        with self._ending_the_world(list(operation.sides.values())[-1].rank):
-            for side in sides:
-                if side.plan.read_late:
-                    side.loan.check_inputs()
-                    self._log.note(side.rank, "read", side.record)
-            _combine([side.loan.staged for side in sides], self._order)
-        for side in sides:
-            self._log.note(side.rank, "perform", side.record)
-            if side.plan.write == "perform":
-                self._write(side)
-            elif side.plan.write == "later":
-                self._do_after(side.plan.write_after, functools.partial(self._write, side))
-        for awaited in operation.awaited:
-            awaited.conclude()
-            del self._open[awaited]
-            self._baton.finish(awaited)
-
-    def _write(self, side: Side) -> None:
-        """Bring a side's outputs into its rank's memory, unless they are there."""
-        if side.written or side.landed:
-            return
-        with self._ending_the_world(side.rank):
-            side.loan.check_inputs()
-            side.loan.check_outputs()
-            side.loan.write()
-        side.written = True
-        self._log.note(side.rank, "write", side.record)
-
-    def _do_after(self, calls: int, action: Callable[[], None]) -> None:
-        self._due_count += 1
-        heapq.heappush(self._due, (self._log.tick + calls, self._due_count, action))
-
-    @contextmanager
-    def _ending_the_world(self, rank: int) -> Iterator[None]:
-        """Work on memory for `rank`, in whichever rank's thread; what fails ends the world."""
-        try:
-            # Also memory made in inference mode may be written in it, and none is recorded.
-            with unwatched(), torch.inference_mode():
-                yield
-        except WorldFailure as failure:
-            raise self._baton.fail(failure) from None
-        except Exception as error:
-            text = "".join(traceback.format_exception(error))
-            raise self._baton.fail(RankFailed(rank, error, text)) from error
+    def land(self) -> None:
+        """Nothing to do; `Leg.land`."""
 
 
-def _combine(calls: Sequence[Call], order: Order) -> None:
-    if calls[0].kind != "send":
-        carriage = Carriage(calls)
-        PERFORM[calls[0].kind](carriage.calls, order)
-        carriage.deliver()
-        return
-    sent, received = calls[0].inputs[0], calls[1].outputs[0]
-    received.copy_(sent.reshape(received.shape))
+class Eager:
+    """Carries out each operation when its last member issues it.
+
+    Args:
+        order: Order model of the reductions.
+        turns: Makes those ready that wait.
+        flights: What each rank has lent, by world rank.
+        races: Whether somebody watches what is lent.
+    """
+
+    def __init__(
+        self, *, order: Order, turns: Turns, flights: Sequence[Flights], races: bool
+    ) -> None:
+        self._order = order
+        self._turns = turns
+        self._flights = flights
+        self._races = races
+
+    def issue(self, awaited: Pending, call: Call, *, rank: int, place: int, record: int) -> Leg:
+        """Perform the operation if all members are there; `Timing.issue`."""
+        if awaited.full:
+            with aside(self._races), torch.inference_mode():
+                perform(awaited.members, self._order, strikes=awaited.strikes)
+            for each in (awaited, awaited.joins):
+                if each is not None:
+                    each.conclude()
+                    self._turns.finish(each)
+        # A sparse tensor's memory is made anew by what is written to it, so nothing can be lent.
+        if not self._races or call.kind == SPARSE:
+            return EagerLeg(awaited, record)
+        flights = flights_of(call, what=awaited.what, group_rank=place, group_size=awaited.size)
+        for flight in flights:
+            self._flights[rank].take_off(flight)
+        return EagerLeg(awaited, record, flights)
+
+    def advance(self) -> None:
+        """Nothing is ever due; `Timing.advance`."""
+
+    def force(self, *, running: bool) -> bool:
+        """Nothing is left undone that could be performed; `Timing.force`."""
+        return False
 
 
-def _horizon(group_size: int) -> int:
-    """The most calls into the world that something drawn may be late by."""
-    return _ROUNDS_LATE_MAX * group_size
+def aside(races: bool) -> AbstractContextManager[object]:
+    """A context whose tensor operations no race detector charges to the program.
+
+    Args:
+        races: Whether there is one in this run.
+    """
+    return unwatched() if races else _AS_IT_IS
 
 
-def _draw_side(key: str, *, group_size: int) -> SidePlan:
-    draws = random.Random(key)
-    return SidePlan(
-        read_late=draws.random() < 0.5,
-        write=draws.choice(("perform", "later", "wait")),
-        write_after=draws.randint(1, _horizon(group_size)),
-        let_others_run=draws.random() < 0.5,
-        refusals=draws.randint(0, _REFUSALS_MAX),
-    )
+def perform(
+    calls: Sequence[Call], order: Order, *, strikes: Mapping[int, Sequence[Strike]]
+) -> None:
+    """Move the data of an operation.
+
+    Args:
+        calls: The members' calls in group-rank order; a send and its receive.
+        order: Order model of the reductions.
+        strikes: Planned faults that act on the data, by the member's group rank.
+    """
+    if strikes:
+        perform_struck(calls, order, strikes=strikes)
+    else:
+        PERFORM[calls[0].kind](calls, order)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,26 +13,11 @@ from torch.distributed import Work
 from zero_sim.sim.callsite import call_site, site_of
 from zero_sim.sim.comm.plain import count_holders
 from zero_sim.sim.comm.timeouts import after_another
+from zero_sim.sim.contract.pending_works import Promise
 from zero_sim.sim.failures import TimedOut
-from zero_sim.sim.in_flight import Flight, Flights
-
-if TYPE_CHECKING:
-    from zero_sim.sim.contract.pending_works import Promise
-    from zero_sim.sim.in_flight import Flight, Flights
-    from zero_sim.sim.inflight.timing import Pending, Side
-    from zero_sim.sim.world.baton import Baton
-
-
-@dataclass(slots=True, eq=False)
-class Leg:
-    """One operation as the rank that waits for it has it."""
-
-    awaited: Pending
-    record: int
-    """Index of its record in the log."""
-    flights: Sequence[Flight] = ()
-    side: Side | None = None
-    """None under the eager timing."""
+from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.inflight.timing import Leg
+from zero_sim.sim.waits import Pending, Turns
 
 
 class SimWork(Work):
@@ -56,7 +39,7 @@ class SimWork(Work):
 
     def __init__(
         self,
-        baton: Baton,
+        baton: Turns,
         rank: int,
         legs: Sequence[Leg],
         tensors: Sequence[Tensor],
@@ -76,14 +59,13 @@ class SimWork(Work):
         Raises:
             TimedOut: It is a barrier, and this rank or another one has given it up.
         """
-        baton, timing = self._baton, self._baton.timing
+        baton = self._baton
         baton.advance()
         if not self._landed:
             for leg in self._legs:
                 baton.log.note(self._rank, "wait", leg.record)
         for leg in self._legs:
-            if leg.side is not None and timing is not None:
-                timing.start_wait(leg.side)
+            leg.start_wait()
             if not leg.awaited.done and leg.awaited.given_up is None:
                 self._wait_for(leg.awaited)
             if leg.awaited.given_up is not None:
@@ -108,10 +90,9 @@ class SimWork(Work):
         if self._landed:
             return
         self._landed = True
-        baton, timing = self._baton, self._baton.timing
+        baton = self._baton
         for leg in self._legs:
-            if leg.side is not None and timing is not None:
-                timing.land(leg.side)
+            leg.land()
             for flight in leg.flights:
                 self._flights.land(flight)
             baton.log.note(self._rank, "land", leg.record)
@@ -128,7 +109,7 @@ class SimWork(Work):
         """
         if self._landed:
             return True
-        baton, timing = self._baton, self._baton.timing
+        baton = self._baton
         baton.advance()
         for leg in self._legs:
             if leg.awaited.done:
@@ -136,12 +117,11 @@ class SimWork(Work):
             file, line = call_site()
             if baton.poll(self._rank, leg.awaited, site_of(file, line)):
                 continue
-            if leg.side is not None and timing is not None:
-                timing.poll(leg.side)
+            leg.poll()
             if not leg.awaited.done:
                 return False
         for leg in self._legs:
-            if leg.side is not None and timing is not None and not timing.admits(leg.side):
+            if not leg.admits():
                 return False
         self._land()
         return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from zero_sim.sim.callsite import hide_simulator
 from zero_sim.sim.contract.inversions import describe_circle, describe_inversion, find_inversion
@@ -23,37 +23,19 @@ from zero_sim.sim.failures import (
     TimedOut,
     WorldFailure,
 )
+from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.schedule import Schedule
+from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world.outside import check_not_forked
 from zero_sim.sim.world.process_state import ProcessState
 from zero_sim.sim.world.randomness import Randomness
-
-if TYPE_CHECKING:
-    from zero_sim.sim.inflight.timing import Timing
 
 CALLER = -1
 """Owner number of the thread that called `World.run`, in the randomness it lends to the ranks."""
 
 FRUITLESS_POLLS_MAX = 1000
 """After so many polls of one unfinished work while nobody else can run, polling is a deadlock."""
-
-
-class Awaited(Protocol):
-    """Something a rank can wait for."""
-
-    done: bool
-    waiters: list[int]
-
-    @property
-    def doing(self) -> str:
-        """The wait in words."""
-        ...
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """World ranks that have to act before it is done."""
-        ...
 
 
 class RankLocal(Protocol):
@@ -94,8 +76,6 @@ class Baton:
         self.all_ended = threading.Event()
         self.failure: WorldFailure | None = None
         self.holder = CALLER
-        self.timing: Timing | None = None
-        """Carries out operations later than eagerly; None where all is eager."""
         self.turns = 0
         self._waiting: dict[int, tuple[Awaited, str]] = {}
         self._now_seconds = 0.0
@@ -109,8 +89,13 @@ class Baton:
         self._excused: set[int] = set()
         self._excuses = 0
 
-    def start(self) -> None:
-        """Make every rank ready and hand over to the first; called by `World.run`'s thread."""
+    def start(self, timing: Timing) -> None:
+        """Make every rank ready and hand over to the first; called by `World.run`'s thread.
+
+        Args:
+            timing: Has something due now and then; asked for more when no rank can run.
+        """
+        self._timing = timing
         self.randomness.take_out(CALLER)
         self.process_state.begin(CALLER)
         if self.rank_local is not None:
@@ -138,8 +123,7 @@ class Baton:
         check_not_forked()
         self.check_alive()
         self.log.tick += 1
-        if self.timing is not None:
-            self.timing.advance()
+        self._timing.advance()
 
     def wait_for(
         self, rank: int, awaited: Awaited, site: str, *, timeout_seconds: float | None = None
@@ -271,7 +255,7 @@ class Baton:
         if self.failure is None:
             try:
                 chosen = self.schedule.pick()
-                while chosen is None and self._force():
+                while chosen is None and self._timing.force(running=bool(self._running)):
                     chosen = self.schedule.pick()
             except ScheduleDiverged as failure:
                 self.failure = failure
@@ -294,9 +278,6 @@ class Baton:
         self._timed_out[rank] = TimedOut(awaited.doing, awaited.missing, deadlock, seconds=seconds)
         self.schedule.add(rank)
         return self._next_rank()
-
-    def _force(self) -> bool:
-        return self.timing is not None and self.timing.force(running=bool(self._running))
 
     def _deadlock(self) -> Deadlock:
         # Many ranks wait for one thing; it is asked once.

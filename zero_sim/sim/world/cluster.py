@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
 from zero_sim.sim.call import IN_PLACE, SPARSE, Call
 from zero_sim.sim.callsite import call_site, here, is_of_torch, site_of
-from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group, Message, deliver
+from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group, Message
 from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import WorldFailure
-from zero_sim.sim.faults import InjectedCrash, StalledByPlan
-from zero_sim.sim.inflight.races import unwatched
-from zero_sim.sim.inflight.snapshots import flights_of
-from zero_sim.sim.inflight.work import Leg, SimWork
+from zero_sim.sim.faults import InjectedCrash, StalledByPlan, Strike
+from zero_sim.sim.inflight.timing import aside
+from zero_sim.sim.inflight.work import SimWork
 from zero_sim.sim.log import CollectiveRecord
+from zero_sim.sim.waits import Pending
 from zero_sim.sim.world.outside import running_rank
 from zero_sim.sim.world.rank_threads import starter
 from zero_sim.sim.world.run import Run
@@ -50,12 +49,10 @@ class SimCluster:
         """Issue one rank's side of a collective; `Cluster.issue`."""
         rank = group.ranks[group_rank]
         self._check_own(rank, group, call.kind)
-        baton = self.run.baton
-        baton.advance()
-        call.file, call.line = call_site()
-        self._strike(rank, group, group_rank, call)
+        self.run.baton.advance()
+        strikes = self._strikes(rank, group, group_rank, call) if self.run.injector.faults else ()
         try:
-            with unwatched():
+            with aside(self.run.races):
                 collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
             error = self.run.fail(failure)
@@ -64,27 +61,10 @@ class SimCluster:
             self._record(rank, group, call, sequence, asynchronous, _detail(call))
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
-        full = not collective.missing_count
+        if strikes:
+            collective.strike(group_rank, strikes)
         record = self._record(rank, group, call, sequence, asynchronous, _detail(call))
-        # A sparse tensor's memory is made anew by what is written to it, so nothing can be lent.
-        at_once = baton.timing is None or call.kind == SPARSE
-        if at_once and full:
-            with unwatched(), torch.inference_mode():
-                collective.perform(self.run.order)
-            baton.finish(collective)
-        leg = Leg(collective, len(self.run.log.collectives) - 1)
-        if call.kind != SPARSE and (baton.timing is not None or self.run.races):
-            self._lend(
-                leg,
-                call,
-                rank=rank,
-                place=group_rank,
-                group_size=len(group.ranks),
-                what=f"{call.kind} #{sequence} of group {group.label}",
-                key=f"{group.name}|{sequence}",
-                full=full,
-            )
-        work = SimWork(baton, rank, [leg], call.outputs or call.inputs, self.run.flights[rank])
+        work = self._work(collective, call, rank=rank, place=group_rank)
         work.timeout_seconds = call.timeout_seconds
         if asynchronous:
             work.is_of_torch = is_of_torch()
@@ -107,8 +87,15 @@ class SimCluster:
         if caller != rank:
             raise self.run.fail(foreign_group(caller, rank, group.label, f"{kind} at {here()}"))
 
-    def _strike(self, rank: int, group: Group, group_rank: int, call: Call) -> None:
-        """Let the faults happen that are due at a call; those of its data go with it."""
+    def _work(self, awaited: Pending, call: Call, *, rank: int, place: int) -> SimWork:
+        """Leave the call that was noted last to the timing."""
+        record = len(self.run.log.collectives) - 1
+        leg = self.run.timing.issue(awaited, call, rank=rank, place=place, record=record)
+        tensors = call.outputs or call.inputs
+        return SimWork(self.run.baton, rank, [leg], tensors, self.run.flights[rank])
+
+    def _strikes(self, rank: int, group: Group, group_rank: int, call: Call) -> Sequence[Strike]:
+        """Let the faults happen that are due at a call; those that act on its data."""
         what = f"{call.kind} #{group.issued_by(group_rank)} of group {group.label}"
         strikes = self.run.injector.due(rank, call, what=what)
         for strike in strikes:
@@ -122,21 +109,23 @@ class SimCluster:
         if call.kind == SPARSE:
             for strike in strikes:
                 strike.missed("the tensors of this call are sparse, whose data no fault changes")
-            return
-        call.strikes = strikes
+            return ()
+        return strikes
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
     ) -> SimWork:
         """Issue a send; `Cluster.send`."""
-        call = Call(kind="send", inputs=[tensor])
+        file, line = call_site()
+        call = Call(kind="send", inputs=[tensor], file=file, line=line)
         return self._exchange(group, group_rank, peer, tag, call, group.send)
 
     def receive(
         self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
     ) -> SimWork:
         """Issue a receive; `Cluster.receive`."""
-        call = Call(kind="recv", inputs=[], outputs=[tensor])
+        file, line = call_site()
+        call = Call(kind="recv", inputs=[], outputs=[tensor], file=file, line=line)
         return self._exchange(group, group_rank, peer, tag, call, group.receive)
 
     def join_works(
@@ -157,81 +146,24 @@ class SimCluster:
         peer: int | None,
         tag: int,
         call: Call,
-        post: Callable[..., tuple[Message, Message | None]],
+        post: Callable[..., Message],
     ) -> SimWork:
         rank = group.ranks[group_rank]
         self._check_own(rank, group, call.kind)
-        baton = self.run.baton
-        baton.advance()
-        call.file, call.line = call_site()
+        self.run.baton.advance()
         whom = "any" if peer is None else str(group.ranks[peer])
         try:
-            with unwatched():
-                message, met = post(group_rank, peer, tag=tag, call=call)
+            with aside(self.run.races):
+                message = post(group_rank, peer, tag=tag, call=call)
         except WorldFailure as failure:
             error = self.run.fail(failure)
             self._record(rank, group, call, tag, True, f"peer {whom}")
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
-        side = "to" if call.kind == "send" else "from"
         record = self._record(rank, group, call, tag, True, f"peer {whom}")
-        if baton.timing is None and met is not None:
-            with unwatched(), torch.inference_mode():
-                deliver(message, met)
-            baton.finish(met)
-        leg = Leg(message, len(self.run.log.collectives) - 1)
-        if baton.timing is not None or self.run.races:
-            self._lend(
-                leg,
-                call,
-                rank=rank,
-                place=0 if call.kind == "send" else 1,
-                group_size=2,
-                what=f"{call.kind} {side} rank {whom} in group {group.label}",
-                key=f"{group.name}|{group_rank}|{group.count_message(group_rank)}",
-                joins=met,
-                full=met is not None,
-            )
-        work = SimWork(baton, rank, [leg], call.outputs or call.inputs, self.run.flights[rank])
+        work = self._work(message, call, rank=rank, place=0 if call.kind == "send" else 1)
         work.promise([self.run.promises.make(record)])
         return work
-
-    def _lend(
-        self,
-        leg: Leg,
-        call: Call,
-        *,
-        rank: int,
-        place: int,
-        group_size: int,
-        what: str,
-        key: str,
-        full: bool,
-        joins: Message | None = None,
-    ) -> None:
-        """Note what memory an operation has until it is waited for; leave the rest to the timing.
-
-        The arguments are those of `Timing.issue`.
-        """
-        timing = self.run.baton.timing
-        if timing is not None:
-            leg.side = timing.issue(
-                leg.awaited,
-                call,
-                rank=rank,
-                place=place,
-                group_size=group_size,
-                record=leg.record,
-                what=what,
-                key=key,
-                joins=joins,
-                full=full,
-            )
-            leg.flights = leg.side.loan.flights
-            return
-        leg.flights = flights_of(call, what=what, group_rank=place, group_size=group_size)
-        for flight in leg.flights:
-            self.run.flights[rank].take_off(flight)
 
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str

@@ -11,9 +11,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_sim.sim.comm.process_group import SimProcessGroup
     from zero_sim.sim.comm.torch_stores import StoreWaits
-    from zero_sim.sim.world.c10d import RankC10dWorld
 
 _STARTER = "_zero_sim_started_by"
+
+
+class RankC10dWorld:
+    """The fields of torch's `_World`, for one rank."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """As torch's `_World.pg_config_info`."""
+        return [
+            {
+                "pg_name": name,
+                "pg_desc": group.group_desc,
+                "backend_config": self.pg_backend_config[group],
+                "ranks": list(self.pg_group_ranks[group]),
+                "group_size": len(self.pg_group_ranks[group]),
+                "group_count": self.group_count,
+            }
+            for group, name in self.pg_names.items()
+        ]
 
 
 class RankState(threading.local):

@@ -13,8 +13,8 @@ from zero_sim.sim.contract.pending_works import Promises
 from zero_sim.sim.failures import ContractViolation, RankFailed, WorldFailure
 from zero_sim.sim.faults import Injector
 from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
-from zero_sim.sim.order import Order
 from zero_sim.sim.world.baton import Baton
 
 
@@ -25,7 +25,7 @@ class Run:
     baton: Baton
     log: EventLog
     injector: Injector
-    order: Order
+    timing: Timing
     flights: list[Flights]
     """What each rank has lent and not waited for, by rank."""
     races: bool

@@ -20,13 +20,14 @@ from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import RankEnded, RankFailed, RankStalled, WorldFailure
 from zero_sim.sim.faults import Fault, Injector, check_faults
 from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.inflight.late import TIMINGS, build_timing
 from zero_sim.sim.inflight.races import RaceDetector
-from zero_sim.sim.inflight.timing import TIMINGS, Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.order_backends import ORDERS
 from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
+from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world import c10d, outside, profilers
-from zero_sim.sim.world.baton import Awaited, Baton, RankLocal
+from zero_sim.sim.world.baton import Baton, RankLocal
 from zero_sim.sim.world.cluster import SimCluster
 from zero_sim.sim.world.process_state import ProcessState
 from zero_sim.sim.world.randomness import Randomness
@@ -246,7 +247,7 @@ class World:
             self._randomness.seed(rank, self.seed + rank)
             self.flights[rank].clear()
         self._program, self._results = program, [None] * self.world_size
-        self._baton.start()
+        self._baton.start(self._run.timing)
         try:
             self._await_end()
         finally:
@@ -322,15 +323,19 @@ class World:
             process_state=self._process_state,
             rank_local=self._rank_local,
         )
-        if self.timing != "eager":
-            baton.timing = Timing(
-                self.timing, seed=self.seed, order=self.order, baton=baton, flights=self.flights
-            )
+        timing = build_timing(
+            self.timing,
+            seed=self.seed,
+            order=self.order,
+            turns=baton,
+            flights=self.flights,
+            races=self.races,
+        )
         return Run(
             baton=baton,
             log=log,
             injector=injector,
-            order=self.order,
+            timing=timing,
             flights=self.flights,
             races=self.races,
         )

@@ -1,0 +1,24 @@
+"""A call is complete when it is made."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from zero_sim.sim.call import Call
+from zero_sim.sim.contract.own_call import check_call
+
+
+def test_nobody_writes_into_a_call():
+    call = Call(kind="all_reduce", inputs=[torch.zeros(2)])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        call.line = 3
+
+
+def test_a_check_returns_by_what_a_call_is_compared_with_the_others():
+    call = Call(
+        kind="all_reduce", inputs=[torch.zeros(5)[2:]], reduce_op=torch.distributed.ReduceOp.SUM
+    )
+    signature = check_call(call, group_rank=0, ranks=(0, 1), strict=True)
+    assert signature.offsets == (2,)
+    assert signature.alike[-1] == (torch.float32, torch.Size([3]))

@@ -1,0 +1,362 @@
+"""Operations carried out late: under `lazy` as late as waits allow, under `hostile` as drawn.
+
+[Note: draws]
+What is drawn for a member's side depends on the seed, the group, the number of the operation in it
+and the member, not on the schedule; so a schedule may be varied while the timing stays, and back.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from zero_sim.sim.call import SPARSE, Call
+from zero_sim.sim.failures import RankFailed, WorldFailure
+from zero_sim.sim.in_flight import Flight, Flights
+from zero_sim.sim.inflight.races import unwatched
+from zero_sim.sim.inflight.snapshots import Loan
+from zero_sim.sim.inflight.timing import Eager, Leg, Timing, perform
+from zero_sim.sim.order import Order
+from zero_sim.sim.waits import Pending, Turns
+
+_ROUNDS_LATE_MAX = 4
+"""How late something drawn may be, in calls into the world by each member of its group."""
+
+_REFUSALS_MAX = 2
+"""How often a work may say at most that it is not completed although it was performed."""
+
+TIMINGS = ("eager", "lazy", "hostile")
+
+
+def build_timing(
+    name: str, *, seed: int, order: Order, turns: Turns, flights: Sequence[Flights], races: bool
+) -> Timing:
+    """The timing of that name, for one run.
+
+    Args:
+        name: One of `TIMINGS`.
+        seed: Seed of the draws.
+        order: Order model of the reductions.
+        turns: Hands over control.
+        flights: What each rank has lent, by world rank.
+        races: Whether somebody watches what is lent.
+    """
+    eager = Eager(order=order, turns=turns, flights=flights, races=races)
+    if name == "eager":
+        return eager
+    return Late(
+        hostile=name == "hostile",
+        seed=seed,
+        order=order,
+        turns=turns,
+        flights=flights,
+        eager=eager,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SidePlan:
+    """What is drawn for one member's side of one operation; as it stands, the lazy one."""
+
+    read_late: bool = True
+    """Whether its inputs are read when the operation is performed, not when it is issued."""
+    write: Literal["perform", "later", "wait"] = "wait"
+    write_after: int = 0
+    """Calls into the world between performing and a write that is `later`."""
+    let_others_run: bool = True
+    """Whether waiting for an operation that could be performed hands the baton on first."""
+    refusals: int = 0
+    """How often `is_completed` says no although it could say yes."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Side:
+    """One member's side of an operation; a `Leg`."""
+
+    awaited: Pending
+    rank: int
+    record: int
+    """Index of its record in the log."""
+    key: str
+    """Names the side in the draws."""
+    loan: Loan
+    plan: SidePlan
+    operation: Operation
+    timing: Late
+    refusals_left: int
+    written: bool = False
+    landed: bool = False
+
+    @property
+    def flights(self) -> Sequence[Flight]:
+        """What the rank has lent; `Leg.flights`."""
+        return self.loan.flights
+
+    def start_wait(self) -> None:
+        """May perform the operation; `Leg.start_wait`."""
+        self.timing.start_wait(self)
+
+    def poll(self) -> None:
+        """May perform an operation, so that it is not no for ever; `Leg.poll`."""
+        self.timing.poll(self)
+
+    def admits(self) -> bool:
+        """Whether a rank that asks for a performed operation is told yes this time."""
+        if self.refusals_left and not self.landed:
+            self.refusals_left -= 1
+            return False
+        return True
+
+    def land(self) -> None:
+        """Bring the outputs, if they are not there; `Leg.land`."""
+        self.timing.land(self)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Operation:
+    """One collective, or a send with its receive."""
+
+    awaited: list[Pending] = field(default_factory=list)
+    sides: dict[int, Side] = field(default_factory=dict)
+    """By the member's place: its group rank; 0 for a send and 1 for its receive."""
+    polls_left: int = 0
+
+    @property
+    def has_waiter(self) -> bool:
+        """Whether a rank has handed the baton on until it is performed."""
+        return any(awaited.waiters for awaited in self.awaited)
+
+
+class Late:
+    """Carries out the operations of one run later than eagerly; a `Timing`.
+
+    Args:
+        hostile: Whether how late is drawn; as late as can be where not.
+        seed: Seed of the draws.
+        order: Order model of the reductions.
+        turns: Hands over control; asks for more when no rank can run.
+        flights: What each rank has lent, by world rank.
+        eager: Carries out what cannot be late.
+    """
+
+    def __init__(
+        self,
+        *,
+        hostile: bool,
+        seed: int,
+        order: Order,
+        turns: Turns,
+        flights: Sequence[Flights],
+        eager: Eager,
+    ) -> None:
+        self._hostile = hostile
+        self._seed = seed
+        self._order = order
+        self._turns = turns
+        self._eager = eager
+        self._log = turns.log
+        self._flights = flights
+        self._forcing = random.Random(f"{seed}|forcing")
+        self._open: dict[Pending, Operation] = {}
+        self._full: dict[Operation, None] = {}
+        """Operations that can be performed, the oldest first."""
+        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._due_count = 0
+        self._idle_polls = 0
+
+    def issue(self, awaited: Pending, call: Call, *, rank: int, place: int, record: int) -> Leg:
+        """Copy what a member reads and poison what it writes; `Timing.issue`."""
+        if call.kind == SPARSE:
+            return self._eager.issue(awaited, call, rank=rank, place=place, record=record)
+        operation = self._open.get(awaited.joins or awaited) or Operation()
+        if awaited not in operation.awaited:
+            operation.awaited.append(awaited)
+            self._open[awaited] = operation
+        key = f"{self._seed}|{awaited.key}|{place}"
+        plan = _draw_side(key, group_size=awaited.size) if self._hostile else SidePlan()
+        with self._ending_the_world(rank):
+            loan = Loan(
+                call,
+                rank=rank,
+                what=awaited.what,
+                group_rank=place,
+                group_size=awaited.size,
+                others=self._flights[rank],
+            )
+        for flight in loan.flights:
+            self._flights[rank].take_off(flight)
+        side = operation.sides[place] = Side(
+            awaited=awaited,
+            rank=rank,
+            record=record,
+            key=key,
+            loan=loan,
+            plan=plan,
+            operation=operation,
+            timing=self,
+            refusals_left=plan.refusals,
+        )
+        self._idle_polls = 0
+        if not plan.read_late:
+            self._log.note(rank, "read", record)
+        if awaited.full:
+            self._fill(operation)
+        return side
+
+    def advance(self) -> None:
+        """Do what is due; `Timing.advance`."""
+        while self._due and self._due[0][0] <= self._log.tick:
+            heapq.heappop(self._due)[2]()
+
+    def start_wait(self, side: Side) -> None:
+        """A rank begins to wait for an operation; may perform it.
+
+        Raises:
+            WorldFailure: Performing it failed.
+        """
+        self._idle_polls = 0
+        if not side.plan.let_others_run:
+            self._perform(side.operation)
+
+    def poll(self, side: Side) -> None:
+        """A rank asked and was told no; may perform an operation, so that it is not so for ever.
+
+        Raises:
+            WorldFailure: Performing it failed.
+        """
+        operation = side.operation
+        if operation in self._full:
+            operation.polls_left -= 1
+            if operation.polls_left < 0:
+                self._perform(operation)
+            return
+        # Ranks that ask in turns keep each other able to run, so that `force` would never be asked
+        # for what a third one waits for.
+        self._idle_polls += 1
+        if self._idle_polls > len(self._flights):
+            self._idle_polls = 0
+            for waited_for in [full for full in self._full if full.has_waiter][:1]:
+                self._perform(waited_for)
+
+    def force(self, *, running: bool) -> bool:
+        """Perform what a rank waits for, or, drawn, another operation; `Timing.force`."""
+        eligible = [full for full in self._full if full.has_waiter or not running]
+        if not eligible or self._turns.failure is not None:
+            return False
+        # What nobody waits for yet may come first, too.
+        chosen = self._forcing.choice(list(self._full)) if self._hostile else eligible[0]
+        try:
+            self._perform(chosen)
+        except WorldFailure:
+            return False  # The baton has it; the rank whose thread this is has no part in it.
+        return True
+
+    def land(self, side: Side) -> None:
+        """A rank's wait returns: its outputs are there and its memory is its own again.
+
+        Raises:
+            InFlightRace: The memory is not as it must be.
+        """
+        if side.landed:
+            return
+        self._idle_polls = 0
+        if side.written:
+            with self._ending_the_world(side.rank):
+                side.loan.check_inputs()
+                side.loan.check_outputs()
+        else:
+            self._write(side)
+        side.landed = True
+        side.loan.forget()
+
+    def _fill(self, operation: Operation) -> None:
+        """All members are there: draw when it is performed."""
+        self._full[operation] = None
+        if not self._hostile:
+            return
+        draws = random.Random(f"{operation.sides[0].key}|operation")
+        horizon = _horizon(len(operation.sides))
+        operation.polls_left = draws.randint(0, _REFUSALS_MAX)
+        when = draws.choice(("at once", "later", "forced"))
+        after = draws.randint(1, horizon)
+        if when == "at once":
+            self._perform(operation)
+        elif when == "later":
+            self._do_after(after, lambda: self._perform(operation))
+
+    def _perform(self, operation: Operation) -> None:
+        """Combine all members' inputs, unless that is done or a member is missing."""
+        if operation not in self._full:
+            return
+        del self._full[operation]
+        self._idle_polls = 0
+        sides = [side for _, side in sorted(operation.sides.items())]
+        with self._ending_the_world(list(operation.sides.values())[-1].rank):
+            for side in sides:
+                if side.plan.read_late:
+                    side.loan.check_inputs()
+                    self._log.note(side.rank, "read", side.record)
+            staged = [side.loan.staged for side in sides]
+            perform(staged, self._order, strikes=operation.awaited[0].strikes)
+        for side in sides:
+            self._log.note(side.rank, "perform", side.record)
+            if side.plan.write == "perform":
+                self._write(side)
+            elif side.plan.write == "later":
+                self._do_after(side.plan.write_after, functools.partial(self._write, side))
+        for awaited in operation.awaited:
+            awaited.conclude()
+            del self._open[awaited]
+            self._turns.finish(awaited)
+
+    def _write(self, side: Side) -> None:
+        """Bring a side's outputs into its rank's memory, unless they are there."""
+        if side.written or side.landed:
+            return
+        with self._ending_the_world(side.rank):
+            side.loan.check_inputs()
+            side.loan.check_outputs()
+            side.loan.write()
+        side.written = True
+        self._log.note(side.rank, "write", side.record)
+
+    def _do_after(self, calls: int, action: Callable[[], None]) -> None:
+        self._due_count += 1
+        heapq.heappush(self._due, (self._log.tick + calls, self._due_count, action))
+
+    @contextmanager
+    def _ending_the_world(self, rank: int) -> Iterator[None]:
+        """Work on memory for `rank`, in whichever rank's thread; what fails ends the world."""
+        try:
+            # Also memory made in inference mode may be written in it, and none is recorded.
+            with unwatched(), torch.inference_mode():
+                yield
+        except WorldFailure as failure:
+            raise self._turns.fail(failure) from None
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            raise self._turns.fail(RankFailed(rank, error, text)) from error
+
+
+def _horizon(group_size: int) -> int:
+    """The most calls into the world that something drawn may be late by."""
+    return _ROUNDS_LATE_MAX * group_size
+
+
+def _draw_side(key: str, *, group_size: int) -> SidePlan:
+    draws = random.Random(key)
+    return SidePlan(
+        read_late=draws.random() < 0.5,
+        write=draws.choice(("perform", "later", "wait")),
+        write_after=draws.randint(1, _horizon(group_size)),
+        let_others_run=draws.random() < 0.5,
+        refusals=draws.randint(0, _REFUSALS_MAX),
+    )
