@@ -19,6 +19,7 @@ from torch import Tensor
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.hook_trace import Pace
 from zero_sim.cost.memory import bytes_held, check_memory
+from zero_sim.cost.peaks import PeakWatch
 from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_strip
@@ -84,6 +85,7 @@ class Judge:
         self.sizes: dict[int, Sequence[ParamSize]] = {}
         """What each rank trains, if it is one that closed forms hold for."""
         self.paces: dict[int, Pace] = {}
+        self._peaks: dict[int, PeakWatch] = {}
         """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
         self._observed = dict.fromkeys(ranks, first_step - 1)
@@ -109,7 +111,7 @@ class Judge:
         """By rank: stretches of the log in which its engine gathered what the judge asked for."""
         stop_step = scenario.run.steps if stop_step is None else stop_step
         # What leaks has done so after the second step. Weighing costs as much as comparing.
-        self._weighed_step = min(first_step + 1, stop_step - 1)
+        self.weighed_step = min(first_step + 1, stop_step - 1)
         self._calls_made = calls_made
         self._call_starts: dict[tuple[int, int], int] = {}
         self._parts: dict[int, list[OwnedPart]] = {}
@@ -191,7 +193,12 @@ class Judge:
         self._report(self.first_step, self._owing.compare_loaded(engine, rank=rank))
 
     def hold_to_costs(
-        self, rank: int, sizes: Sequence[ParamSize], *, pace: Pace | None = None
+        self,
+        rank: int,
+        sizes: Sequence[ParamSize],
+        *,
+        pace: Pace | None = None,
+        peaks: PeakWatch | None = None,
     ) -> None:
         """Hold a rank to the closed forms of its stage.
 
@@ -199,8 +206,11 @@ class Judge:
             rank: The rank, within the group.
             sizes: What it trains, as it was before its engine had it.
             pace: What it will do between its calls; left out where that is not looked at.
+            peaks: What it will hold within `weighed_step`; left out likewise.
         """
         self.sizes[rank] = sizes
+        if peaks is not None:
+            self._peaks[rank] = peaks
         if pace is not None:
             self.paces[rank] = pace
         self._calls_seen[rank] = self._call_count()
@@ -248,7 +258,7 @@ class Judge:
             if self._owing.uncertified_step is None:
                 self._report(step, self._compare_result(rank, step, result, expected))
                 self._report(step, self._compare(rank, step, losses, engine, expected))
-                if rank in self.sizes and step == self._weighed_step:
+                if rank in self.sizes and step == self.weighed_step:
                     self._report(step, self._compare_memory(rank, step, engine))
         else:
             self._skipped.setdefault(step, bool(result.skipped))
@@ -443,3 +453,5 @@ class Judge:
         if PARTS in self._group.unobserved:
             del owed["state"]  # How much of it an element has only parts tell.
         yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)
+        if rank in self._peaks:
+            yield from self._peaks[rank].found

@@ -299,12 +299,16 @@ _EXPLANATIONS = (
     Explanation(
         check="invariant.memory",
         meaning="Between two steps a rank holds the bytes that its stage allows: flat gradients "
-        "and params, masters and state of what it owns; nothing else grows with the model.",
+        "and params, masters and state of what it owns; nothing else grows with the model. Within "
+        "a step, where a phase is named, whole gradients and params are those alone of buckets "
+        "that fill, are in flight, in use, gathered ahead or kept for backward.",
         why="Memory is what sharding is for; a copy that is kept gives it away silently.",
         causes=(
             "fp32 copies of the gradients that outlive the step",
             "masters or state of what other ranks own",
             "frozen params that have a place in the buffers",
+            "reductions that nobody waits for, so that more than one bucket is in flight",
+            "params that are gathered too early or freed too late",
         ),
         seen_in=(
             "DeepSpeed#2665: full gradients kept after the reduce-scatter",

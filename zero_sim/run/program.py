@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zero_sim.cost.forms import ParamSize, sizes_of
 from zero_sim.cost.hook_trace import Clock, Pace, watch_pace
+from zero_sim.cost.peaks import PeakWatch, watch_peaks
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.judge.facts import Facts, facts_of
 from zero_sim.judge.harness import AskedEngine, Excused, ours
@@ -25,7 +26,7 @@ from zero_sim.run.cells import Cell
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, Target, complete
+from zero_sim.targets import CompletedEngine, PeakEngine, Target, complete
 from zero_sim.targets.answers import model_of
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
@@ -143,7 +144,7 @@ def build_program(
             with ours(excused):
                 seat.judge.observe_load(group.rank(), asked)
         if asked.tells_costs:
-            seat.judge.hold_to_costs(group.rank(), built.sizes, pace=built.pace)
+            seat.judge.hold_to_costs(group.rank(), built.sizes, pace=built.pace, peaks=built.peaks)
         _train(
             segment,
             seat,
@@ -168,6 +169,8 @@ class _Built:
     """What it trains."""
     pace: Pace | None
     """What it does between its calls, where it is held to costs and overlaps anything."""
+    peaks: PeakWatch | None
+    """What it holds within a step, where its stage shards gradients and it tells."""
 
 
 def _build(
@@ -197,7 +200,20 @@ def _build(
     if clock is not None and overlaps and engine.costed is not None:
         with ours(excused):
             pace = watch_pace(module, names=names, clock=clock)
-    return _Built(engine=engine, names=frozenset(names.values()), sizes=sizes, pace=pace)
+    peaks = None
+    if scenario.system.stage >= 2 and isinstance(engine.costed, PeakEngine):
+        with ours(excused):
+            peaks = watch_peaks(
+                module,
+                names=names,
+                sizes=sizes,
+                scenario=scenario,
+                rank=group.rank(),
+                look=engine.costed.whole_bytes,
+            )
+    return _Built(
+        engine=engine, names=frozenset(names.values()), sizes=sizes, pace=pace, peaks=peaks
+    )
 
 
 def _train(
@@ -235,6 +251,8 @@ def _train(
             last_micro = micro == scenario.run.micro_batches - 1
             if pace is not None:
                 pace.start(step, micro)
+            if built.peaks is not None and step == judge.weighed_step:
+                built.peaks.start(step, micro)
             losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
             if deferred and micro == 0 and step > segment.start:
                 with ours(excused):
@@ -242,6 +260,8 @@ def _train(
         result = engine.step(lr_factor=lr_factor(scenario, step))
         if pace is not None:
             pace.end(step)
+        if built.peaks is not None:
+            built.peaks.end()
         with ours(excused):
             judge.observe(rank, step, losses, result, asked)
         if not deferred:

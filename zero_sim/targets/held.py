@@ -58,6 +58,42 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
     return held
 
 
+def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
+    """Tell what is whole now of the units whose whole memory is to come and go.
+
+    By the memory that storages, params and gradients have, not by what a unit says it is.
+
+    Args:
+        ddp: The module and its buffers.
+
+    Returns:
+        As `PeakEngine.whole_bytes`.
+    """
+    for buffer in ddp.buffers:
+        for unit in buffer.units:
+            name = unit.members[0].name
+            params = [member.param for member in unit.members]
+            if unit.frees_grads:
+                grads = [getattr(param, "main_grad", None) for param in params]
+                grads += [member.main_grad for member in unit.members]
+                yield "gradients", name, _bytes_of([*grads, *vars(unit.grad_storage).values()])
+            if unit.frees_params:
+                assert unit.param_storage is not None
+                # What stands for a param that is not there holds one element.
+                there = [param for param in params if not _is_placeholder(param)]
+                yield "params", name, _bytes_of([*there, *vars(unit.param_storage).values()])
+
+
+def _is_placeholder(param: Tensor) -> bool:
+    return param.untyped_storage().nbytes() == param.element_size()
+
+
+def _bytes_of(items: Iterable[object]) -> int:
+    """Bytes of the memory of those that are tensors, each once."""
+    storages = [item.untyped_storage() for item in items if isinstance(item, Tensor)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 

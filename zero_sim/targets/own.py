@@ -22,7 +22,7 @@ from zero_sim.scenario.spec import (
     Scenario,
     TopologySpec,
 )
-from zero_sim.targets.held import held_bytes
+from zero_sim.targets.held import held_bytes, whole_bytes
 from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import class_of, group_index, own_settings, settings_of
 from zero_sim.zero import (
@@ -199,6 +199,10 @@ class ZeroSimEngine:
     def held_bytes(self) -> Mapping[str, int]:
         """Bytes of all memory that buffers, optimizer and pipelines reach, by what it is for."""
         return held_bytes(self._ddp, self._optimizer)
+
+    def whole_bytes(self) -> Iterator[tuple[str, str, int]]:
+        """Whole gradients and params of each unit, where its stage shards them."""
+        return whole_bytes(self._ddp)
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """Save a checkpoint; of a model in several parts, a folder with one for each."""

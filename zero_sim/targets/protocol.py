@@ -237,6 +237,20 @@ class CostedEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class PeakEngine(CostedEngine, Protocol):
+    """One that also tells what is whole in memory within a step, and is held to when it may be."""
+
+    def whole_bytes(self) -> Iterable[tuple[str, str, int]]:
+        """What is whole now of what its stage shards, bucket by bucket.
+
+        Returns:
+            `gradients` or `params`; the name of a param of the bucket; and the bytes of all memory
+            that holds them, each once. A bucket of which nothing is whole may be left out.
+        """
+        ...
+
+
 class Target(Protocol):
     """A system under test.
 

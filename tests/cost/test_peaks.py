@@ -1,0 +1,121 @@
+"""Whole gradients and params within a step are held to closed forms of when they may be there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.scenario.spec import ModelSpec, RunSpec, SystemSpec, WorldSpec
+from zero_sim.zero.schedule import OnUse, UnderBackward
+from zero_sim.zero.storage import TransientStorage
+from zero_sim.zero.unit import Unit
+
+STAGE_2 = SystemSpec(stage=2, bucket_elems=8)
+STAGE_3 = SystemSpec(stage=3, bucket_elems=8)
+THREE_BLOCKS = ModelSpec(name="mlp", hidden=3, blocks=3)
+
+
+@pytest.fixture
+def peaks(judged):
+    """Run a case of two ranks and two steps; return the finding's message, or the verdict."""
+
+    def run(system, **parts):
+        parts = {"model": THREE_BLOCKS, "run": RunSpec(steps=2), **parts}
+        result = judged(system=system, world=WorldSpec(size=2), **parts)
+        if not result.findings:
+            return result.verdict
+        assert {finding.check for finding in result.findings} == {"invariant.memory"}
+        return f"{result.findings[0].phase}: {result.findings[0].message}"
+
+    return run
+
+
+@pytest.mark.parametrize("system", [STAGE_2, STAGE_3], ids=["stage-2", "stage-3"])
+@pytest.mark.parametrize("overlap_grads", [True, False])
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_what_is_right_passes(peaks, system, overlap_grads, sync):
+    system = replace(system, overlap_grads=overlap_grads, sync=sync)
+    assert peaks(system, run=RunSpec(steps=2, micro_batches=2)) == "pass"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("model", ["unusual", "moe", "transformer-260"])
+def test_models_whose_params_are_used_otherwise(peaks, model, prefetch):
+    assert peaks(replace(STAGE_3, prefetch=prefetch), model=ModelSpec(name=model)) == "pass"
+
+
+def test_reductions_that_are_never_waited_for(peaks, monkeypatch):
+    """More than one bucket in flight."""
+    right = UnderBackward._issue_next
+
+    def wrong(self):
+        finish, Unit.finish_reduce = Unit.finish_reduce, lambda unit: None
+        right(self)
+        Unit.finish_reduce = finish
+
+    monkeypatch.setattr(UnderBackward, "_issue_next", wrong)
+    said = peaks(STAGE_2)
+    assert said.startswith("backward: this rank holds")
+    assert "bytes of whole gradients of the bucket of" in said
+    assert "as the gradient of" in said
+
+
+def test_memory_that_is_let_go_of_late(peaks, monkeypatch):
+    """A storage that keeps what it released until it is used again."""
+
+    def release(self):
+        self._old, self._whole = self._whole, None
+
+    monkeypatch.setattr(TransientStorage, "release", release)
+    assert "whole gradients" in peaks(STAGE_2)
+
+
+def test_params_that_stay_after_their_forward(peaks, monkeypatch):
+    """All are kept, though the case says that they go; calls would be too few, too."""
+    right = OnUse._leave
+
+    def wrong(self, unit, *, keep):
+        right(self, unit, keep=keep or unit is self._units[0])
+
+    monkeypatch.setattr(OnUse, "_leave", wrong)
+    said = peaks(STAGE_3)
+    assert said.startswith("forward: ")
+    assert "whole params of the bucket of 0.up.weight" in said
+
+
+def test_params_that_are_gathered_too_early(peaks, monkeypatch):
+    """One further bucket ahead, with as many calls as before."""
+    right = OnUse.__init__
+
+    def wrong(self, module, *, prefetch, **named):
+        right(self, module, prefetch=prefetch + 1, **named)
+
+    monkeypatch.setattr(OnUse, "__init__", wrong)
+    assert peaks(STAGE_3).startswith("forward: ")
+
+
+def test_params_that_stay_to_the_end_of_backward(peaks, monkeypatch):
+    """Gradients leave in time, params do not."""
+
+    def wrong(self, unit):
+        self._close(unit)
+        self._first_use.pop(unit, None)
+        unit.finish_gather()
+
+    monkeypatch.setattr(OnUse, "_end_gradients", wrong)
+    assert peaks(replace(STAGE_3, prefetch=0)).startswith("backward: ")
+
+
+def test_placeholders_that_hold_whole_memory(peaks, monkeypatch):
+    """The storage lets go, the params do not."""
+    right = Unit.free_params
+
+    def wrong(self):
+        held = [(memory.param, memory.param.data) for memory in self.members]
+        right(self)
+        for param, data in held:
+            param.data = data
+
+    monkeypatch.setattr(Unit, "free_params", wrong)
+    assert "whole params" in peaks(STAGE_3)
