@@ -8,7 +8,8 @@ import pytest
 
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.run.real_ranks import Setup, TeamJudge
+from zero_sim.run.real_judge import on_workers
+from zero_sim.run.setup import Setup
 from zero_sim.scenario.rules import check_scenario
 
 CASES = 60
@@ -16,7 +17,7 @@ CASES = 60
 
 @pytest.fixture(scope="module")
 def judge():
-    with TeamJudge(Setup(backend="gloo")) as on_gloo:
+    with on_workers(Setup(backend="gloo")) as on_gloo:
         yield on_gloo
 
 

@@ -30,7 +30,8 @@ from zero_sim.fuzz.layouts import Layout, layouts
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.report.records import Measurement
 from zero_sim.run import run_case
-from zero_sim.run.real_ranks import Setup, TeamJudge
+from zero_sim.run.real_judge import on_workers
+from zero_sim.run.setup import Setup
 from zero_sim.scenario.spec import (
     DataSpec,
     ModelSpec,
@@ -165,7 +166,7 @@ def _real_case() -> tuple[float, float]:
     """Seconds of the small case on gloo workers, and how often the simulated one fits into it."""
     scenario = _mlp(8)
     real, ratios = [], []
-    with WorldPool() as pool, TeamJudge(Setup(backend="gloo")) as judge:
+    with WorldPool() as pool, on_workers(Setup(backend="gloo")) as judge:
         run_case(scenario, pool=pool)
         judge(scenario)
         for _ in range(40):

@@ -10,7 +10,7 @@ from typing import Literal
 from zero_sim.backends import WorldPool
 from zero_sim.bundle.records import Bundle, current_environment
 from zero_sim.errors import UsageError, ZeroSimError
-from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.findings.records import CaseResult, Finding, not_judged
 from zero_sim.run.runner import run_case
 from zero_sim.sim import EventLog
 from zero_sim.targets import Target
@@ -88,9 +88,7 @@ def replay_bundle(
         result = run_case(bundle.scenario, pool=pool, target=target, turns=turns, keep_logs=True)
     except ZeroSimError as error:
         seconds = time.perf_counter() - started
-        result = CaseResult(
-            id=bundle.scenario.name, verdict="error", seconds=seconds, error=str(error)
-        )
+        result = not_judged(bundle.scenario.name, str(error), seconds=seconds)
         outcome, status = "error", error.exit_status
     else:
         match result.verdict:

@@ -331,7 +331,7 @@ class Session:
         return dataclasses.replace(scenario, world=world)
 
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
-        from zero_sim.findings.records import CaseResult
+        from zero_sim.findings.records import not_judged
         from zero_sim.run.pool import unforeseen
 
         started = time.perf_counter()
@@ -343,8 +343,7 @@ class Session:
                 result = judge(scenario)
         except ZeroSimError as error:
             seconds = time.perf_counter() - started
-            failed = CaseResult(id=case.id, verdict="error", seconds=seconds, error=str(error))
-            return failed, error.exit_status
+            return not_judged(case.id, str(error), seconds=seconds), error.exit_status
         # One case's bug must not cost the others their verdict.
         except Exception as error:  # noqa: BLE001
             seconds = time.perf_counter() - started

@@ -197,6 +197,21 @@ class CaseResult:
         }
 
 
+def not_judged(
+    case_id: str, error: str, finding: Finding | None = None, *, seconds: float = 0.0
+) -> CaseResult:
+    """The result of a case of which nothing can be said.
+
+    Args:
+        case_id: Of the case.
+        error: Why it was not judged, in one sentence.
+        finding: What is wrong with us; None where the case was refused.
+        seconds: What it took.
+    """
+    findings = () if finding is None else (finding,)
+    return CaseResult(id=case_id, verdict="error", seconds=seconds, error=error, findings=findings)
+
+
 def _plain(record: Finding | CaseResult) -> dict[str, object]:
     names = [column.name for column in dataclasses.fields(record)]
     values = {name: getattr(record, name) for name in names if name not in ("evidence", "logs")}

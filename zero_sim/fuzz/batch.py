@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import json
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
 from zero_sim.bundle import write_bundle
 from zero_sim.errors import ZeroSimError
-from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.coverage import Grid, features_of
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.known import KnownFindings
@@ -27,6 +26,7 @@ from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host.files import write_whole
 from zero_sim.run import run_case
+from zero_sim.run.pool import unforeseen
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import (
@@ -269,13 +269,4 @@ def _judge(scenario: Scenario, *, pool: WorldPool, target: Target) -> CaseResult
     except ZeroSimError:
         raise
     except Exception as error:  # noqa: BLE001
-        finding = Finding(
-            check="internal.error",
-            phase=type(error).__name__,
-            message="zero_sim raised an error that it did not foresee; please report it",
-            detail=traceback.format_exc(),
-        )
-        what = f"{type(error).__name__}: {error}"
-        return CaseResult(
-            id=scenario.name, verdict="error", seconds=0.0, error=what, findings=(finding,)
-        )
+        return unforeseen(error, id=scenario.name)

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from zero_sim.run.pool import Chosen, JobsJudge, Judge, open_worlds
-from zero_sim.run.real_ranks import Setup, TeamJudge
+from zero_sim.run.real_judge import on_workers
+from zero_sim.run.setup import Setup
 from zero_sim.scenario.spec import Scenario
 
 
@@ -38,7 +39,7 @@ def open_judge(
         UsageError: There is no such target.
     """
     if backend != "sim":
-        with TeamJudge(Setup(backend=backend)) as judge:
+        with on_workers(Setup(backend=backend)) as judge:
             yield judge
         return
     with open_worlds(Chosen(keep_logs=keep_logs, device=device, target=target)) as judge:

@@ -14,7 +14,8 @@ from zero_sim.backends.torchrun import is_launched, place
 from zero_sim.errors import UsageError
 from zero_sim.host import supervisor
 from zero_sim.run import CaseResult
-from zero_sim.run.real_ranks import LaunchedJudge, RealBackend, Setup, TeamJudge
+from zero_sim.run.real_judge import as_launched, on_workers
+from zero_sim.run.setup import RealBackend, Setup
 from zero_sim.scenario.discover import Case
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
@@ -80,7 +81,7 @@ def run_on_processes(
             )
         setup = Setup(backend=backend, native=native)
         chosen = session.select(cases, setup.why_left_out)
-        return session.run(chosen, lambda: TeamJudge(setup, target=target or ""))
+        return session.run(chosen, lambda: on_workers(setup, target=target or ""))
     rank, ranks_max = place()
     setup = Setup(backend=backend, native=native, ranks_max=ranks_max)
     if rank:
@@ -88,7 +89,7 @@ def run_on_processes(
     with _silent() if rank else contextlib.nullcontext():
         chosen = session.select(cases, setup.why_left_out)
         status = session.run(
-            chosen, lambda: LaunchedJudge(setup, target=target or "", on_hang=session.note_hang)
+            chosen, lambda: as_launched(setup, target=target or "", on_hang=session.note_hang)
         )
     sys.stdout.flush()
     sys.stderr.flush()

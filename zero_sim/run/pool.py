@@ -20,7 +20,7 @@ from typing import Self
 from zero_sim.backends import WorldPool, settle_memory
 from zero_sim.backends.hands import share_out
 from zero_sim.errors import ZeroSimError
-from zero_sim.findings.records import Finding
+from zero_sim.findings.records import Finding, not_judged
 from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
@@ -155,7 +155,7 @@ def _kept_worlds(chosen: Chosen) -> Judge:
     return ExitStack().enter_context(open_worlds(chosen))
 
 
-def unforeseen(error: Exception, *, id: str, seconds: float) -> CaseResult:
+def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult:
     """The result of a case whose judging raised what it should not.
 
     Args:
@@ -165,11 +165,11 @@ def unforeseen(error: Exception, *, id: str, seconds: float) -> CaseResult:
     """
     finding = Finding(
         check="internal.error",
+        phase=type(error).__name__,
         message="zero_sim raised an error that it did not foresee; please report it",
         detail=traceback.format_exc(),
     )
-    what = f"{type(error).__name__}: {error}"
-    return CaseResult(id=id, verdict="error", seconds=seconds, error=what, findings=(finding,))
+    return not_judged(id, f"{type(error).__name__}: {error}", finding, seconds=seconds)
 
 
 def _died(scenario: Scenario, error: BrokenExecutor) -> CaseResult:
@@ -179,10 +179,4 @@ def _died(scenario: Scenario, error: BrokenExecutor) -> CaseResult:
         "about the system; its error output stands above. Try --jobs 1, which shows where",
         detail=str(error),
     )
-    return CaseResult(
-        id=scenario.name,
-        verdict="error",
-        seconds=0.0,
-        error="the process that ran this case ended",
-        findings=(finding,),
-    )
+    return not_judged(scenario.name, "the process that ran this case ended", finding)

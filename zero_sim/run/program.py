@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,11 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
         load=path,
         weights_only=reload.weights_only,
     )
+
+
+def folder_for(scenario: Scenario) -> AbstractContextManager[str]:
+    """A folder for the checkpoint of a case, where it makes one; else no path."""
+    return nullcontext("") if scenario.reload is None else TemporaryDirectory(prefix="zero-sim-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.run import real_ranks as backends
-from zero_sim.run.real_ranks import Setup
+from zero_sim.run import setup as setups
+from zero_sim.run.setup import Setup
 from zero_sim.scenario.spec import (
     DataSpec,
     FaultSpec,
@@ -157,9 +157,9 @@ def test_a_case_may_take_longer_than_a_rank_may_be_silent(on_gloo, with_enough_t
 @pytest.fixture
 def drifted(on_gloo, judge_on_gloo, monkeypatch):
     """Run a small case on gloo, which is said to add in another order than it does."""
-    fresh = backends._Probe(setup=judge_on_gloo.setup)
+    fresh = setups.OrderProbe(setup=judge_on_gloo.setup)
     monkeypatch.setattr(judge_on_gloo, "_order_probe", fresh)
-    monkeypatch.setitem(backends.OWN_ORDERS, "gloo", "tree")
+    monkeypatch.setitem(setups.OWN_ORDERS, "gloo", "tree")
 
     def run(target="", **parts):
         return on_gloo(target, **{"world": WorldSpec(size=4, order="tree"), **parts})
@@ -176,7 +176,7 @@ class TestABackendThatAddsOtherwiseThanItsModel:
         assert "drift: expected ((0+1)+(2+3)) as in tree" in note
 
     def test_would_be_no_wrong_optimizer_under_the_model(self, drifted, monkeypatch):
-        monkeypatch.setattr(backends._Probe, "check", lambda *args: "")
+        monkeypatch.setattr(setups.OrderProbe, "check", lambda *args: "")
         assert drifted(model=ModelSpec(name="mlp", dtype="fp32")).verdict == "fail"
 
     def test_a_wrong_update_is_found(self, drifted):

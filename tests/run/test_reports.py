@@ -1,0 +1,53 @@
+"""Reports of several processes come to one result, and errors are charged to who made them."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.findings.records import Finding
+from zero_sim.run.reports import CaseRun, Failure, Report, result_of
+from zero_sim.scenario.spec import ModelSpec, Scenario, WorldSpec
+
+CASE = Scenario(schema=1, name="case", model=ModelSpec(name="mlp"), world=WorldSpec(size=2))
+GONE = Failure(kind="system", message="RuntimeError: Connection closed by peer", rank=1, time=1.0)
+LOST = Finding(check="world.rank-died", rank=0, message="rank 0: its process ended")
+
+
+def result(*reports):
+    return result_of(CASE, CaseRun(reports=reports))
+
+
+@pytest.mark.parametrize("kind", ["user", "judge"])
+@pytest.mark.parametrize("time", [0.0, 2.0])
+def test_what_others_raise_once_one_gave_up_is_no_verdict(kind, time):
+    """Clocks of two machines need not agree on who was first."""
+    gave_up = Failure(kind=kind, message="expected another case", rank=0, time=time)
+    told = result(Report(failure=gave_up), Report(failure=GONE))
+    assert (told.verdict, told.error) == ("error", "expected another case")
+
+
+def test_a_judge_that_fails_is_named_by_its_rank():
+    failure = Failure(kind="judge", message="the judge itself failed", detail="where", rank=1)
+    (finding,) = result(Report(), Report(failure=failure)).findings
+    assert (finding.check, finding.rank, finding.detail) == ("internal.judge", 1, "where")
+
+
+@pytest.mark.parametrize("kind", ["user", "judge"])
+def test_what_was_found_before_stands_and_a_note_tells_of_the_error(kind):
+    told = result(Report(found=[LOST]), Report(failure=Failure(kind=kind, message="expected more")))
+    assert told.verdict == "fail"
+    assert told.findings[0] == LOST
+    assert "expected more, after what was found" in told.notes
+
+
+def test_what_was_raised_first_comes_first():
+    late = Failure(kind="system", message="ValueError: enough", rank=0, time=0.5)
+    told = result(Report(failure=late), Report(failure=GONE))
+    assert [finding.rank for finding in told.findings] == [0, 1]
+
+
+def test_what_the_machine_lacks_comes_before_all():
+    lacks = Failure(kind="machine", message="expected a GPU", rank=1, time=9.0)
+    with pytest.raises(EnvironmentProblem, match="expected a GPU"):
+        result(Report(found=[LOST]), Report(failure=lacks))

@@ -1,0 +1,184 @@
+"""Jobs for real processes: each judges the one rank that it is.
+
+Every process has an oracle of its own, which replays all ranks. It needs nothing of the others but
+what they say of their engines before the first step; that goes through a store, so that no process
+group and none of the system's collectives take part in judging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.backends import RankGone, RealRank
+from zero_sim.backends.probe import Kind, by_calling, by_model, compare, observe
+from zero_sim.judge.facts import Facts
+from zero_sim.judge.harness import JudgeFailed, ours
+from zero_sim.run.program import Segment, build_program, segments_of
+from zero_sim.run.trial import Trial
+from zero_sim.scenario.decode import adapter
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import RankFailed
+from zero_sim.targets import Target, import_target
+
+_PROBED: tuple[tuple[Kind, torch.dtype], ...] = (
+    ("all_reduce", torch.bfloat16),
+    ("reduce_scatter", torch.float32),
+)
+
+
+def processes_of(scenario: Scenario) -> int:
+    """How many processes a case needs: the ranks of its largest world."""
+    return max(part.scenario.world.size for part in segments_of(scenario, folder=Path()))
+
+
+def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
+    """Run a case as one rank, and judge that rank.
+
+    Args:
+        payload: `scenario`, as JSON; `folder`, where a checkpoint goes, for all processes;
+            `processes`, how many there are; `order`, the one to add in whatever the backend does,
+            or null for its own; `target`, `module:name` of the system under test, or empty for the
+            one that the scenario names; `device`, where the ranks compute, `cpu` or `cuda`.
+        seat: This process.
+
+    Returns:
+        A `Report`, as JSON.
+    """
+    scenario = adapter().validate_json(payload["scenario"])
+    segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
+    ranks = _OwnRank(seat=seat, processes=payload["processes"], order=payload["order"])
+    trial = Trial(device=payload["device"])
+
+    def find() -> Target:
+        return import_target(payload["target"] or scenario.system.target)
+
+    try:
+        # Where another rank gave up, it says why.
+        with contextlib.suppress(RankGone):
+            trial.run(segments, ranks, find=find)
+    # A fault of ours: said like all else, since the others wait to hear of this rank.
+    except Exception as error:  # noqa: BLE001
+        trial.fail(JudgeFailed(error, traceback.format_exc()), rank=seat.rank)
+    if trial.failure is not None:
+        # Others may wait in a collective until this rank's half of the group is really gone; what
+        # the system built holds on to it in circles, not all of which can be broken.
+        seat.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
+        gc.collect()
+    abouts = ("joined", "facts", "wrong", "left")
+    seat.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
+    return trial.report().as_dict()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OwnRank:
+    """The one rank that this process is."""
+
+    seat: RealRank
+    processes: int
+    """How many there are; those outside a world only follow what the others do."""
+    order: str | None
+    """The order to add in; None for the backend's own."""
+
+    def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
+        """As `Ranks` says.
+
+        Raises:
+            RankGone: Another rank gave up.
+        """
+        seat, scenario = self.seat, segment.scenario
+        seats = trial.take_seats(segment, target=target, rank=seat.rank)
+
+        def excused(excuse: bool) -> AbstractContextManager[None]:
+            seat.alive()
+            return nullcontext()
+
+        def tell(rank: int, facts: Facts | None) -> None:
+            said = None if facts is None else facts.as_dict()
+            heard = seat.exchange(said, size=self.processes, about=f"facts {index}")
+            with ours(excused):
+                for each in seats:
+                    for place, world_rank in enumerate(each.cell.ranks):
+                        each.judge.hear(place, Facts.from_dict(heard[world_rank]))
+
+        if seat.rank >= scenario.world.size:
+            seat.leave()
+            tell(seat.rank, None)
+            for _ in range(segment.start, segment.stop):
+                with ours(excused):
+                    seats[0].judge.step_unseen()
+            return
+        program = build_program(
+            segment,
+            seats=seats,
+            target=target,
+            outcome=trial.outcome,
+            excused=excused,
+            tell=tell,
+        )
+        try:
+            with seat.world(
+                scenario.world.size,
+                about=str(index),
+                order=self.order,
+                order_seed=scenario.run.seed,
+            ):
+                try:
+                    program(seat.rank)
+                except (Exception, SystemExit):
+                    # Leaving the world is what makes others raise, too.
+                    trial.raised_at = time.time()
+                    raise
+        except RankGone:
+            raise
+        # Whatever the system raises is what came of it, also where it means to end its rank.
+        except (Exception, SystemExit) as error:
+            raise RankFailed(seat.rank, error, traceback.format_exc()) from error
+
+    def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
+        """As `Ranks` says."""
+        return any(self.seat.exchange(is_wrong_here, size=self.processes, about=f"wrong {index}"))
+
+
+def probe_order(payload: Mapping[str, Any], seat: RealRank) -> list[str]:
+    """Measure in which order the backend adds, beside the model of that order.
+
+    Args:
+        payload: `size`, the number of ranks that take part; `order`, the name of the model;
+            `device`, where data lies.
+        seat: This process.
+
+    Returns:
+        Where the backend drifted from the model, in words; empty where it did not.
+    """
+    size, order = payload["size"], payload["order"]
+    if seat.rank >= size:
+        seat.leave()
+        return []
+    drifts = []
+    with seat.world(size, about="probe"):
+        assert dist.group.WORLD is not None
+        for kind, dtype in _PROBED:
+            elems = 5 * size
+            with_backend = by_calling(
+                kind, group=dist.group.WORLD, elems=elems, dtype=dtype, device=payload["device"]
+            )
+            with_model = by_model(kind, order=order, rank_count=size, elems=elems, dtype=dtype)
+            seen, wanted = (
+                observe(reduction, rank_count=size, dtype=dtype)
+                for reduction in (with_backend, with_model)
+            )
+            said = compare(wanted, seen, name=order)
+            if said.startswith("drift"):
+                drifts.append(f"{kind} of {dtype} over {size} ranks: {said}")
+    return drifts

@@ -1,0 +1,282 @@
+"""Judges of case after case on real ranks: own workers, or the processes of a launched job."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, Self
+
+from zero_sim.backends import Ending, RealRank, Teams
+from zero_sim.backends import torchrun as launched
+from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.run.program import folder_for
+from zero_sim.run.real import judge_rank, probe_order, processes_of
+from zero_sim.run.reports import CaseRun, Failure, Report, result_of
+from zero_sim.run.runner import judge_case
+from zero_sim.run.setup import OrderProbe, Setup, judge_after_probe
+from zero_sim.scenario.decode import adapter
+from zero_sim.scenario.spec import Scenario
+
+_PROBE_SECONDS = 120.0
+_LATE = "torch._dynamo"
+"""What torch's optimizers import when the first one is made, which takes seconds."""
+
+Job = Callable[[Mapping[str, Any], RealRank], Any]
+"""What a process runs, a function of a module; takes and gives what can be written as JSON."""
+
+
+class Processes(Protocol):
+    """Processes that run a job together, each as one rank."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was fixed about the backend, in words."""
+        ...
+
+    def run(
+        self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
+    ) -> Sequence[Ending]:
+        """Run a job on every process; how it ended on each, in rank order.
+
+        Args:
+            job: The job.
+            payload: What it takes, the same for all; the number of `processes` is added to it.
+            needed: How many are needed at least.
+            stall_seconds: How long they may give no sign of life.
+        """
+        ...
+
+    def __exit__(self, *exception: object) -> None:
+        """End them, or wait until all are through."""
+        ...
+
+
+class RealJudge:
+    """Judges one case after another on real ranks; to be closed.
+
+    Args:
+        setup: What carries the collectives.
+        processes: What the ranks are.
+        target: `module:name` of the system under test; empty for the one that each case names.
+    """
+
+    def __init__(self, setup: Setup, processes: Processes, *, target: str = "") -> None:
+        self.setup = setup
+        self._processes = processes
+        self._target = target
+        self._order_probe = OrderProbe(setup=setup)
+        self._scenario: Scenario | None = None
+        self._started = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._processes.__exit__(*exception)
+
+    def __call__(self, scenario: Scenario) -> CaseResult:
+        """Judge a case; a process that dies or hangs costs this case alone.
+
+        Raises:
+            EnvironmentProblem: Processes cannot be started, or lack something that the case needs;
+                or the case is one that `Setup.why_left_out` names.
+        """
+        self.setup.check(scenario)
+        self._scenario, self._started = scenario, time.perf_counter()
+        drift = self._order_probe.check(scenario, self._probe)
+        result = judge_after_probe(
+            drift, scenario, self.setup, judge=lambda case: judge_case(case, self)
+        )
+        return replace(result, seconds=time.perf_counter() - self._started)
+
+    def run(self, scenario: Scenario) -> CaseRun:
+        """Run a case, as `Backend` says."""
+        stall_seconds = scenario.run.stall_seconds
+        with folder_for(scenario) as folder:
+            payload = {
+                "scenario": adapter().dump_json(scenario).decode(),
+                "folder": folder,
+                "order": self.setup.order_of(scenario),
+                "target": self._target,
+                "device": self.setup.device,
+            }
+            endings = self._processes.run(
+                judge_rank, payload, needed=processes_of(scenario), stall_seconds=stall_seconds
+            )
+        reports = tuple(_reports_of(endings, stall_seconds=stall_seconds))
+        return CaseRun(reports=reports, notes=self._notes(scenario))
+
+    def hung(self, stacks: Mapping[int, str], stall_seconds: float) -> CaseResult:
+        """The result of the case at hand, whose processes do not get on.
+
+        Args:
+            stacks: Where each is, by rank.
+            stall_seconds: How long they were waited for.
+        """
+        assert self._scenario is not None
+        report = Report(found=[_hung(stacks, stall_seconds=stall_seconds)])
+        ran = CaseRun(reports=[report], notes=self._notes(self._scenario))
+        seconds = time.perf_counter() - self._started
+        return replace(result_of(self._scenario, ran), seconds=seconds)
+
+    def _notes(self, scenario: Scenario) -> Sequence[str]:
+        return [self.setup.note(scenario), *self._processes.notes]
+
+    def _probe(self, size: int, order: str) -> list[str]:
+        payload = {"size": size, "order": order, "device": self.setup.device}
+        endings = self._processes.run(
+            probe_order, payload, needed=size, stall_seconds=_PROBE_SECONDS
+        )
+        for ending in endings:
+            if ending.how != "done":
+                raise EnvironmentProblem(
+                    f"expected to measure how {self.setup.backend} adds over {size} ranks, but "
+                    f"rank {ending.rank} {ending.how}: {ending.error}\n{ending.detail}".rstrip()
+                )
+        return endings[0].result
+
+
+def on_workers(setup: Setup, *, target: str = "") -> RealJudge:
+    """A judge on worker processes of its own, kept from case to case.
+
+    Args:
+        setup: What carries the collectives; `gloo`.
+        target: As for `RealJudge`.
+
+    Raises:
+        UsageError: The backend is one that needs a launcher.
+    """
+    if setup.backend != "gloo":
+        raise UsageError(
+            f"expected own workers for backend gloo, got {setup.backend}: start it by torchrun."
+        )
+    return RealJudge(setup, _Workers(setup.backend), target=target)
+
+
+def as_launched(
+    setup: Setup, *, target: str = "", on_hang: Callable[[CaseResult], None]
+) -> RealJudge:
+    """A judge in each process of a job that torchrun, or something like it, started.
+
+    Every process of the job runs the same cases, and all come to the same results.
+
+    Args:
+        setup: What carries the collectives.
+        target: As for `RealJudge`.
+        on_hang: Called on rank 0 with the result of a case that hangs; the processes end after it.
+    """
+    processes = _Launched(setup.backend)
+    judge = RealJudge(replace(setup, ranks_max=processes.count), processes, target=target)
+    processes.watch(lambda stacks, seconds: on_hang(judge.hung(stacks, seconds)))
+    return judge
+
+
+class _Workers:
+    """Worker processes of its own."""
+
+    notes: Sequence[str] = ()
+
+    def __init__(self, backend: str) -> None:
+        self._teams = Teams(
+            backend=backend,
+            preload=("zero_sim.backends.worker", judge_rank.__module__, _LATE),
+        )
+
+    def __exit__(self, *exception: object) -> None:
+        self._teams.close()
+
+    def run(
+        self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
+    ) -> Sequence[Ending]:
+        return self._teams.run(
+            f"{job.__module__}:{job.__name__}",
+            {**payload, "processes": needed},
+            size=needed,
+            timeout_seconds=stall_seconds,
+        )
+
+
+class _Launched:
+    """All processes of the job that this process is one of."""
+
+    def __init__(self, backend: str) -> None:
+        importlib.import_module(_LATE)
+        self._seat, self.count = launched.join(backend)
+        self.notes = launched.pinned(backend)
+        self._number = 0
+        self._watchdog: launched.Watchdog | None = None
+
+    def watch(self, on_hang: Callable[[Mapping[int, str], float], None]) -> None:
+        """Begin to watch over all jobs; arguments as for `Watchdog`."""
+        self._watchdog = launched.Watchdog(self._seat, world_size=self.count, on_hang=on_hang)
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            # Rank 0 may keep the store: it must not go before the others are through.
+            self._seat.begin(self._number + 1)
+            self._exchange(None, about="end")
+        self._seat.leave()
+
+    def count_for(self, needed: int) -> int:
+        return self.count
+
+    def run(
+        self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
+    ) -> Sequence[Ending]:
+        self._number += 1
+        self._seat.begin(self._number)
+        assert self._watchdog is not None
+        with self._watchdog.watching(self._number, seconds=stall_seconds):
+            # Folders are of one machine, which all share or can take no such case: rank 0's.
+            shared = {**self._exchange(payload, about="payload")[0], "processes": self.count}
+            results = self._exchange(job(shared, self._seat), about="report")
+        return [Ending(rank=rank, how="done", result=result) for rank, result in enumerate(results)]
+
+    def _exchange(self, what: Any, *, about: str) -> list[Any]:
+        return self._seat.exchange(what, size=self.count, about=f"all {about}")
+
+
+def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[Report]:
+    """What each process says; of one that is lost, what is known of it."""
+    stacks = {ending.rank: ending.detail for ending in endings if ending.how == "hung"}
+    for ending in endings:
+        if ending.how == "done":
+            yield Report.from_dict(ending.result)
+        elif ending.how == "raised":
+            failure = Failure(
+                kind="judge", message=ending.error, detail=ending.detail, rank=ending.rank
+            )
+            yield Report(failure=failure)
+        elif ending.how == "died":
+            died = Finding(
+                check="world.rank-died",
+                rank=ending.rank,
+                message=f"rank {ending.rank}: {ending.error}",
+                detail=_where(stacks),
+            )
+            yield Report(found=[died])
+    # Whoever ended otherwise is what the others wait for.
+    if stacks and not any(end.how in ("died", "raised") or end.gave_up for end in endings):
+        yield Report(found=[_hung(stacks, stall_seconds=stall_seconds)])
+
+
+def _hung(stacks: Mapping[int, str], *, stall_seconds: float) -> Finding:
+    """The finding for processes that do not get on."""
+    return Finding(
+        check="world.hung",
+        message=f"{len(stacks)} rank{'s' if len(stacks) > 1 else ''} gave no sign of life for "
+        f"{stall_seconds:g} s",
+        detail=_where(stacks),
+    )
+
+
+def _where(stacks: Mapping[int, str]) -> str:
+    """Where ranks were when they were given up, rank by rank."""
+    lines = []
+    for rank, stack in sorted(stacks.items()):
+        lines.append(f"rank {rank} was at:")
+        lines.extend(f"  {line}" for line in stack.splitlines())
+    return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""Reports of the processes that ran a case, and the result that all of them together give.
+
+Of a simulated world one process reports for all ranks; of real ranks each process for its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.findings.records import CaseResult, Finding, Strip, not_judged
+from zero_sim.judge.conclude import Account, conclude
+from zero_sim.judge.seen import Seen, finding_from, merge_seen
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import EventLog
+
+FailureKind = Literal["system", "user", "machine", "judge"]
+"""Whom a failure is charged to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What a rank raised, or who judges it."""
+
+    kind: FailureKind
+    message: str
+    detail: str = ""
+    """A traceback."""
+    rank: int | None = None
+    """The rank that raised it; None for who seated them."""
+    time: float = 0.0
+    """In seconds, by that machine's clock: what was raised first is the likeliest cause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one process says of a case."""
+
+    seen: Sequence[Seen] = ()
+    """Of each group of each segment that it came to, in order."""
+    found: Sequence[Finding] = ()
+    """What is wrong besides, the first cause first: a world that ended, calls that cost too much,
+    a process that is lost."""
+    failure: Failure | None = None
+    accuracy: float | None = None
+    said: Sequence[str] = ()
+    """What the system has to say of the run."""
+    strips: Sequence[Strip | None] = ()
+    """For each of `seen`, the buffer of its first finding; of a simulated world alone."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but evidence and strips, ready for JSON."""
+        return {
+            "seen": [seen.as_dict() for seen in self.seen],
+            "found": [finding.as_dict() for finding in self.found],
+            "failure": None if self.failure is None else dataclasses.asdict(self.failure),
+            "accuracy": self.accuracy,
+            "said": list(self.said),
+        }
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> Report:
+        """What `as_dict` gave."""
+        failure = told["failure"]
+        return cls(
+            seen=[Seen.from_dict(each) for each in told["seen"]],
+            found=[finding_from(each) for each in told["found"]],
+            failure=None if failure is None else Failure(**failure),
+            accuracy=told["accuracy"],
+            said=told["said"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseRun:
+    """What a backend brings back of a case."""
+
+    reports: Sequence[Report]
+    """Of its processes, in rank order."""
+    notes: Sequence[str] = ()
+    """What the backend has to say."""
+    logs: Sequence[EventLog] = ()
+    """Of each simulated world."""
+
+
+def result_of(scenario: Scenario, ran: CaseRun) -> CaseResult:
+    """The result of a case; it says nothing of its time.
+
+    Args:
+        scenario: The case.
+        ran: What came of it.
+
+    Raises:
+        EnvironmentProblem: A process lacked something that the case needs.
+    """
+    raised = sorted(
+        (report.failure for report in ran.reports if report.failure is not None),
+        key=lambda failure: failure.time,
+    )
+    for failure in raised:
+        if failure.kind == "machine":
+            raise EnvironmentProblem(failure.message)
+    seen = _seen_by_all(ran.reports)
+    found = [finding for report in ran.reports for finding in report.found]
+    said = [*next((report.said for report in ran.reports if report.said), ())]
+    for failure in raised:
+        if failure.kind == "system":
+            continue
+        # What other ranks raise is what becomes of them once one of them gave up.
+        if not found and not any(each.findings for each in seen):
+            return _not_judged(scenario, failure)
+        # What was found before stands, and may be what led to this.
+        said.append(f"{failure.message}, after what was found")
+    account = Account(
+        seen=seen,
+        # A rank that is lost takes the others with it, in one way or another.
+        failures=(*found, *(_rank_failed(each) for each in raised if each.kind == "system")),
+        faults=[record for log in ran.logs for record in log.faults],
+        accuracy=next((each.accuracy for each in ran.reports if each.accuracy is not None), None),
+        said=said,
+        notes=ran.notes,
+        collectives=sum(len(log.collectives) for log in ran.logs),
+        log_digest="+".join(log.digest() for log in ran.logs),
+        strips=[strip for report in ran.reports for strip in report.strips],
+    )
+    return conclude(scenario, account)
+
+
+def _seen_by_all(reports: Sequence[Report]) -> list[Seen]:
+    """What all saw of each group and segment; a rank that failed did not come to all of them."""
+    if len(reports) == 1:
+        return list(reports[0].seen)
+    count = max((len(report.seen) for report in reports), default=0)
+    return [
+        merge_seen([report.seen[index] for report in reports if index < len(report.seen)])
+        for index in range(count)
+    ]
+
+
+def _rank_failed(failure: Failure) -> Finding:
+    head, _, rest = failure.message.partition("\n")
+    return Finding(
+        check="world.rank-failed",
+        rank=failure.rank,
+        message=f"rank {failure.rank} raised {head}",
+        detail="\n".join(part for part in (rest, failure.detail) if part),
+    )
+
+
+def _not_judged(scenario: Scenario, failure: Failure) -> CaseResult:
+    if failure.kind == "user":
+        return not_judged(scenario.name, failure.message)
+    finding = Finding(
+        check="internal.judge",
+        rank=failure.rank,
+        message="the judge, the reference or the workload raised an error that it did not "
+        "foresee, so nothing is said about the system; please report it",
+        detail=failure.detail,
+    )
+    return not_judged(scenario.name, failure.message, finding)

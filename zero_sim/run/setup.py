@@ -1,0 +1,151 @@
+"""Setups of real backends: which cases they can judge, and in which order they add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.findings.records import CaseResult, Finding, not_judged
+from zero_sim.run.real import processes_of
+from zero_sim.scenario.conditions import why_order_matters
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads import EXACT_MODELS
+
+RealBackend = Literal["gloo", "nccl"]
+WORKERS_MAX = 16
+"""Most ranks of a case on own workers: all of them share this machine."""
+OWN_ORDERS: Mapping[RealBackend, str] = {"gloo": "gloo", "nccl": "nccl-ring"}
+"""The order that each backend is said to add in by itself, as it is set up here."""
+
+_PROBED_ON_GLOO = 4
+
+assert set(OWN_ORDERS) == set(get_args(RealBackend))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What carries the collectives of all cases."""
+
+    backend: RealBackend
+    native: bool = False
+    """Whether the backend adds in its own order even where a case names another: then only what no
+    order changes is owed, or what bounds say."""
+    ranks_max: int = WORKERS_MAX
+    """Most ranks of a case."""
+
+    @property
+    def device(self) -> str:
+        """Where the ranks compute."""
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+    def why_left_out(self, scenario: Scenario) -> str:
+        """Why a case cannot be judged here; empty where it can."""
+        if scenario.faults:
+            return "faults are planned, which only the simulated world has"
+        if processes_of(scenario) > self.ranks_max:
+            return f"more than {self.ranks_max} ranks"
+        is_owed = scenario.model.name in EXACT_MODELS or not scenario.world.order_known
+        if self.native and not self.is_own(scenario) and not is_owed:
+            return f"the bits depend on an order that is not {self.backend}'s own"
+        return ""
+
+    def check(self, scenario: Scenario) -> None:
+        """Check that a case can be judged here.
+
+        Raises:
+            EnvironmentProblem: It cannot.
+        """
+        why = self.why_left_out(scenario)
+        if why:
+            raise EnvironmentProblem(f"expected a case for backend {self.backend}, got one: {why}.")
+
+    def is_own(self, scenario: Scenario) -> bool:
+        """Whether a case names the backend's own order."""
+        return scenario.world.order == OWN_ORDERS[self.backend]
+
+    def order_of(self, scenario: Scenario) -> str | None:
+        """The order that data is folded in; None for what the backend does by itself."""
+        return None if self.native or self.is_own(scenario) else scenario.world.order
+
+    def note(self, scenario: Scenario) -> str:
+        """Who added, and in which order."""
+        order = scenario.world.order
+        if self.order_of(scenario) is None and not scenario.world.order_known:
+            return f"{self.backend} added in its own order, of which the judge was told nothing"
+        if self.is_own(scenario):
+            return f"{self.backend} added in its own order, modelled as {order}"
+        if self.native:
+            return f"{self.backend} added in its own order, the oracle in order {order}"
+        return f"{self.backend} moved the data, and every rank added it in order {order}"
+
+
+@dataclass(kw_only=True, slots=True)
+class OrderProbe:
+    """Whether the backend adds as its model does: measured once, when a case first relies on it."""
+
+    setup: Setup
+    drift: str | None = None
+    """What was measured; empty where it is as modelled, None where nothing was yet."""
+
+    def check(self, scenario: Scenario, measure: Callable[[int, str], list[str]]) -> str:
+        """Where the backend drifted from the model that a case relies on; empty if nowhere.
+
+        Args:
+            scenario: The case.
+            measure: Measures so many ranks, beside the model of that name.
+        """
+        size, order = scenario.world.size, scenario.world.order
+        # Two ranks have one order only, and bounds hold in every order.
+        if (
+            size < 3
+            or not scenario.world.order_known
+            or not self.setup.is_own(scenario)
+            or scenario.model.name in EXACT_MODELS
+        ):
+            return ""
+        if self.drift is None:
+            # How NCCL arranges its ring depends on how many take part; gloo does not.
+            count = min(size, _PROBED_ON_GLOO) if self.setup.backend == "gloo" else size
+            self.drift = "\n".join(measure(count, order))
+        return self.drift
+
+
+def judge_after_probe(
+    drift: str, scenario: Scenario, setup: Setup, *, judge: Callable[[Scenario], CaseResult]
+) -> CaseResult:
+    """Judge a case after the probe: by bounds where the backend drifted from its model.
+
+    Args:
+        drift: What was measured; empty where the backend adds as modelled.
+        scenario: The case.
+        setup: What carries its collectives.
+        judge: Runs the case that it is given and judges it.
+    """
+    if not drift:
+        return judge(scenario)
+    why = why_order_matters(scenario)
+    if why:
+        return _drifted(scenario, setup, drift, why=why)
+    world = replace(scenario.world, order_known=False)
+    result = judge(replace(scenario, world=world))
+    note = (
+        f"backend.order-drift: {setup.backend} does not add as the model {scenario.world.order!r} "
+        f"says, so sums were judged by their proven bounds; {'; '.join(drift.splitlines())}"
+    )
+    return replace(result, notes=(*result.notes, note))
+
+
+def _drifted(scenario: Scenario, setup: Setup, drift: str, *, why: str) -> CaseResult:
+    """The result of a case that relies on a model which the backend does not follow."""
+    finding = Finding(
+        check="backend.order-drift",
+        message=f"{setup.backend} does not add as the model {scenario.world.order!r} says, so the "
+        f"bits of this case are not known, and with {why} it cannot be judged by bounds either; "
+        "the system under test was not judged. Try --native with an exact model, or another "
+        "world.order, which is folded",
+        detail=drift,
+    )
+    error = f"{setup.backend} adds in an order of its own that is not {scenario.world.order!r}"
+    return not_judged(scenario.name, error, finding)

@@ -1,0 +1,152 @@
+"""Cases on simulated ranks: all of them in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zero_sim.backends import WorldPool
+from zero_sim.cost.overlap import check_overlap
+from zero_sim.cost.volume import check_volume
+from zero_sim.findings.records import Finding
+from zero_sim.run.cells import check_crossing
+from zero_sim.run.program import Seat, Segment, build_program, folder_for, segments_of
+from zero_sim.run.reports import CaseRun
+from zero_sim.run.trial import Trial
+from zero_sim.scenario.spec import Scenario
+from zero_sim.sim import (
+    ContractViolation,
+    DataRace,
+    Deadlock,
+    EventLog,
+    FaultRecord,
+    InFlightRace,
+    RankFailed,
+    RankStalled,
+    Replay,
+    WorldFailure,
+)
+from zero_sim.targets import Target, find_target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """A backend whose ranks are threads of this process."""
+
+    worlds: WorldPool
+    target: Target | None = None
+    """The system under test; None for the registered one that a scenario names."""
+    turns: Sequence[Sequence[int]] = ()
+    """Of an earlier run, to be repeated, one sequence a world."""
+    device: str = "cpu"
+
+    def run(self, scenario: Scenario) -> CaseRun:
+        """Run a case."""
+        trial = Trial(device=self.device)
+        ranks = _AllRanks(self.worlds, turns=self.turns)
+
+        def find() -> Target:
+            return self.target or find_target(scenario.system.target)
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with folder_for(scenario) as folder:
+                trial.run(tuple(segments_of(scenario, folder=Path(folder))), ranks, find=find)
+            report = trial.report(with_strips=True)
+        finally:
+            torch.set_num_threads(threads)
+        return CaseRun(reports=[report], notes=ranks.notes, logs=ranks.logs)
+
+
+@dataclass(slots=True)
+class _AllRanks:
+    """All ranks of one simulated world after the other."""
+
+    worlds: WorldPool
+    turns: Sequence[Sequence[int]]
+    logs: list[EventLog] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
+        """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
+        world = self.worlds.world_for(segment.scenario)
+        seats = trial.take_seats(
+            segment, target=target, calls_made=lambda: len(world.log.collectives)
+        )
+        replay = None
+        if index < len(self.turns):
+            replay = Replay(self.turns[index], strict=False)
+            world.configure(schedule=replay)
+        program = build_program(
+            segment,
+            seats=seats,
+            target=target,
+            outcome=trial.outcome,
+            excused=world.excused,
+            clock=lambda: len(world.log.moments),
+        )
+        try:
+            world.run(program)
+        except RankFailed:
+            raise
+        except WorldFailure as failed:
+            trial.found.append(_world_finding(failed, world.log.faults))
+            return
+        finally:
+            self.logs.append(world.log)
+            if replay is not None and replay.diverged_at is not None:
+                self.notes.append(
+                    f"world {len(self.logs)} left the recorded turns at turn {replay.diverged_at} "
+                    f"of {len(replay.turns)}"
+                )
+        trial.found.extend(check_crossing(world.log.collectives, [seat.cell for seat in seats]))
+        # After a wrong number the calls are that number's doing, and a planned fault is no call.
+        if not trial.is_wrong() and not segment.scenario.faults:
+            for seat in seats:
+                trial.found.extend(_check_costs(seat, world.log))
+
+    def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
+        """As `Ranks` says; there is no other process."""
+        return is_wrong_here
+
+
+def _check_costs(seat: Seat, log: EventLog) -> Iterator[Finding]:
+    judge, scenario = seat.judge, seat.cell.scenario
+    if len(judge.sizes) < len(judge.world_ranks):
+        return
+    volume = list(
+        check_volume(log.collectives, judge.windows, sizes=judge.sizes, scenario=scenario)
+    )
+    yield from volume
+    # Calls that are too many or too few are not on time either.
+    if not volume:
+        yield from check_overlap(
+            log,
+            judge.paces,
+            world_ranks=judge.world_ranks,
+            sizes=judge.sizes,
+            scenario=scenario,
+        )
+
+
+def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:
+    """The finding for a world that ended before its programs did, though no rank raised."""
+    head, _, rest = str(failed).partition("\n")
+    check, rank = "world.failed", None
+    match failed:
+        case Deadlock():
+            planned = any(record.kind == "stall" and record.fired for record in faults)
+            check = "world.stalled-by-plan" if planned else "world.deadlock"
+        case ContractViolation():
+            check, rank = "world.contract", failed.rank
+        case DataRace():
+            check, rank = "world.race", failed.rank
+        case RankStalled():
+            check, rank = "world.stalled", failed.rank
+        case InFlightRace():
+            check, rank = "world.in-flight-race", failed.rank
+    return Finding(check=check, message=head, rank=rank, detail=rest)
