@@ -29,12 +29,11 @@ from zero_sim.judge.copies import Copy, Ledger, What, digest_of
 from zero_sim.judge.grad_stats import Tally, Told
 from zero_sim.judge.group import Group
 from zero_sim.judge.guarantee import Width
-from zero_sim.judge.harness import AskedEngine
 from zero_sim.judge.seen import Seen, with_shown
 from zero_sim.judge.shown import Shown
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.copies import state_copies
-from zero_sim.targets import OwnedPart, StepResult
+from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
 
@@ -124,7 +123,7 @@ class OwesBounds:
         """
         return {}
 
-    def compare_loaded(self, engine: AskedEngine, *, rank: int) -> Iterator[Finding]:
+    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
         """None: a case whose order is not known goes on in no other world."""
         yield from ()
 
@@ -260,7 +259,7 @@ class OwesBounds:
             self._followers[key] = expected.step + 1, follower
         return follower
 
-    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+    def compare_told(self, engine: CompletedEngine, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare nothing: what tells no parts is not followed.
 
         Args:

@@ -13,7 +13,6 @@ from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.group import Group
-from zero_sim.judge.harness import AskedEngine
 from zero_sim.judge.loaded import compare_loaded
 from zero_sim.judge.rules import RulesTrial, param_picked, part_picked
 from zero_sim.judge.seen import Seen
@@ -25,7 +24,7 @@ from zero_sim.reference import (
     ReferenceStep,
     step_together,
 )
-from zero_sim.targets import OwnedPart, StepResult
+from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
 
@@ -105,7 +104,7 @@ class OwesBits:
         """
         return self.steps[step].scales
 
-    def compare_loaded(self, engine: AskedEngine, *, rank: int) -> Iterator[Finding]:
+    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
         """Compare all that a rank goes on with after a load, before its first step.
 
         Args:
@@ -169,7 +168,7 @@ class OwesBits:
         pick, got = part_picked(part)
         self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
 
-    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+    def compare_told(self, engine: CompletedEngine, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare gradients of whole params, where the target declares that it shows them.
 
         Args:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_sim.judge.harness import AskedEngine
 from zero_sim.reference import Addresses, MemoryPlace, place_of
-from zero_sim.targets import Place
+from zero_sim.targets import CompletedEngine, Place
 
 _DIGEST_BYTES = 8
 
@@ -67,7 +66,7 @@ class Facts:
         )
 
 
-def facts_of(engine: AskedEngine, *, with_start: bool = False) -> Facts:
+def facts_of(engine: CompletedEngine, *, with_start: bool = False) -> Facts:
     """Ask a rank's engine.
 
     Args:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from zero_sim.findings.records import Finding
-from zero_sim.judge.harness import AskedEngine
-from zero_sim.targets import Place
+from zero_sim.targets import CompletedEngine, Place
 
 
 def check_ownership(
@@ -132,7 +131,7 @@ def check_same_places(
         )
 
 
-def check_zero_gradients(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
+def check_zero_gradients(engine: CompletedEngine, *, step: int, rank: int) -> Iterator[Finding]:
     """Check that gradient buffers are zero before the first micro-batch of a step."""
     where = engine.stray_gradients(padding_only=False)
     if where:
@@ -145,14 +144,14 @@ def check_zero_gradients(engine: AskedEngine, *, step: int, rank: int) -> Iterat
         )
 
 
-def check_padding(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
+def check_padding(engine: CompletedEngine, *, step: int, rank: int) -> Iterator[Finding]:
     """Check that the padding of gradient buffers is still zero after a step."""
     where = engine.stray_gradients(padding_only=True)
     if where:
         yield _written_padding("a gradient buffer", where, step=step, rank=rank, phase="reduce")
 
 
-def check_param_padding(engine: AskedEngine, *, step: int, rank: int) -> Iterator[Finding]:
+def check_param_padding(engine: CompletedEngine, *, step: int, rank: int) -> Iterator[Finding]:
     """Check that the padding of param buffers and master shards is still zero after a step."""
     where = engine.stray_padding()
     if where:

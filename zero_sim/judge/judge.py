@@ -29,14 +29,13 @@ from zero_sim.judge import invariants
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.group import Group
 from zero_sim.judge.guarantee import Row, count_rows
-from zero_sim.judge.harness import AskedEngine
 from zero_sim.judge.known_or_not import AnyReference, AnyStep, owing_of
 from zero_sim.judge.ownership import Holders
 from zero_sim.judge.seen import Seen
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.reference import encode
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Numerics, OwnedPart, StepResult
+from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
 
@@ -183,7 +182,7 @@ class Judge:
                 self.first_step, self._holders.check(self.first_step, tell_parts=tell_parts)
             )
 
-    def observe_load(self, rank: int, engine: AskedEngine) -> None:
+    def observe_load(self, rank: int, engine: CompletedEngine) -> None:
         """Judge what a rank goes on with, right after it has loaded a checkpoint.
 
         Args:
@@ -225,7 +224,7 @@ class Judge:
         """Whether every rank has built its engine and told of it."""
         return self._holders.are_all_there
 
-    def before_backward(self, rank: int, step: int, engine: AskedEngine) -> None:
+    def before_backward(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Look at a rank right before the first backward of a step."""
         self._begun_step = max(self._begun_step, step)
         if self._calls_made is not None:
@@ -240,7 +239,7 @@ class Judge:
         step: int,
         losses: Sequence[Tensor],
         result: StepResult,
-        engine: AskedEngine,
+        engine: CompletedEngine,
     ) -> None:
         """Judge all of a rank's state after a step.
 
@@ -280,7 +279,7 @@ class Judge:
             )
         )
 
-    def observe_params(self, rank: int, step: int, engine: AskedEngine) -> None:
+    def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         is_owed = self._owing.uncertified_step is None
         if is_owed and (self._bad_step is None or step <= self._bad_step):
@@ -383,7 +382,7 @@ class Judge:
         rank: int,
         step: int,
         losses: Sequence[Tensor],
-        engine: AskedEngine,
+        engine: CompletedEngine,
         expected: AnyStep,
     ) -> Iterator[Finding]:
         for micro, loss in enumerate(losses):
@@ -407,7 +406,7 @@ class Judge:
             what = f"the loss of rank {self.world_ranks[rank]}, micro-batch {micro}"
             yield Known(what=what, values=loss)
 
-    def _compare_params(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
+    def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
         looked = self._call_count()
         params, held = engine.params(), self._holders.held[rank]
         if self._call_count() > looked:
@@ -439,7 +438,7 @@ class Judge:
         yield from self._owing.compare_params(params, rank=rank, step=step)
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
-    def _compare_memory(self, rank: int, step: int, engine: AskedEngine) -> Iterator[Finding]:
+    def _compare_memory(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
         owed = bytes_held(
             self.sizes[rank],
             scenario=self.scenario,

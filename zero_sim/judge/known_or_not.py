@@ -17,7 +17,6 @@ from zero_sim.findings.records import Finding
 from zero_sim.judge.bounded import OwesBounds
 from zero_sim.judge.exact import OwesBits
 from zero_sim.judge.group import Group
-from zero_sim.judge.harness import AskedEngine
 from zero_sim.judge.seen import Seen
 from zero_sim.reference import (
     Addresses,
@@ -29,7 +28,7 @@ from zero_sim.reference import (
     ReferenceStep,
 )
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import OwnedPart, StepResult
+from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.workloads import Workload
 
 AnyReference = Reference | BoundedReference
@@ -74,7 +73,7 @@ class Owing(Protocol):
         """The scales of params in fp8 after a step."""
         ...
 
-    def compare_loaded(self, engine: AskedEngine, *, rank: int) -> Iterator[Finding]:
+    def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
         """Compare all that a rank goes on with after a load, before its first step."""
         ...
 
@@ -86,7 +85,7 @@ class Owing(Protocol):
         """Compare a part that a rank owns: its gradient, its master, its optimizer state."""
         ...
 
-    def compare_told(self, engine: AskedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+    def compare_told(self, engine: CompletedEngine, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare gradients of whole params, where the target declares that it shows them."""
         ...
 

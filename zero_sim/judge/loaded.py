@@ -15,9 +15,8 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.group import Group
-from zero_sim.judge.harness import AskedEngine
 from zero_sim.reference import Standing
-from zero_sim.targets import OwnedPart, Settings
+from zero_sim.targets import CompletedEngine, OwnedPart, Settings
 
 CHECK = "equality.load"
 
@@ -26,7 +25,7 @@ _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decouple
 
 
 def compare_loaded(
-    group: Group, engine: AskedEngine, *, standing: Standing, rank: int
+    group: Group, engine: CompletedEngine, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
     """Compare masters, optimizer state, working params, scales and settings, if they are told.
 
@@ -106,7 +105,7 @@ def _compare_part(
 
 
 def _compare_scales(
-    group: Group, engine: AskedEngine, *, standing: Standing, rank: int
+    group: Group, engine: CompletedEngine, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
     held = [name for name in standing.scales if name in group.holders.held[rank]]
     for name, scale in engine.scales(held).items():

@@ -20,7 +20,7 @@ from zero_sim.cost.hook_trace import Clock, Pace, watch_pace
 from zero_sim.cost.peaks import PeakWatch, watch_peaks
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.judge.facts import Facts, facts_of
-from zero_sim.judge.harness import AskedEngine, Excused, ours
+from zero_sim.judge.harness import Excused, asking, ours
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_told
 from zero_sim.run.cells import Cell
@@ -135,9 +135,9 @@ def build_program(
             group, seat = groups[mine], seats[mine]
         assert isinstance(group, dist.ProcessGroup)
         built = _build(segment, seat, target=target, group=group, excused=excused, clock=clock)
-        asked = AskedEngine(built.engine, excused=excused)
+        engine = built.engine
         with ours(excused):
-            facts = facts_of(asked, with_start=segment.scenario.model.distinct_start)
+            facts = facts_of(engine, with_start=segment.scenario.model.distinct_start)
         # What the user is to mend, and no failure of the judge that would hear of it.
         check_told(facts, scenario=seat.cell.scenario, target_name=target.name)
         if tell is not None:
@@ -146,10 +146,10 @@ def build_program(
             with ours(excused):
                 seat.judge.hear(group.rank(), facts)
         if segment.load is not None:
-            built.engine.settle()
+            engine.settle()
             with ours(excused):
-                seat.judge.observe_load(group.rank(), asked)
-        if asked.tells_costs:
+                seat.judge.observe_load(group.rank(), engine)
+        if engine.costed is not None:
             seat.judge.hold_to_costs(group.rank(), built.sizes, pace=built.pace, peaks=built.peaks)
         _train(
             segment,
@@ -197,7 +197,11 @@ def _build(
         sizes = sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         model = model_of(module, known=seat.judge.param_names)
-    engine = complete(target.build(module, scenario=scenario, group=group), model=model)
+    engine = complete(
+        target.build(module, scenario=scenario, group=group),
+        model=model,
+        asking=lambda: asking(excused),
+    )
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
@@ -238,7 +242,6 @@ def _train(
     """
     scenario, workload, judge = seat.cell.scenario, seat.workload, seat.judge
     rank, engine, pace = group.rank(), built.engine, built.pace
-    asked = AskedEngine(engine, excused=excused)
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
     deferred = overlaps_params(scenario.system)
@@ -249,7 +252,7 @@ def _train(
         _freeze(built, scenario, step, target_name=target_name)
         engine.zero_grad()
         with ours(excused):
-            judge.before_backward(rank, step, asked)
+            judge.before_backward(rank, step, engine)
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
             with ours(excused):
@@ -262,22 +265,22 @@ def _train(
             losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
             if deferred and micro == 0 and step > segment.start:
                 with ours(excused):
-                    judge.observe_params(rank, step - 1, asked)
+                    judge.observe_params(rank, step - 1, engine)
         result = engine.step(lr_factor=lr_factor(scenario, step))
         if pace is not None:
             pace.end(step)
         if built.peaks is not None:
             built.peaks.end()
         with ours(excused):
-            judge.observe(rank, step, losses, result, asked)
+            judge.observe(rank, step, losses, result, engine)
         if not deferred:
             engine.settle()
             with ours(excused):
-                judge.observe_params(rank, step, asked)
+                judge.observe_params(rank, step, engine)
     engine.settle()
     if deferred:
         with ours(excused):
-            judge.observe_params(rank, segment.stop - 1, asked)
+            judge.observe_params(rank, segment.stop - 1, engine)
     if engine.costed is not None:
         for name, mean in engine.overlap().items():
             outcome.overlap[name] = min(mean, outcome.overlap.get(name, mean))

@@ -1,8 +1,13 @@
-"""Fills the gaps of an engine that has less than it may have, and keeps book of them."""
+"""The one surface around an engine: what the training loop drives and the judge asks.
+
+It fills the gaps of an engine that has less than it may have and keeps book of them, holds what is
+told to the protocol, and says who answers for the asking.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from zero_sim.targets.protocol import (
     Settings,
     StepResult,
 )
+from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
 
@@ -35,17 +41,24 @@ _OBSERVED = {
 """Methods that show something of the engine's state, and what."""
 
 
+Asking = Callable[[], AbstractContextManager[object]]
+
+
 class CompletedEngine:
     """An engine with all methods; those that it lacks do nothing, and `untold` says what of it.
 
     Args:
         engine: What a target built.
         model: The bare model; where left out, what is told is not held to it.
+        asking: Makes the block in which the engine is asked something.
     """
 
-    def __init__(self, engine: Engine, *, model: Model | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
+    ) -> None:
         self._engine = engine
         self._model = model
+        self._asking = asking
         self._has_stepped = False
         self.module = engine.module
         self.untold = frozenset(
@@ -96,20 +109,51 @@ class CompletedEngine:
         if settle is not None:
             settle()
 
-    def params(self) -> Mapping[str, Tensor]:
-        """As the engine tells them.
+    def params(self) -> dict[str, Tensor]:
+        """Full working params on this rank, as the engine tells them.
 
         Raises:
             ProtocolError: They are no tensors by name of the model's params; or, before the first
                 step, of other sizes.
         """
-        told = answers.check_params(self._engine.params(), engine=self._engine, model=self._model)
-        if self._model is not None and not self._has_stepped:
-            answers.check_sizes(told, engine=self._engine, model=self._model)
-        return told
+        return {name: param.detach() for name, param in self._params().items()}
 
-    def parts(self) -> Iterable[OwnedPart]:
-        """As the engine tells them; none where it tells none.
+    def gradients(self) -> dict[str, Tensor]:
+        """What the full working params have in `.grad`."""
+        return {
+            name: param.grad.detach()
+            for name, param in self._params().items()
+            if param.grad is not None
+        }
+
+    def _params(self) -> dict[str, Tensor]:
+        with self._asking():
+            told = answers.check_params(
+                self._engine.params(), engine=self._engine, model=self._model
+            )
+            if self._model is not None and not self._has_stepped:
+                answers.check_sizes(told, engine=self._engine, model=self._model)
+            return dict(told)
+
+    def module_tensors(self) -> dict[str, Tensor]:
+        """Params and buffers of the module as it is now, whatever they are for."""
+        with self._asking():
+            params = dict(self._engine.module.named_parameters())
+            return {
+                name: tensor.detach()
+                for name, tensor in (params | dict(self._engine.module.named_buffers())).items()
+            }
+
+    def scales(self, names: Collection[str]) -> dict[str, Tensor | None]:
+        """Scales of params in fp8: buffers of the module, as the workload says; None for none."""
+        if not names:
+            return {}
+        with self._asking():
+            buffers = dict(self._engine.module.named_buffers())
+        return {name: buffers.get(name + SCALE_SUFFIX) for name in names}
+
+    def parts(self) -> Sequence[OwnedPart]:
+        """What this rank owns of the optimizer, as the engine tells; none where it tells none.
 
         Raises:
             ProtocolError: They are no parts of params.
@@ -117,24 +161,26 @@ class CompletedEngine:
         parts = getattr(self._engine, "parts", None)
         if parts is None:
             return ()
-        try:
-            told: object = parts()
-            told = list(told) if isinstance(told, Iterable) else told
-        except (AttributeError, TypeError) as error:
-            if self._has_stepped:
-                raise
-            raise ProtocolError(
-                f"expected `parts` of {type(self._engine).__name__} to tell what this rank owns "
-                "before the first step too, when no param has a gradient, got "
-                f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad is "
-                "None."
-            ) from error
-        return answers.check_parts(
-            told, engine=self._engine, model=self._model, has_stepped=self._has_stepped
-        )
+        with self._asking():
+            try:
+                told: object = parts()
+                told = list(told) if isinstance(told, Iterable) else told
+            except (AttributeError, TypeError) as error:
+                if self._has_stepped:
+                    raise
+                raise ProtocolError(
+                    f"expected `parts` of {type(self._engine).__name__} to tell what this rank "
+                    "owns before the first step too, when no param has a gradient, got "
+                    f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad "
+                    "is None."
+                ) from error
+            checked = answers.check_parts(
+                told, engine=self._engine, model=self._model, has_stepped=self._has_stepped
+            )
+            return list(checked)
 
     def settings(self) -> Settings | None:
-        """As the engine tells them; None where it tells none.
+        """What it steps with, as the engine tells; None where it tells none.
 
         Raises:
             ProtocolError: They are of another type.
@@ -142,30 +188,31 @@ class CompletedEngine:
         settings = getattr(self._engine, "settings", None)
         if settings is None:
             return None
-        return answers.check_settings(settings(), engine=self._engine)
+        with self._asking():
+            return answers.check_settings(settings(), engine=self._engine)
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """As the engine tells; empty where it tells nothing.
+        """Where gradient buffers hold a nonzero they must not; empty where it is not told.
 
         Raises:
             ProtocolError: It tells no text.
         """
-        stray = getattr(self._engine, "stray_gradients", None)
-        if stray is None:
-            return ""
-        told = stray(padding_only=padding_only)
-        return answers.check_text(told, engine=self._engine, method="stray_gradients")
+        return self._stray("stray_gradients", padding_only=padding_only)
 
     def stray_padding(self) -> str:
-        """As the engine tells; empty where it tells nothing.
+        """Where padding of params and masters is not zero; empty where it is not told.
 
         Raises:
             ProtocolError: It tells no text.
         """
-        stray = getattr(self._engine, "stray_padding", None)
+        return self._stray("stray_padding")
+
+    def _stray(self, method: str, **options: bool) -> str:
+        stray = getattr(self._engine, method, None)
         if stray is None:
             return ""
-        return answers.check_text(stray(), engine=self._engine, method="stray_padding")
+        with self._asking():
+            return answers.check_text(stray(**options), engine=self._engine, method=method)
 
     def notes(self) -> Iterable[str]:
         """As the engine has them.
@@ -184,8 +231,9 @@ class CompletedEngine:
         """
         if self.costed is None:
             return {}
-        told = self.costed.held_bytes()
-        return answers.check_numbers(told, engine=self._engine, method="held_bytes")
+        with self._asking():
+            told = self.costed.held_bytes()
+            return answers.check_numbers(told, engine=self._engine, method="held_bytes")
 
     def overlap(self) -> Mapping[str, float]:
         """As the engine tells; empty where it does not.
@@ -215,12 +263,15 @@ class CompletedEngine:
         return self._engine  # pyrefly: ignore
 
 
-def complete(engine: Engine, *, model: Model | None = None) -> CompletedEngine:
+def complete(
+    engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
+) -> CompletedEngine:
     """An engine with all that the harness calls, from one that has at least what it must have.
 
     Args:
         engine: What a target built; one that is complete already comes back as it is.
         model: The bare model, which what the engine tells is held to.
+        asking: As for `CompletedEngine`.
 
     Raises:
         ProtocolError: It lacks something that it must have; names all of that. Or it has it in
@@ -236,4 +287,4 @@ def complete(engine: Engine, *, model: Model | None = None) -> CompletedEngine:
             "is for."
         )
     answers.check_calls(engine)
-    return CompletedEngine(engine, model=model)
+    return CompletedEngine(engine, model=model, asking=asking)
