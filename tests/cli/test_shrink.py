@@ -86,11 +86,11 @@ def test_a_file_of_several_cases_needs_one_chosen(invoke: Invoke) -> None:
 
 def test_what_a_case_expects_at_its_size_is_not_shrunk(invoke: Invoke) -> None:
     """A smaller one would miss it for being smaller."""
-    floor = "[system]\nbucket_elems = 20\n[expect]\noverlap_grads_min = 1000.0\n"
-    Path("floor.toml").write_text(f'schema = 1\n[model]\nname = "mlp"\nhidden = 5\n{floor}')
+    floor = "[optimizer]\nlr = 1e-9\n[expect]\naccuracy_min = 0.99\n"
+    Path("floor.toml").write_text(f'schema = 1\n[model]\nname = "digits"\nhidden = 8\n{floor}')
     done = invoke("shrink", "floor.toml")
     assert done.exit_code == 2
-    assert "got expect.overlap, which is about what this case expects" in done.stderr
+    assert "got expect.accuracy, which is about what this case expects" in done.stderr
 
 
 def test_what_is_neither_a_file_nor_a_bundle(invoke: Invoke) -> None:

@@ -7,7 +7,6 @@ from zero_sim.cost.hook_trace import Pace, Sight
 from zero_sim.cost.overlap import check_overlap
 from zero_sim.mutants import find_mutants
 from zero_sim.scenario.spec import (
-    ExpectSpec,
     FreezeSpec,
     ModelSpec,
     RunSpec,
@@ -233,10 +232,3 @@ def test_a_pipeline_that_is_late_or_waits_early(judged, id):
     with mutant.apply():
         (found,) = judged(**parts).findings
     assert found.check == "invariant.overlap"
-
-
-def test_a_degree_that_is_expected_is_looked_at_too(judged):
-    system = SystemSpec(bucket_elems=1, overlap_grads=True, overlap_params=True)
-    expect = ExpectSpec(overlap_grads_min=100.0)
-    (found,) = judged(system=system, expect=expect).findings
-    assert found.check == "expect.overlap"

@@ -260,9 +260,3 @@ def test_orders_differ_so_that_naming_one_means_something(judged, monkeypatch):
     monkeypatch.setitem(order_backends.ORDERS, "tree", order_backends.ORDERS["ring"])
     result = judged(world=WorldSpec(size=4, order="tree"))
     assert result.findings[0].check == "equality.grad"
-
-
-def test_buckets_overlap_by_default_and_the_degree_is_told(judged):
-    result = judged(model=ModelSpec(name="mlp", hidden=5), system=SystemSpec(bucket_elems=60))
-    assert result.verdict == "pass"
-    assert [float(note.rsplit(" ", 1)[1]) > 0 for note in result.notes] == [True, True]

@@ -135,6 +135,6 @@ class TestBecoming:
         assert not may_become(key_of(result(check="a")), result("pass"))
 
 
-@pytest.mark.parametrize(("check", "may"), [("equality.grad", True), ("expect.overlap", False)])
+@pytest.mark.parametrize(("check", "may"), [("equality.grad", True), ("expect.accuracy", False)])
 def test_an_expectation_is_of_a_case_at_its_size(check, may):
     assert may_shrink(Key(check)) is may

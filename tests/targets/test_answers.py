@@ -383,14 +383,6 @@ def test_a_complete_engine_without_a_model_is_held_to_types_alone():
         complete(engine).params()
 
 
-def test_a_mean_overlap_that_is_no_number_is_named():
-    methods = {"__init__": lambda self: None, "held_bytes": dict, "overlap": always(None)}
-    engine = type("Bare", (Engine,), methods)()
-    engine.module = nn.Linear(1, 1)
-    with pytest.raises(ProtocolError, match="`overlap` of Bare to give a mapping of names"):
-        complete(engine).overlap()
-
-
 @pytest.mark.parametrize(
     ("told", "words"),
     [

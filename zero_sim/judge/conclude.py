@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from zero_sim.findings.dataflow import of_first_step, sort_and_merge
 from zero_sim.findings.records import CaseResult, Finding, Strip
@@ -30,9 +30,6 @@ class Account:
     """What came of the planned ones."""
     accuracy: float | None = None
     """On held-out data, after the last step."""
-    overlap: Mapping[str, float] = field(default_factory=dict)
-    """Collectives in flight while a rank computed, of `grads` and `params`; empty where not told.
-    """
     said: Sequence[str] = ()
     """What the system has to say of the run."""
     notes: Sequence[str] = ()
@@ -69,10 +66,7 @@ def conclude(scenario: Scenario, account: Account) -> CaseResult:
     """
     found = account.findings()
     if not found:
-        found = (
-            *_check_accuracy(scenario, account.accuracy),
-            *_check_overlap(scenario, account.overlap),
-        )
+        found = tuple(_check_accuracy(scenario, account.accuracy))
     # A run that went wrong has said nothing yet about how much a pass would have meant.
     doubts = () if found else _doubts(scenario, account)
     verdict, findings, reached = settle(
@@ -127,21 +121,6 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
             step=scenario.run.steps - 1,
         )
     ]
-
-
-def _check_overlap(scenario: Scenario, reached: Mapping[str, float]) -> Iterator[Finding]:
-    expect = scenario.expect
-    wanted = (
-        ("grads", expect.overlap_grads_min, "reductions in flight while backward computed"),
-        ("params", expect.overlap_params_min, "gathers in flight while forward computed"),
-    )
-    for name, least, what in wanted:
-        if least is not None and not reached.get(name, -1.0) >= least:
-            yield Finding(
-                check="expect.overlap",
-                message=f"mean number of {what}, on the rank with the fewest: expected at least "
-                f"{least}, got {reached.get(name)}",
-            )
 
 
 def _doubts(scenario: Scenario, account: Account) -> tuple[Finding, ...]:

@@ -180,7 +180,7 @@ def _shrunk(trial: _Hunt, mutant: Broken) -> Reduced:
     """The smallest case that finds a mutant and that the system as it is passes.
 
     One that the system as it is does not pass might be about something else than the mutant, as the
-    degree of overlap of a model too small for any. Where the case that was found is inconclusive
+    accuracy of a model too small for any. Where the case that was found is inconclusive
     without the mutant, another is drawn to begin with.
     """
     assert trial.found is not None

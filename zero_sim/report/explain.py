@@ -442,18 +442,6 @@ _EXPLANATIONS = (
         causes=("a learning rate or a number of steps that does not fit",),
     ),
     Explanation(
-        check="expect.overlap",
-        meaning="While ranks computed, as many collectives were in flight as the scenario expects.",
-        why="A pipeline that waits right after issuing has the right numbers and no overlap: the "
-        "usual cure of a race costs what the pipeline was made for.",
-        causes=(
-            "a wait right behind the call",
-            "buckets that become ready only at the end of backward",
-            "gathers that are all waited for before the first forward",
-        ),
-        seen_in=("DeepSpeed#7371: a fix for a race that serialised the pipeline",),
-    ),
-    Explanation(
         check="expect.finding",
         meaning="The scenario plants something wrong and names the check that must find it.",
         why="A check that cannot fail protects nobody.",

@@ -54,9 +54,6 @@ class Outcome:
 
     accuracy: float | None = None
     notes: list[str] = field(default_factory=list)
-    overlap: dict[str, float] = field(default_factory=dict)
-    """Collectives in flight while a rank computed, of gradients and of params; the least of all
-    ranks. Empty where no engine tells it."""
 
 
 def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
@@ -281,9 +278,6 @@ def _train(
     if deferred:
         with ours(excused):
             judge.observe_params(rank, segment.stop - 1, engine)
-    if engine.costed is not None:
-        for name, mean in engine.overlap().items():
-            outcome.overlap[name] = min(mean, outcome.overlap.get(name, mean))
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
-from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
@@ -292,23 +291,6 @@ CONDITIONS = (
         broken=lambda s: not s.system.reshard_after_forward and s.system.stage != 3,
         message="only stage 3 frees params after a forward, got {got}.",
         suggestion="Leave it out, or write stage = 3.",
-    ),
-    Condition(
-        reads=("expect.overlap_grads_min", "system.overlap_grads", "system.bucket_elems"),
-        broken=lambda s: bool(s.expect.overlap_grads_min) and not overlaps_grads(s.system),
-        message="expected gradients to be reduced under backward, got {got} without.",
-        suggestion="Leave it out, or write system.overlap_grads = true.",
-    ),
-    Condition(
-        reads=(
-            "expect.overlap_params_min",
-            "system.overlap_params",
-            "system.bucket_elems",
-            "system.stage",
-        ),
-        broken=lambda s: bool(s.expect.overlap_params_min) and not overlaps_params(s.system),
-        message="expected params to be gathered under forward, got {got} without.",
-        suggestion="Leave it out, or write system.overlap_params = true.",
     ),
     Condition(
         reads=("reload.step", "run.steps"),

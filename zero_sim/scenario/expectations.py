@@ -43,7 +43,6 @@ CHECKS = (
     "world.hung",
     "backend.order-drift",
     "expect.accuracy",
-    "expect.overlap",
     "expect.finding",
     "guard.same-data",
     "guard.zero-gradients",

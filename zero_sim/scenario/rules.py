@@ -98,8 +98,6 @@ BOUNDS = (
     Bound(path="run.stall_seconds", least=0.001, most=10**6),
     Bound(path="expect.accuracy_min", least=0, most=1),
     Bound(path="expect.nonzero_min", least=0, most=1),
-    Bound(path="expect.overlap_grads_min", least=0, most=10**6),
-    Bound(path="expect.overlap_params_min", least=0, most=10**6),
 )
 ITEM_BOUNDS = (
     Bound(path="optimizer.groups.lr", least=0, most=FP32_MAX),

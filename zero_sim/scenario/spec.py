@@ -340,10 +340,6 @@ class ExpectSpec:
     accuracy_min: float | None = None
     """Held-out accuracy to reach after the last step, 0 to 1; only for models with held-out
     data."""
-    overlap_grads_min: float | None = None
-    """Least mean number of reductions in flight while backward computes, on every rank."""
-    overlap_params_min: float | None = None
-    """Least mean number of gathers in flight while forward computes, on every rank."""
     nonzero_min: float = 0.25
     """Least fraction of gradient elements that must be nonzero in some step, so that a pass means
     something."""

@@ -89,7 +89,7 @@ def places_of(result: CaseResult) -> tuple[str, ...]:
 def may_shrink(key: Key) -> bool:
     """Whether smaller cases can have the same finding for the same reason.
 
-    What a case expects beyond equality, such as a degree of overlap, it expects at its own size:
+    What a case expects beyond equality, such as an accuracy, it expects at its own size:
     smaller ones would miss it for being smaller.
     """
     return not key.check.startswith("expect.")

@@ -235,17 +235,6 @@ class CompletedEngine:
             told = self.costed.held_bytes()
             return answers.check_numbers(told, engine=self._engine, method="held_bytes")
 
-    def overlap(self) -> Mapping[str, float]:
-        """As the engine tells; empty where it does not.
-
-        Raises:
-            ProtocolError: They are no numbers by name.
-        """
-        if self.costed is None:
-            return {}
-        told = self.costed.overlap()
-        return answers.check_numbers(told, engine=self._engine, method="overlap")
-
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """As the engine does; `can_reload` says whether it does."""
         self._checkpointing("save").save(path, form=form)

@@ -37,7 +37,6 @@ _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "save": ("save(path, *, form)", (None,), {"form": "sharded"}),
     "load": ("load(path, *, weights_only)", (None,), {"weights_only": False}),
     "held_bytes": ("held_bytes()", (), {}),
-    "overlap": ("overlap()", (), {}),
 }
 """How each method of an engine is called: in words, and by which arguments."""
 

@@ -183,19 +183,6 @@ class ZeroSimEngine:
         """Wait for gathers in flight."""
         self._ddp.finish_param_gather()
 
-    def notes(self) -> Iterator[str]:
-        """The measured degree of overlap, where there is any to measure."""
-        meter = self._ddp.overlap
-        if self._ddp.config.overlap_grads:
-            yield f"gradient collectives in flight while backward computed: {meter.grads_mean:.2f}"
-        if self._ddp.config.overlap_params:
-            yield f"param gathers in flight while forward computed: {meter.params_mean:.2f}"
-
-    def overlap(self) -> Mapping[str, float]:
-        """The measured degree of overlap so far."""
-        meter = self._ddp.overlap
-        return {"grads": meter.grads_mean, "params": meter.params_mean}
-
     def held_bytes(self) -> Mapping[str, int]:
         """Bytes of all memory that buffers, optimizer and pipelines reach, by what it is for."""
         return held_bytes(self._ddp, self._optimizer)

@@ -193,7 +193,7 @@ class FullEngine(Engine, Protocol):
         ...
 
     def notes(self) -> Iterable[str]:
-        """What a reader should know of the whole run, such as a measured degree of overlap."""
+        """What a reader should know of the whole run, such as a version or a setting."""
         ...
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
@@ -230,10 +230,6 @@ class CostedEngine(Protocol):
             and `other`, whatever else the engine keeps that grows with the model. The module's own
             tensors do not count.
         """
-        ...
-
-    def overlap(self) -> Mapping[str, float]:
-        """The mean number of collectives in flight while this rank computed: `grads`, `params`."""
         ...
 
 
