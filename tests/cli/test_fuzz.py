@@ -44,7 +44,7 @@ class Crew:
 @pytest.fixture
 def crew(monkeypatch):
     made = Crew()
-    monkeypatch.setattr(crews, "OwnCrew", lambda render: made)
+    monkeypatch.setattr(crews, "Crew", lambda pool, render: made)
     return made
 
 

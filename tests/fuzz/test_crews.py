@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from zero_sim.backends.pool import OwnProcess, is_lost
 from zero_sim.errors import EnvironmentProblem, UsageError
-from zero_sim.fuzz.crews import OwnCrew, is_lost, open_crew
+from zero_sim.fuzz.crews import open_crew
 from zero_sim.fuzz.records import Job
 from zero_sim.report.text import render_case
 
@@ -17,7 +18,7 @@ def job(tmp_path, **changes):
 
 def test_one_job_needs_no_process():
     with open_crew(render=render_case, jobs=1) as crew:
-        assert isinstance(crew, OwnCrew)
+        assert isinstance(crew.pool, OwnProcess)
 
 
 def test_a_process_that_dies_is_replaced(tmp_path, monkeypatch):

@@ -10,10 +10,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from zero_sim.backends.pool import is_lost
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
 from zero_sim.fuzz.coverage import NAMES, Grid, pairs_count
-from zero_sim.fuzz.crews import Crew, is_lost
+from zero_sim.fuzz.crews import Crew
 from zero_sim.fuzz.recheck import Rechecked, recheck
 from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
 from zero_sim.host.files import unwritten

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from zero_sim.backends import WorldPool
-from zero_sim.backends.hands import share_out
+from zero_sim.backends.pool import share_out
 from zero_sim.fuzz.drawing import draws
 from zero_sim.mutants.cases import campaign_cases
 from zero_sim.mutants.catalogue import find_mutants

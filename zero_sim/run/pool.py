@@ -18,7 +18,7 @@ from functools import cache
 from typing import Self
 
 from zero_sim.backends import WorldPool, settle_memory
-from zero_sim.backends.hands import share_out
+from zero_sim.backends.pool import share_out
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import Finding, not_judged
 from zero_sim.run import CaseResult, run_case

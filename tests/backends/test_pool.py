@@ -5,7 +5,7 @@ from concurrent.futures import BrokenExecutor
 
 import pytest
 
-from zero_sim.backends.hands import share_out
+from zero_sim.backends.pool import share_out
 
 
 def divide(number, by):
