@@ -52,14 +52,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Res
     """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
 
     @contextlib.contextmanager
-    def open_judge(
-        *,
-        backend: str,
-        keep_logs: bool = False,
-        device: str = "cpu",
-        target: str | None = None,
-    ) -> Iterator[Judge]:
-        assert backend == "sim"
+    def open_judge(chosen: judges.Chosen) -> Iterator[Judge]:
         yield judge_by_name
 
     monkeypatch.setattr(judges, "open_judge", open_judge)
@@ -155,13 +148,7 @@ def test_the_stall_limit_goes_into_every_case(
     seen = []
 
     @contextlib.contextmanager
-    def open_judge(
-        *,
-        backend: str,
-        keep_logs: bool = False,
-        device: str = "cpu",
-        target: str | None = None,
-    ) -> Iterator[Judge]:
+    def open_judge(chosen: judges.Chosen) -> Iterator[Judge]:
         yield lambda scenario: seen.append(scenario.run.stall_seconds) or judge_by_name(scenario)
 
     monkeypatch.setattr(judges, "open_judge", open_judge)

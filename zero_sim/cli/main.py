@@ -15,9 +15,10 @@ import errno
 import importlib
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -46,6 +47,10 @@ from zero_sim.host.signals import at_second, heard_name, interrupt, listening
 from zero_sim.host.warnings_once import telling_once
 from zero_sim.outside import printable
 from zero_sim.report.commands import replay_command, run_command
+
+if TYPE_CHECKING:
+    from zero_sim.cli.session import Judge
+    from zero_sim.scenario.spec import Scenario
 
 _SCENARIO = "scenario"
 END_SECONDS = 2.0
@@ -242,12 +247,9 @@ def run(
     cases = [of_target(case, target) for case in found.cases]
     if backend == "sim":
         chosen = session.select(cases, lambda scenario: "")
+        asked = session.as_asked(chosen)
         how: dict[str, Any] = {"keep_logs": trace is not None, "device": device, "target": target}
-        if jobs > 1 and len(chosen) > 1:
-            asked = session.as_asked(chosen)
-            status = session.run(chosen, lambda: _judges().open_jobs(asked, jobs=jobs, **how))
-        else:
-            status = session.run(chosen, lambda: _judges().open_judge(backend=backend, **how))
+        status = session.run(chosen, lambda: _open_judge(asked, jobs=jobs, **how))
     else:
         with packages_needed():
             from zero_sim.run.on_processes import run_on_processes
@@ -257,11 +259,16 @@ def run(
     ctx.exit(status)
 
 
-def _judges() -> ModuleType:
-    """What opens judges; imported when the first case is to be judged."""
+def _open_judge(
+    cases: Sequence[Scenario], *, jobs: int, **how: Any
+) -> AbstractContextManager[Judge]:
+    """What judges cases; imported when the first one is to be judged."""
     with packages_needed():
         from zero_sim.run import judges
-    return judges
+    chosen = judges.Chosen(**how)
+    if jobs > 1 and len(cases) > 1:
+        return judges.JobsJudge(cases, jobs=jobs, chosen=chosen)
+    return judges.open_judge(chosen)
 
 
 @main.command()

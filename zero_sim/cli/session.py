@@ -331,8 +331,7 @@ class Session:
         return dataclasses.replace(scenario, world=world)
 
     def _judge(self, case: Case, judge: Judge) -> tuple[CaseResult, int]:
-        from zero_sim.findings.records import not_judged
-        from zero_sim.run.pool import unforeseen
+        from zero_sim.findings.records import not_judged, unforeseen
 
         started = time.perf_counter()
         scenario = self._as_asked(case.scenario)

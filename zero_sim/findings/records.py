@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -210,6 +211,23 @@ def not_judged(
     """
     findings = () if finding is None else (finding,)
     return CaseResult(id=case_id, verdict="error", seconds=seconds, error=error, findings=findings)
+
+
+def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult:
+    """The result of a case whose judging raised what it should not.
+
+    Args:
+        error: What it raised, and what is being handled.
+        id: Of the case.
+        seconds: What it took.
+    """
+    finding = Finding(
+        check="internal.error",
+        phase=type(error).__name__,
+        message="zero_sim raised an error that it did not foresee; please report it",
+        detail=traceback.format_exc(),
+    )
+    return not_judged(id, f"{type(error).__name__}: {error}", finding, seconds=seconds)
 
 
 def _plain(record: Finding | CaseResult) -> dict[str, object]:

@@ -17,7 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
 from zero_sim.bundle import write_bundle
 from zero_sim.errors import ZeroSimError
-from zero_sim.findings.records import CaseResult
+from zero_sim.findings.records import CaseResult, unforeseen
 from zero_sim.fuzz.coverage import Grid, features_of
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.known import KnownFindings
@@ -26,7 +26,6 @@ from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host.files import write_whole
 from zero_sim.run import run_case
-from zero_sim.run.pool import unforeseen
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import (

@@ -1,70 +1,179 @@
 """Judges of cases: one after another, or several at once; of the simulated world or of real ranks.
 
-Here whoever has cases, the command line or a pytest session, meets what runs them.
+Here whoever has cases, the command line or a pytest session, meets what runs them. Several at once
+run on processes that each keep worlds of their own, and are told in the order asked.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Literal
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Self
 
-from zero_sim.run.pool import Chosen, JobsJudge, Judge, open_worlds
+from zero_sim.backends import WorldPool, settle_memory
+from zero_sim.backends.pool import share_out
+from zero_sim.errors import ZeroSimError
+from zero_sim.findings.records import Finding, not_judged, unforeseen
+from zero_sim.run import CaseResult, run_case
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import import_target
+from zero_sim.workloads import check_device
+
+Judge = Callable[[Scenario], CaseResult]
 
 
-@contextlib.contextmanager
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """How all cases are run."""
+
+    keep_logs: bool = False
+    """Whether results carry their event logs even if nothing fails."""
+    device: str = "cpu"
+    """Where simulated ranks and the reference compute, `cpu` or `cuda`."""
+    target: str | None = None
+    """The system to judge in place of the scenarios' own: a registered name, or `module:name`,
+    whose code is run."""
+
+
+@contextmanager
 def open_judge(
-    *,
-    backend: Literal["sim", "gloo", "nccl"],
-    keep_logs: bool = False,
-    device: str = "cpu",
-    target: str | None = None,
+    chosen: Chosen | None = None, *, backend: Literal["sim", "gloo", "nccl"] = "sim"
 ) -> Iterator[Judge]:
     """What judges one case after another.
 
-    Worlds are kept from case to case, so that setting one up is paid for once.
+    Worlds and workers are kept from case to case, so that setting one up is paid for once.
 
     Args:
+        chosen: How simulated cases are run.
         backend: What carries the collectives.
-        keep_logs: Whether results carry their event logs even if nothing fails.
-        device: Where simulated ranks and the reference compute, `cpu` or `cuda`.
-        target: The system to judge in place of the scenarios' own: a registered name, or
-            `module:name`, whose code is run.
 
     Raises:
         UsageError: There is no such target.
+        EnvironmentProblem: There is no such device.
     """
     if backend != "sim":
         with on_workers(Setup(backend=backend)) as judge:
             yield judge
         return
-    with open_worlds(Chosen(keep_logs=keep_logs, device=device, target=target)) as judge:
-        yield judge
+    chosen = chosen or Chosen()
+    check_device(chosen.device)
+    target = None if chosen.target is None else import_target(chosen.target)
+    settle_memory()
+    with WorldPool() as pool:
+        yield lambda scenario: run_case(
+            scenario,
+            pool=pool,
+            keep_logs=chosen.keep_logs,
+            target=target,
+            device=chosen.device,
+        )
 
 
-def open_jobs(
-    scenarios: Sequence[Scenario],
-    *,
-    jobs: int,
-    keep_logs: bool = False,
-    device: str = "cpu",
-    target: str | None = None,
-) -> AbstractContextManager[Judge]:
-    """What judges cases several at a time, and tells of them one after another.
+class JobsJudge:
+    """Judges cases on processes of its own, several at a time.
+
+    It is asked for them one by one, in the order in which they were given. A process that dies
+    costs the case that it was at.
 
     Args:
-        scenarios: The cases, in the order in which they will be asked for.
+        scenarios: The cases.
         jobs: Number of processes.
-        keep_logs: As for `open_judge`, like all that follows.
-        device: As there.
-        target: As there.
+        chosen: How they are run.
 
     Raises:
         UsageError: There is no such target.
+        EnvironmentProblem: There is no such device.
     """
-    chosen = Chosen(keep_logs=keep_logs, device=device, target=target)
-    return JobsJudge(scenarios, jobs=jobs, chosen=chosen)
+
+    def __init__(self, scenarios: Sequence[Scenario], *, jobs: int, chosen: Chosen) -> None:
+        check_device(chosen.device)
+        if chosen.target is not None:
+            import_target(chosen.target)
+        tasks = [(scenario, chosen) for scenario in scenarios]
+        self._ended = share_out(_judge, tasks, jobs=jobs)
+        self._untold: dict[int, Future[bytes]] = {}
+        """By place in the order: cases that ended before an earlier one did."""
+        self._told_count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.close()
+
+    def __call__(self, scenario: Scenario) -> CaseResult:
+        """The result of the next case.
+
+        Raises:
+            ZeroSimError: What judging it raised on purpose.
+        """
+        place = self._told_count
+        self._told_count += 1
+        while place not in self._untold:
+            ended, future = next(self._ended)
+            self._untold[ended] = future
+        try:
+            answer: _Answer = pickle.loads(self._untold.pop(place).result())
+        except BrokenExecutor as error:
+            return _died(scenario, error)
+        if answer.result is None:
+            raise _Told(answer.error, exit_status=answer.exit_status)
+        return answer.result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """What came of a case in another process."""
+
+    result: CaseResult | None = None
+    error: str = ""
+    """What was raised on purpose, in words: not every error can be pickled."""
+    exit_status: int = 0
+
+
+class _Told(ZeroSimError):
+    """An error that another process raised on purpose."""
+
+    def __init__(self, message: str, *, exit_status: int) -> None:
+        self.exit_status = exit_status
+        super().__init__(message)
+
+
+def _judge(scenario: Scenario, chosen: Chosen) -> bytes:
+    """Judge a case in a process that is there for nothing else; a pickled `_Answer`."""
+    # What a model prints would end up in the middle of what is told of other cases.
+    sys.stdout = sys.stderr
+    started = time.perf_counter()
+    try:
+        answer = _Answer(result=_kept_worlds(chosen)(scenario))
+    except ZeroSimError as error:
+        answer = _Answer(error=str(error), exit_status=error.exit_status)
+    except Exception as error:  # noqa: BLE001
+        seconds = time.perf_counter() - started
+        answer = _Answer(result=unforeseen(error, id=scenario.name, seconds=seconds))
+    # As bytes: torch would send the tensors of a finding as shared memory, two files open for each.
+    return pickle.dumps(answer)
+
+
+@cache
+def _kept_worlds(chosen: Chosen) -> Judge:
+    # They end with the process.
+    return ExitStack().enter_context(open_judge(chosen))
+
+
+def _died(scenario: Scenario, error: BrokenExecutor) -> CaseResult:
+    finding = Finding(
+        check="internal.process-died",
+        message="the process that ran this case ended in the middle of it, so nothing is said "
+        "about the system; its error output stands above. Try --jobs 1, which shows where",
+        detail=str(error),
+    )
+    return not_judged(scenario.name, "the process that ran this case ended", finding)

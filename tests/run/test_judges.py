@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero_sim.errors import UsageError, ZeroSimError
-from zero_sim.run.pool import Chosen, JobsJudge, open_worlds
+from zero_sim.run.judges import Chosen, JobsJudge, open_judge
 from zero_sim.scenario.spec import FaultSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 
 CASE = Scenario(
@@ -61,7 +61,7 @@ def on_processes(cases, chosen):
 @pytest.fixture(scope="module")
 def results():
     """Of every case, on one process and on two."""
-    with open_worlds(Chosen()) as judge:
+    with open_judge(Chosen()) as judge:
         alone = [judge(case) for case in CASES]
     with on_processes(CASES, Chosen()) as judge:
         return alone, [judge(case) for case in CASES]
