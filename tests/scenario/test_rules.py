@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from zero_sim.errors import ScenarioError
 from zero_sim.scenario import (
     DataSpec,
     ExpectSpec,
@@ -19,7 +18,7 @@ from zero_sim.scenario import (
     WorldSpec,
 )
 from zero_sim.scenario.fields import field_paths, type_at
-from zero_sim.scenario.rules import BOUNDS, RULES, check_scenario, require_valid
+from zero_sim.scenario.rules import BOUNDS, RULES, check_scenario
 from zero_sim.scenario.spec import FreezeSpec, GroupSpec, LossScaleSpec, ReloadSpec, TopologySpec
 
 MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
@@ -115,13 +114,6 @@ def test_known_mistakes_silence_the_rules_that_read_them() -> None:
     """A field of the wrong type has no value to judge."""
     scenario = dataclasses.replace(MLP, world=WorldSpec(size=0))
     assert check_scenario(scenario, known_bad={"world"}) == []
-
-
-def test_scenarios_built_in_code_are_held_to_the_same_rules() -> None:
-    """`require_valid` raises what a file would have."""
-    with pytest.raises(ScenarioError, match=r"world\.size: expected an integer at least 1"):
-        require_valid(dataclasses.replace(MLP, world=WorldSpec(size=0)))
-    require_valid(MLP)
 
 
 @pytest.mark.parametrize(

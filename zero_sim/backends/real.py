@@ -14,7 +14,6 @@ import torch.distributed as dist
 from zero_sim.backends.folding import folding_backend
 from zero_sim.errors import EnvironmentProblem, ZeroSimError
 
-BACKENDS = ("gloo", "nccl")
 _SIGN_SECONDS = 0.25
 """Least time between two signs of life."""
 

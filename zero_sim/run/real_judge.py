@@ -220,9 +220,6 @@ class _Launched:
             self._exchange(None, about="end")
         self._seat.leave()
 
-    def count_for(self, needed: int) -> int:
-        return self.count
-
     def run(
         self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
     ) -> Sequence[Ending]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from zero_sim.errors import Problem, ScenarioError
+from zero_sim.errors import Problem
 from zero_sim.scenario.conditions import (
     CONDITIONS,
     check_freeze,
@@ -146,17 +146,6 @@ def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> li
             problems.extend(rule.check(scenario))
     # Of numbers that are wrong one by one, nothing can be estimated.
     return problems or ([] if known_bad else list(check_costs(scenario)))
-
-
-def require_valid(scenario: Scenario) -> None:
-    """Refuse a scenario built in code that breaks a rule.
-
-    Raises:
-        ScenarioError: with every problem.
-    """
-    problems = check_scenario(scenario)
-    if problems:
-        raise ScenarioError(scenario.name or "scenario", problems)
 
 
 def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
