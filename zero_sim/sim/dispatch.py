@@ -1,12 +1,39 @@
-"""What the simulator asks of torch's dispatcher; torch's private names for it live here."""
+"""What the simulator asks of torch's dispatcher; torch's private names for it live here.
+
+[Note: CommDebugMode]
+It counts collectives by the operators that they are to the dispatcher. Functional collectives pass
+it as operators anywhere. Those of `torch.distributed` become operators only in a process group's
+C++, which a simulated group has none of; so it is told of them.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_sim.sim.call import SPARSE
+
+_COMM_DEBUG_MODE = "torch.distributed.tensor.debug._comm_mode"
+
+_OPERATORS = {
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+    SPARSE: ("allreduce_", "allreduce_"),
+    "reduce": ("reduce_", "reduce_"),
+    "broadcast": ("broadcast_", "broadcast_"),
+    "reduce_scatter": ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "reduce_scatter_list": ("reduce_scatter_", "reduce_scatter_"),
+    "all_gather": ("_allgather_base_", "allgather_into_tensor_coalesced_"),
+    "all_gather_list": ("allgather_", "allgather_coalesced_"),
+    "gather": ("gather_", "gather_"),
+    "scatter": ("scatter_", "scatter_"),
+    "all_to_all": ("alltoall_base_", "alltoall_base_"),
+    "all_to_all_list": ("alltoall_", "alltoall_"),
+}
+"""Operators of torch's library `c10d` for each kind of call: of one tensor, and coalesced."""
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
@@ -86,3 +113,32 @@ def is_fake(tensor_class: type[torch.Tensor]) -> bool:
     While its own mode is at work it leaves operations to whoever called it, and must be obeyed.
     """
     return issubclass(tensor_class, FakeTensor)
+
+
+class _Issued:
+    """An operator that has been carried out elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d, name)
+        self.__name__ = f"{name}.default"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"c10d.{self.__name__}"
+
+
+def tell_modes(kind: str, *, coalesced: bool) -> None:
+    """Let each CommDebugMode that the calling rank has entered count a call; see the note above.
+
+    Args:
+        kind: The call's kind.
+        coalesced: Whether it has several tensors.
+    """
+    module = sys.modules.get(_COMM_DEBUG_MODE)
+    if module is None or kind not in _OPERATORS:
+        return
+    for mode in modes_on_stack():
+        if isinstance(mode, module.CommDebugMode):
+            mode.__torch_dispatch__(_Issued(_OPERATORS[kind][coalesced]), (), (), {})

@@ -118,6 +118,8 @@ class EventLog:
         """One for each planned fault, in the order in which they happened or could not."""
         self.refused: int | None = None
         """Index of the call that did not fit the others' and so ended the run."""
+        self.unwaited: set[int] = set()
+        """Indices of asynchronous calls that their rank has not waited for, nor seen done."""
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def add(self, record: CollectiveRecord) -> None:

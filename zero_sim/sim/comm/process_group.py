@@ -43,7 +43,6 @@ from zero_sim.sim.comm.arguments import (
     root_tensor_of,
     splits_of,
 )
-from zero_sim.sim.comm.comm_modes import tell_modes
 from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend, present_devices
 from zero_sim.sim.comm.plain import (
     check_writable,
@@ -55,6 +54,7 @@ from zero_sim.sim.comm.plain import (
 )
 from zero_sim.sim.comm.rendezvous import Group
 from zero_sim.sim.comm.timeouts import after_monitored, check_monitored, seconds_of
+from zero_sim.sim.dispatch import tell_modes
 from zero_sim.sim.failures import TimedOut, WorldFailure
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from zero_sim.sim.call import REDUCE_OPS, SPARSE, Call
 from zero_sim.sim.callsite import site_of
-from zero_sim.sim.contract.aliasing import find_overlap
-from zero_sim.sim.contract.shapes import is_contiguous, shape_of
+from zero_sim.sim.contract.memory import find_overlap, is_contiguous, shape_of
 from zero_sim.sim.failures import ContractViolation
 
 ROOTED = ("broadcast", "reduce", "scatter", "gather")

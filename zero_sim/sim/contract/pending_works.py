@@ -6,7 +6,7 @@ does reads whatever happens to be there, and mostly that is right.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from zero_sim.sim.failures import ContractViolation
 from zero_sim.sim.log import CollectiveRecord
@@ -14,57 +14,33 @@ from zero_sim.sim.log import CollectiveRecord
 _SHOWN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """One asynchronous call that its rank still has to wait for."""
+def never_waited(records: Sequence[CollectiveRecord]) -> ContractViolation:
+    """The error for a run that ended although these calls were not waited for.
 
-    owner: Promises
-    record: CollectiveRecord
-
-    def keep(self) -> None:
-        """Note that the rank waited for it, or saw it done; again is fine."""
-        self.owner._open.pop(id(self.record), None)
-
-
-class Promises:
-    """Those of all ranks of one run."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, CollectiveRecord] = {}
-
-    def make(self, record: CollectiveRecord) -> Promise:
-        """Note an asynchronous call."""
-        self._open[id(record)] = record
-        return Promise(self, record)
-
-    def broken(self) -> ContractViolation | None:
-        """The error for a run that ended now, naming every call site; None where all were kept."""
-        if not self._open:
-            return None
-        records = list(self._open.values())
-        ranks = sorted({record.rank for record in records})
-        mine = [record for record in records if record.rank == ranks[0]]
-        sites = sorted({record.site for record in records} - {record.site for record in mine})
-        lines = [
-            f"rank {ranks[0]} returned without having waited for {len(mine)} asynchronous "
-            f"call{'s' if len(mine) > 1 else ''}:",
-            *(f"  {record.text}" for record in mine[:_SHOWN]),
-        ]
-        if mine[_SHOWN:]:
-            lines.append(f"  and {len(mine) - _SHOWN} more")
-        if ranks[1:]:
-            others = ", ".join(map(str, ranks[1 : 1 + _SHOWN])) + (
-                ", ..." * bool(ranks[_SHOWN + 1 :])
-            )
-            lines.append(f"so did other ranks: {others}")
-        lines.extend(f"  at {site}" for site in sites[:_SHOWN])
-        lines.append(
-            "Without it the results may not be there yet. Call wait() on the work, poll "
-            "is_completed() until it says yes, or take its future."
-        )
-        return ContractViolation(
-            "\n".join(lines),
-            aspect="never-waited",
-            rank=ranks[0],
-            other_rank=ranks[1] if ranks[1:] else ranks[0],
-        )
+    Args:
+        records: At least one, in the order of their issue; every call site of theirs is named.
+    """
+    ranks = sorted({record.rank for record in records})
+    mine = [record for record in records if record.rank == ranks[0]]
+    sites = sorted({record.site for record in records} - {record.site for record in mine})
+    lines = [
+        f"rank {ranks[0]} returned without having waited for {len(mine)} asynchronous "
+        f"call{'s' if len(mine) > 1 else ''}:",
+        *(f"  {record.text}" for record in mine[:_SHOWN]),
+    ]
+    if mine[_SHOWN:]:
+        lines.append(f"  and {len(mine) - _SHOWN} more")
+    if ranks[1:]:
+        others = ", ".join(map(str, ranks[1 : 1 + _SHOWN])) + (", ..." * bool(ranks[_SHOWN + 1 :]))
+        lines.append(f"so did other ranks: {others}")
+    lines.extend(f"  at {site}" for site in sites[:_SHOWN])
+    lines.append(
+        "Without it the results may not be there yet. Call wait() on the work, poll "
+        "is_completed() until it says yes, or take its future."
+    )
+    return ContractViolation(
+        "\n".join(lines),
+        aspect="never-waited",
+        rank=ranks[0],
+        other_rank=ranks[1] if ranks[1:] else ranks[0],
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch.distributed import Work
 from zero_sim.sim.callsite import call_site, site_of
 from zero_sim.sim.comm.plain import count_holders
 from zero_sim.sim.comm.timeouts import after_another
-from zero_sim.sim.contract.pending_works import Promise
 from zero_sim.sim.failures import TimedOut
 from zero_sim.sim.in_flight import Flights
 from zero_sim.sim.inflight.timing import Leg
@@ -31,7 +31,8 @@ class SimWork(Work):
         flights: What the rank has lent.
     """
 
-    _promises: Sequence[Promise] = ()
+    _owed: Sequence[int] = ()
+    """Indices of the records that must be waited for, or seen done, before the program returns."""
     timeout_seconds: float | None = None
     """How long a wait for it may take, in simulated time."""
     is_of_torch = False
@@ -69,7 +70,7 @@ class SimWork(Work):
             if not leg.awaited.done and leg.awaited.given_up is None:
                 self._wait_for(leg.awaited)
             if leg.awaited.given_up is not None:
-                self._keep_promises()
+                self._settle()
                 raise after_another(leg.awaited.given_up)
         baton.check_alive()
         self._land()
@@ -83,7 +84,7 @@ class SimWork(Work):
         except TimedOut as error:
             awaited.given_up = error
             self._baton.finish(awaited)
-            self._keep_promises()
+            self._settle()
             raise
 
     def _land(self) -> None:
@@ -96,7 +97,7 @@ class SimWork(Work):
             for flight in leg.flights:
                 self._flights.land(flight)
             baton.log.note(self._rank, "land", leg.record)
-        self._keep_promises()
+        self._settle()
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -126,14 +127,15 @@ class SimWork(Work):
         self._land()
         return True
 
-    def promise(self, promises: Sequence[Promise]) -> None:
+    def owe(self) -> None:
         """Be the work that must be waited for, or seen done, before the rank's program returns."""
-        self._promises = promises
+        self._owed = [leg.record for leg in self._legs]
+        self._baton.log.unwaited.update(self._owed)
 
     def __del__(self) -> None:
         # torch itself drops works whose results nobody can read, and no program can change that.
-        if self._promises and self.is_of_torch and not self._is_result_held():
-            self._keep_promises()
+        if self._owed and self.is_of_torch and not self._is_result_held():
+            self._settle()
 
     def _is_result_held(self) -> bool:
         """Whether the program still has memory, other than none, that the operation writes."""
@@ -147,10 +149,10 @@ class SimWork(Work):
             for tensor in self._tensors
         )
 
-    def _keep_promises(self) -> None:
-        for promise in self._promises:
-            promise.keep()
-        self._promises = ()
+    def _settle(self) -> None:
+        if self._owed:
+            self._baton.log.unwaited.difference_update(self._owed)
+            self._owed = ()
 
     def is_success(self) -> bool:
         """Whether the operation is done: one that fails ends the world instead."""
@@ -176,3 +178,27 @@ class SimWork(Work):
         return getattr(self._legs[0].awaited, "source", -1)
 
     _source_rank = source_rank
+
+
+def join_works(
+    works: Sequence[SimWork],
+    *,
+    baton: Turns,
+    rank: int,
+    flights: Flights,
+    result: Sequence[Any] | None = None,
+) -> SimWork:
+    """One work for several of a rank, each of which may still be waited for by itself.
+
+    Args:
+        works: Those.
+        baton: The baton of the run.
+        rank: World rank.
+        flights: What the rank has lent.
+        result: What it writes, where that is not what they do.
+    """
+    legs = [leg for work in works for leg in work._legs]
+    tensors = [tensor for work in works for tensor in work._tensors]
+    joined = SimWork(baton, rank, legs, tensors if result is None else result, flights)
+    joined._owed = [record for work in works for record in work._owed]
+    return joined

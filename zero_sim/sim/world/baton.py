@@ -27,9 +27,9 @@ from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.schedule import Schedule
 from zero_sim.sim.waits import Awaited
-from zero_sim.sim.world.outside import check_not_forked
 from zero_sim.sim.world.process_state import ProcessState
 from zero_sim.sim.world.randomness import Randomness
+from zero_sim.sim.world.rank_threads import check_not_forked
 
 CALLER = -1
 """Owner number of the thread that called `World.run`, in the randomness it lends to the ranks."""

@@ -31,31 +31,12 @@ from zero_sim.sim.comm.torch_stores import StoreWaits
 from zero_sim.sim.world import meshes
 from zero_sim.sim.world.rank_threads import (
     RankC10dWorld,
+    ThreadWorld,
     no_rank,
     rank_state,
     start_thread,
     starter,
 )
-
-
-class _ThreadWorld:
-    """Stands where torch's `_World` stood and forwards to the running thread's."""
-
-    def __init__(self, original: Any) -> None:
-        object.__setattr__(self, "_original", original)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._running(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._running(), name, value)
-
-    def _running(self) -> Any:
-        if rank_state.c10d_world is not None:
-            return rank_state.c10d_world
-        by = starter()
-        # A process's threads see its groups; what they do with these is refused where they do it.
-        return self._original if by is None else by.c10d_world
 
 
 def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
@@ -203,7 +184,7 @@ def install() -> None:
         )
         _originals["start"] = threading.Thread.start
         threading.Thread.start = start_thread(_originals["start"])
-        c10d._world = _ThreadWorld(c10d._world)  # pyrefly: ignore [bad-assignment]
+        c10d._world = ThreadWorld(c10d._world)  # pyrefly: ignore [bad-assignment]
         c10d._new_process_group_helper = _wrap_helper(_originals["helper"])
         wrapped = _wrap_init(_originals["init"])
         # A mesh makes the default group where there is none.

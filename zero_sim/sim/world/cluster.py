@@ -15,11 +15,10 @@ from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import WorldFailure
 from zero_sim.sim.faults import InjectedCrash, StalledByPlan, Strike
 from zero_sim.sim.inflight.timing import aside
-from zero_sim.sim.inflight.work import SimWork
+from zero_sim.sim.inflight.work import SimWork, join_works
 from zero_sim.sim.log import CollectiveRecord
 from zero_sim.sim.waits import Pending
-from zero_sim.sim.world.outside import running_rank
-from zero_sim.sim.world.rank_threads import starter
+from zero_sim.sim.world.rank_threads import running_rank, starter
 from zero_sim.sim.world.run import Run
 
 
@@ -63,12 +62,12 @@ class SimCluster:
             raise error from None
         if strikes:
             collective.strike(group_rank, strikes)
-        record = self._record(rank, group, call, sequence, asynchronous, _detail(call))
+        self._record(rank, group, call, sequence, asynchronous, _detail(call))
         work = self._work(collective, call, rank=rank, place=group_rank)
         work.timeout_seconds = call.timeout_seconds
         if asynchronous:
             work.is_of_torch = is_of_torch()
-            work.promise([self.run.promises.make(record)])
+            work.owe()
         return work
 
     def _check_own(self, rank: int, group: Group, kind: str) -> None:
@@ -132,12 +131,8 @@ class SimCluster:
         self, rank: int, works: Sequence[SimWork], *, result: Sequence[Any] | None = None
     ) -> SimWork:
         """One work for several; `Cluster.join_works`."""
-        legs = [leg for work in works for leg in work._legs]
-        tensors = [tensor for work in works for tensor in work._tensors]
-        tensors = tensors if result is None else result
-        joined = SimWork(self.run.baton, rank, legs, tensors, self.run.flights[rank])
-        joined.promise([promise for work in works for promise in work._promises])
-        return joined
+        flights = self.run.flights[rank]
+        return join_works(works, baton=self.run.baton, rank=rank, flights=flights, result=result)
 
     def _exchange(
         self,
@@ -160,14 +155,15 @@ class SimCluster:
             self._record(rank, group, call, tag, True, f"peer {whom}")
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
-        record = self._record(rank, group, call, tag, True, f"peer {whom}")
+        self._record(rank, group, call, tag, True, f"peer {whom}")
         work = self._work(message, call, rank=rank, place=0 if call.kind == "send" else 1)
-        work.promise([self.run.promises.make(record)])
+        work.owe()
         return work
 
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
-    ) -> CollectiveRecord:
+    ) -> None:
+        """Note a call in the log."""
         tensors = call.inputs or call.outputs
         # Without outputs of their own, these write into their inputs.
         written = call.inputs if call.kind in IN_PLACE else call.outputs
@@ -188,7 +184,6 @@ class SimCluster:
         )
         self.run.log.add(record)
         self.run.log.note(rank, "issue", len(self.run.log.collectives) - 1)
-        return record
 
 
 def _detail(call: Call) -> str:

@@ -1,10 +1,4 @@
-"""What is no rank although a rank began it, threads and forked processes; and ends of the process.
-
-[Note: a forked process]
-A child process that a rank forks has of all threads only that rank's, so that nobody would ever
-answer it. It is no rank: its calls into the world are refused, and when the rank's program comes to
-its end there, so does the process.
-"""
+"""Ends of the process, and of one that a rank forked; what a thread without a group is told."""
 
 from __future__ import annotations
 
@@ -17,37 +11,13 @@ from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d as torch_c10d
 
-from zero_sim.errors import UsageError
 from zero_sim.sim.comm import torch_stores
 from zero_sim.sim.world import profilers
-from zero_sim.sim.world.rank_threads import no_rank, rank_state
-
-_forked_by: int | None = None
-"""In a process that a rank forked, that rank."""
+from zero_sim.sim.world.rank_threads import check_not_forked, no_rank, rank_state
 
 _lock = threading.Lock()
 _open_count = 0
 _originals: dict[str, Callable[..., Any]] = {}
-
-
-def is_forked() -> bool:
-    """Whether this process is one that a rank forked."""
-    return _forked_by is not None
-
-
-def check_not_forked() -> None:
-    """Check that this process has its ranks.
-
-    Raises:
-        UsageError: It is one that a rank forked.
-    """
-    if _forked_by is not None:
-        raise UsageError(
-            f"expected a rank, got a process that rank {_forked_by} forked (process "
-            f"{os.getpid()}), which has none of the other ranks. Call torch.distributed in the "
-            "rank itself; a process that needs groups of its own can be started by "
-            "multiprocessing's method 'spawn'."
-        )
 
 
 def end_forked(error: BaseException | None) -> NoReturn:
@@ -59,16 +29,6 @@ def end_forked(error: BaseException | None) -> NoReturn:
     _exit = _originals.get("_exit", os._exit)
     _exit(0 if error is None else 1)
     raise AssertionError("a process ended and went on")
-
-
-def _after_fork_in_child() -> None:
-    global _forked_by
-    if rank_state.rank is not None:
-        _forked_by = rank_state.rank
-        rank_state.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _exit(status: int) -> NoReturn:
@@ -88,18 +48,6 @@ def _get_default_group() -> Any:
         if rank_state.rank is not None or threading.current_thread() is threading.main_thread():
             raise
         raise ValueError(f"{error} {no_rank()}") from error
-
-
-def running_rank() -> int:
-    """The rank whose thread calls.
-
-    Raises:
-        UsageError: It is none.
-    """
-    if rank_state.rank is None:
-        check_not_forked()
-        raise UsageError(no_rank())
-    return rank_state.rank
 
 
 def install() -> None:

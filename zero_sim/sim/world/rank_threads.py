@@ -1,18 +1,30 @@
-"""The running thread: which rank it is, or which rank started it."""
+"""The running thread and process: which rank it is, its c10d world, or which rank began it.
+
+[Note: a forked process]
+A child process that a rank forks has of all threads only that rank's, so that nobody would ever
+answer it. It is no rank: its calls into the world are refused, and when the rank's program comes to
+its end there, so does the process.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from zero_sim.errors import UsageError
 
 if TYPE_CHECKING:
     from zero_sim.sim.comm.process_group import SimProcessGroup
     from zero_sim.sim.comm.torch_stores import StoreWaits
 
 _STARTER = "_zero_sim_started_by"
+
+_forked_by: int | None = None
+"""In a process that a rank forked, that rank."""
 
 
 class RankC10dWorld:
@@ -106,6 +118,26 @@ def start_thread(original: Callable[[threading.Thread], None]) -> Callable[..., 
     return start
 
 
+class ThreadWorld:
+    """Stands where torch's `_World` stood and forwards to the running thread's."""
+
+    def __init__(self, original: Any) -> None:
+        object.__setattr__(self, "_original", original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._running(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._running(), name, value)
+
+    def _running(self) -> Any:
+        if rank_state.c10d_world is not None:
+            return rank_state.c10d_world
+        by = starter()
+        # A process's threads see its groups; what they do with these is refused where they do it.
+        return self._original if by is None else by.c10d_world
+
+
 def no_rank() -> str:
     """What is said to a thread that is no rank and wants to be one."""
     return (
@@ -114,3 +146,45 @@ def no_rank() -> str:
         "executor) can see its groups and not call them. Call torch.distributed in the rank's own "
         "thread, and hand results over; save checkpoints with dcp.save, not dcp.async_save."
     )
+
+
+def running_rank() -> int:
+    """The rank whose thread calls.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if rank_state.rank is None:
+        check_not_forked()
+        raise UsageError(no_rank())
+    return rank_state.rank
+
+
+def is_forked() -> bool:
+    """Whether this process is one that a rank forked."""
+    return _forked_by is not None
+
+
+def check_not_forked() -> None:
+    """Check that this process has its ranks.
+
+    Raises:
+        UsageError: It is one that a rank forked.
+    """
+    if _forked_by is not None:
+        raise UsageError(
+            f"expected a rank, got a process that rank {_forked_by} forked (process "
+            f"{os.getpid()}), which has none of the other ranks. Call torch.distributed in the "
+            "rank itself; a process that needs groups of its own can be started by "
+            "multiprocessing's method 'spawn'."
+        )
+
+
+def _after_fork_in_child() -> None:
+    global _forked_by
+    if rank_state.rank is not None:
+        _forked_by = rank_state.rank
+        rank_state.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

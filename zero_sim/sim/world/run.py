@@ -9,7 +9,7 @@ from zero_sim.errors import UsageError
 from zero_sim.sim.callsite import hide_simulator
 from zero_sim.sim.contract.groups import GroupBook
 from zero_sim.sim.contract.inversions import inversion_error
-from zero_sim.sim.contract.pending_works import Promises
+from zero_sim.sim.contract.pending_works import never_waited
 from zero_sim.sim.failures import ContractViolation, RankFailed, WorldFailure
 from zero_sim.sim.faults import Injector
 from zero_sim.sim.in_flight import Flights
@@ -30,7 +30,6 @@ class Run:
     """What each rank has lent and not waited for, by rank."""
     races: bool
     book: GroupBook = field(default_factory=GroupBook)
-    promises: Promises = field(default_factory=Promises)
     _refused: list[tuple[int, UsageError]] = field(default_factory=list)
 
     def refuse(self, rank: int, error: UsageError) -> None:
@@ -65,8 +64,10 @@ class Run:
         """
         if self.baton.failure is not None:
             return
-        failure = self.promises.broken()
-        if failure is None and group_count > 1:
+        failure = None
+        if self.log.unwaited:
+            failure = never_waited([self.log.collectives[i] for i in sorted(self.log.unwaited)])
+        elif group_count > 1:
             failure = inversion_error(self.log.collectives)
         if failure is not None:
             self.fail(failure)

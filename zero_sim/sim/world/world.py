@@ -31,6 +31,7 @@ from zero_sim.sim.world.baton import Baton, RankLocal
 from zero_sim.sim.world.cluster import SimCluster
 from zero_sim.sim.world.process_state import ProcessState
 from zero_sim.sim.world.randomness import Randomness
+from zero_sim.sim.world.rank_threads import is_forked
 from zero_sim.sim.world.run import Run
 
 WORLD_SIZE_MAX = 4096
@@ -384,14 +385,14 @@ class World:
                 with self._watch(rank):
                     self._results[rank] = self._program(rank)
             finally:
-                if not outside.is_forked():
+                if not is_forked():
                     profilers.end_program(rank)
                     keep = self.initialized and self._run.book.generation(rank) == 0
                     c10d.reset_rank(keep=keep)
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = self._translated(rank, raised)
         finally:
-            if outside.is_forked():
+            if is_forked():
                 outside.end_forked(error)
             baton.end_rank(rank, error)
 

@@ -1,0 +1,63 @@
+"""How many modules of the simulated world a gradient passes from its hook to the shard of its sum.
+
+Who reads the way of a gradient reads all of them. Counted in one eager step of stage 1 without
+planned faults, on both ranks, hand-over of the baton included.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.sim import World
+from zero_sim.zero import DistributedDataParallel, ZeroConfig
+
+SIM = "zero_sim.sim"
+
+
+@pytest.fixture(scope="module")
+def way():
+    """Names of the modules, of functions called from backward to the end of the reduction."""
+    modules = set()
+
+    def note(frame, event, arg):
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("zero_sim."):
+            modules.add(name)
+
+    def program(rank):
+        module = nn.Linear(4, 2, bias=False)
+        ddp = DistributedDataParallel(
+            module, config=ZeroConfig(stage=1, divide="none"), group=dist.group.WORLD
+        )
+        loss = ddp(torch.full((1, 4), rank + 1.0)).sum()
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            loss.backward()
+            ddp.finish_grad_sync()
+        finally:
+            sys.setprofile(before)
+        (buffer,) = ddp.buffers
+        return buffer.units[0].grad_shard.tolist()
+
+    with World(2) as world:
+        shards = world.run(program)
+    assert [value for shard in shards for value in shard[:4]] == [3.0] * 8
+    return modules
+
+
+def test_it_begins_in_the_hook_and_ends_in_the_sum(way):
+    assert {"zero_sim.zero.data_parallel", "zero_sim.zero.unit"} < way
+    assert {f"{SIM}.comm.collectives", f"{SIM}.order"} < way
+
+
+def test_a_gradient_passes_at_most_20_modules_of_the_simulated_world(way):
+    assert len({name for name in way if name.startswith(SIM)}) <= 20
+
+
+def test_nothing_of_faults_or_races_is_passed_where_none_are_asked_for(way):
+    detours = ("faults", "comm.planned_faults", "inflight.races", "inflight.snapshots")
+    assert way.isdisjoint(f"{SIM}.{name}" for name in detours)
