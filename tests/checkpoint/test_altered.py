@@ -123,7 +123,7 @@ def load_altered(kit, folder, form, *, seed, count):
             {name: repr(value) for name, value in group.items() if name != "params"}
             for group in run.optimizer.inner.param_groups
         ]
-        return tensors, groups, list(run.optimizer._base_lrs), repr(scaler)
+        return tensors, groups, list(run.optimizer.base_lrs), repr(scaler)
 
     path = folder / "altered"
     shutil.copytree(folder / form, path)

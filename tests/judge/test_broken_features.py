@@ -363,7 +363,7 @@ def test_clipping_that_leaves_out_what_the_norm_does(judged, monkeypatch):
     right = DistributedOptimizer._clip
 
     def filtered(self, grads, *, norm):
-        trained = [master for master in self._masters if master.param.requires_grad]
+        trained = [master for master in self.masters if master.param.requires_grad]
         counted = [
             grad
             for master, grad in zip(trained, grads, strict=True)

@@ -24,18 +24,18 @@ CASE = {
 
 
 def break_master(engine):
-    engine._optimizer._masters[0].leaf.detach()[0] += 1
+    engine._optimizer.masters[0].leaf.detach()[0] += 1
 
 
 def break_lower_bits(engine):
-    for master in engine._optimizer._masters:
+    for master in engine._optimizer.masters:
         leaf = master.leaf.detach()
         leaf.copy_(leaf.to(master.param.dtype))
 
 
 def break_state(key):
     def broken(engine):
-        first = engine._optimizer._masters[0].leaf
+        first = engine._optimizer.masters[0].leaf
         engine._optimizer.inner.state[first][key].view(-1)[0] += 1
 
     return broken
@@ -51,7 +51,7 @@ def break_param(engine):
 
 
 def break_lr(engine):
-    engine._optimizer._base_lrs[0] *= 10
+    engine._optimizer.base_lrs[0] *= 10
 
 
 def break_betas(engine):
@@ -141,7 +141,7 @@ def test_the_param_and_the_element_are_named(judged, after_load):
 def test_settings_of_groups(judged, after_load):
     optimizer = OptimizerSpec(groups=(GroupSpec(match="bias", lr=0.5),))
     assert judged(**{**CASE, "optimizer": optimizer}).verdict == "pass"
-    after_load(lambda engine: engine._optimizer._base_lrs.reverse())
+    after_load(lambda engine: engine._optimizer.base_lrs.reverse())
     result = judged(**{**CASE, "optimizer": optimizer})
     assert "the setting 'lr' is not what was saved" in result.findings[0].message
 

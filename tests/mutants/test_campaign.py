@@ -21,6 +21,7 @@ from zero_sim.mutants.score import score_of
 from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import Size, size_of
+from zero_sim.zero.unit import Unit
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,19 @@ def test_a_harmless_mutant_survives(pool):
     harmless = mutant("X", "NORM", seen_in="nothing")(plant)
     trial = hunt(harmless, pool=pool, budget=Budget(cases_max=3))
     assert (trial.killed, trial.cases, trial.armed) == (False, 3, 0)
+
+
+def test_a_mutant_that_fails_of_itself_is_no_kill(pool):
+    def plant(patch):
+        """Use what the system has no more."""
+
+        @patch(Unit, "reduce")
+        def wrong(right, self):
+            return right(self).gone
+
+    trial = hunt(mutant("X", "NORM", seen_in="nothing")(plant), pool=pool)
+    assert not trial.killed
+    assert "no longer fits the system: AttributeError" in trial.error
 
 
 def test_two_campaigns_of_one_seed_are_one(pool):

@@ -6,7 +6,6 @@ import pytest
 
 from zero_sim.errors import MutantError, UsageError
 from zero_sim.mutants import IMPOSSIBLE, MUTANTS, find_mutants
-from zero_sim.mutants.fingerprints import FINGERPRINTS
 from zero_sim.mutants.records import CLASSES, mutant
 from zero_sim.zero import buffer, data_parallel, optimizer, schedule, storage, unit
 
@@ -42,14 +41,6 @@ def test_it_fits_the_code_and_reverts(one):
     with one.apply() as patches:
         assert patches.armed == 0
     assert before == [dict(vars(owner)) for owner in owners]
-
-
-def test_no_fingerprint_is_left_over():
-    wanted = set()
-    for one in MUTANTS:
-        with one.apply() as patches:
-            wanted |= patches.names
-    assert wanted == FINGERPRINTS.keys()
 
 
 def test_a_refused_patch_leaves_nothing_behind():

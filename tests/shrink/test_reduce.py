@@ -139,6 +139,14 @@ def test_experts_stay_where_they_matter():
     assert (small.scenario.model.hidden, small.scenario.model.experts) == (1, 2)
 
 
+@pytest.mark.parametrize("name", ["unusual", "mlp"])
+def test_ranks_that_begin_apart_do_so_with_a_plainer_model(name):
+    model = f'{{ name = "{name}", distinct_start = true }}'
+    (start,) = parse_cases(f"schema = 1\nmodel = {model}", source="x", stem="x")
+    small = shrink(start, fails=lambda case: case.model.distinct_start).scenario
+    assert (small.model.name, small.model.shapes) == ("params", ((1,),))
+
+
 def test_two_cells_of_one_rank_are_traded_for_a_network():
     """What needs two parts of a model needs no model that has them by itself."""
     small = shrink(

@@ -317,7 +317,8 @@ class TestTransitions:
 
         def program(rank):
             unit = self.unit(wrap(build()))
-            with pytest.raises(UsageError, match=r"params of bucket 0 .*'0\.weight'.*SHARDED"):
+            message = r"params of bucket 0 .*'0\.weight'.*SHARDED: 'free' came twice"
+            with pytest.raises(UsageError, match=message):
                 unit.free_params()
 
         run_ranks(1, program)
@@ -327,7 +328,7 @@ class TestTransitions:
 
         def program(rank):
             unit = self.unit(wrap(build()))
-            message = r"gradients of bucket 0 .*to become REDUCING but they are EMPTY"
+            message = r"gradients of bucket 0 .*for 'reduce' but .* EMPTY: 'fill' was left out"
             with pytest.raises(UsageError, match=message):
                 unit.reduce()
 

@@ -180,7 +180,7 @@ def _cast_votes(manifest: Manifest, optimizer: DistributedOptimizer) -> list[dic
         For every group the checkpoint's groups by index, each with a param that was in it.
     """
     group_of = {param.name: param.group for param in manifest.params}
-    names = {id(master.leaf): master.fragment.param for master in optimizer._masters}
+    names = {id(master.leaf): master.fragment.param for master in optimizer.masters}
     return [
         {str(group_of[names[id(leaf)]]): names[id(leaf)] for leaf in group["params"]}
         for group in optimizer.inner.param_groups
@@ -228,7 +228,7 @@ def _read_tensors(
     masters: dict[nn.Parameter, Tensor] = {}
     states: dict[nn.Parameter, dict[str, Any]] = {}
     builder = _StateBuilder(manifest, optimizer)
-    for master in optimizer._masters:
+    for master in optimizer.masters:
         name, span = master.fragment.param, master.fragment.in_param
         masters[master.leaf] = wanted[name, MASTER, span] = torch.empty_like(master.leaf)
         if weights_only:
@@ -295,7 +295,7 @@ def _commit_weights(
     # Module buffers first: the scales of fp8 params are among them.
     for (_, tensor), fresh in zip(iterate_module_tensors(ddp), loaded.module, strict=True):
         tensor.copy_(fresh)
-    for master in optimizer._masters:
+    for master in optimizer.masters:
         master.leaf.copy_(loaded.masters[master.leaf])
         master.buffer.write_param_shard(master.param, master.leaf)
     ddp.gather_params()
@@ -318,7 +318,7 @@ def _commit_optimizer(
             continue  # Of params that only other ranks hold.
         saved = manifest.groups[saved_index]
         inner.param_groups[index].update(read_new_settings(saved, inner.param_groups[index]))
-        optimizer._base_lrs[index] = decode_value(saved["base_lr"])
+        optimizer.base_lrs[index] = decode_value(saved["base_lr"])
     scaler = optimizer.loss_scaler
     if scaler is not None and manifest.loss_scaler is not None:
         scaler.scale = manifest.loss_scaler.scale

@@ -272,7 +272,7 @@ def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Pi
         for index, group in enumerate(inner.param_groups)
         for param in group["params"]
     }
-    for master in optimizer._masters:
+    for master in optimizer.masters:
         leaf = master.leaf
         name, span = master.fragment.param, master.fragment.in_param
         tensors = {MASTER: _keep(leaf.detach(), copy=copy)}
@@ -290,7 +290,7 @@ def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Pi
 def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[dict[str, Any]]:
     """Yield settings, and the learning rate that factors are applied to, of each group."""
     groups = optimizer.inner.param_groups
-    for group, base_lr in zip(groups, optimizer._base_lrs, strict=True):
+    for group, base_lr in zip(groups, optimizer.base_lrs, strict=True):
         settings = read_settings(group)
         yield {
             "settings": {name: encode_value(value) for name, value in settings.items()},

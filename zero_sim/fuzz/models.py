@@ -15,13 +15,15 @@ BARE: tuple[ModelName, ...] = ("params", "lattice", "bit-hash")
 """Models that are nothing but params of given shapes."""
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
-    "lattice", "bit-hash", "ternary", "unusual", "moe", "moe", "fp8", "transformer-260",
+    "lattice", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
 _PRICE = 4 * PARAMS_MAX
 """Choices at least as many as all shapes of a bare model take."""
 _SUMMED_LOSS = ("mlp", "fp8", "params")
+_FROZEN_FROM = (0, 0, 1, 2)
+"""Steps at which a param is frozen; most cases have few."""
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
 
 
@@ -68,7 +70,8 @@ def models(
         dtype = draw(st.sampled_from(narrow)) if swarm.on("16-bit params") else "fp32"
     match name:
         case "params" | "lattice" | "bit-hash":
-            return ModelSpec(name=name, dtype=dtype, shapes=shapes)
+            freeze = _freeze(draw, "p0") if swarm.on("freeze", fits=len(shapes or ()) > 1) else ()
+            return ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
         case "ternary":
             return ModelSpec(name=name, dtype=dtype, hidden=draw(st.integers(1, 9)))
         case "moe":
@@ -85,15 +88,15 @@ def models(
                 fp8_format=draw(st.sampled_from(["mixed", "e4m3", "e5m2"]))
                 if name == "fp8"
                 else "mixed",
-                freeze=_freeze(draw) if swarm.on("freeze") else (),
+                freeze=_freeze(draw, *_MLP_PARAMS) if swarm.on("freeze") else (),
             )
         case _:
             return ModelSpec(name=name, dtype=dtype)
 
 
-def _freeze(draw: st.DrawFn) -> tuple[FreezeSpec, ...]:
-    start = draw(st.integers(0, 2))
-    param = draw(st.sampled_from(_MLP_PARAMS))
+def _freeze(draw: st.DrawFn, *names: str) -> tuple[FreezeSpec, ...]:
+    start = draw(st.sampled_from(_FROZEN_FROM))
+    param = draw(st.sampled_from(names))
     return (FreezeSpec(param=param, start=start, stop=start + 1),)
 
 

@@ -35,6 +35,7 @@ _ENDINGS: dict[ModelName, tuple[str, str]] = {
     "unusual": ("twice", "unused"),
 }
 """Ends of names of params, by model; of all others biases and weights."""
+_GROWTH_INTERVALS = st.sampled_from([2, 1, 3])
 _SETTINGS = st.none() | st.sampled_from([0.0, 0.01])
 
 
@@ -87,7 +88,9 @@ def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
     initials = [64.0]
     if model.dtype == "fp16" and model.name not in EXACT_MODELS:
         initials += [2.0**12]
-    return st.sampled_from(initials).map(lambda initial: LossScaleSpec(initial=initial))
+    return st.builds(
+        LossScaleSpec, initial=st.sampled_from(initials), growth_interval=_GROWTH_INTERVALS
+    )
 
 
 @st.composite

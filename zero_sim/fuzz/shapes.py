@@ -83,11 +83,12 @@ def shape_lists(
 def bucket_sizes(sizes: Sequence[int]) -> st.SearchStrategy[int]:
     """Bucket sizes for params of the given sizes, often exact fits.
 
-    A fit is a sum of the first, or the last, few of them, or one element less or more.
+    A fit is one of them, or a sum of the first, or the last, few, or an element less or more. Other
+    sizes are small, so that there are several buckets.
 
     Args:
         sizes: Elements of each param, in registration order.
     """
-    sums = {*accumulate(sizes), *accumulate(reversed(sizes))} - {0}
+    sums = {*sizes, *accumulate(sizes), *accumulate(reversed(sizes))} - {0}
     fits = sorted({max(1, total + by) for total in sums for by in (-1, 0, 1)} | {1})
-    return st.sampled_from(fits) | st.integers(1, max(8, sum(sizes)))
+    return st.sampled_from(fits) | st.integers(1, max(8, *sizes))

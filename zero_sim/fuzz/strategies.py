@@ -14,7 +14,7 @@ from dataclasses import replace
 from hypothesis import event
 from hypothesis import strategies as st
 
-from zero_sim.fuzz.models import MODELS, feeds, models, overflows
+from zero_sim.fuzz.models import BARE, MODELS, feeds, models, overflows
 from zero_sim.fuzz.optimizers import optimizers
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
@@ -33,11 +33,12 @@ from zero_sim.scenario.unused import without_unused
 from zero_sim.shrink.size import params_of
 from zero_sim.targets import EVERYTHING, Capabilities, Target, capabilities_of, refusals
 
-RANKS_MAX = 8
+RANKS_MAX = 12
 STEPS_MAX = 4
-_FEW_RANKS = 3
-_FEW_STEPS = 2
-_MOSTLY_FEW = st.integers(0, 3)
+_MANY_RANKS = 11
+_RANKS_MOSTLY = st.sampled_from([3] * 11 + [8] * 4 + [RANKS_MAX])
+"""Most ranks of a case, as often as it says; one in so many has shards of two digits."""
+_STEPS_MOSTLY = st.sampled_from([2, 2, 2, STEPS_MAX])
 
 
 def scenarios(
@@ -86,15 +87,16 @@ def _cases(
 ) -> Scenario:
     # What goes wrong among many ranks, or in many steps, mostly does in few, where a case costs a
     # fraction: broken systems are found sooner for it.
-    if draw(_MOSTLY_FEW) != 3:
-        ranks_max = min(_FEW_RANKS, ranks_max)
-    steps_limit = min(_FEW_STEPS, steps_max) if draw(_MOSTLY_FEW) != 3 else steps_max
+    ranks_max = min(draw(_RANKS_MOSTLY), ranks_max)
+    steps_limit = min(draw(_STEPS_MOSTLY), steps_max)
     # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
-    ranks = draw(st.integers(1, min(ranks_max, able.world_size_max or ranks_max)))
+    ranks_max = min(ranks_max, able.world_size_max or ranks_max)
+    ranks = draw(st.integers(_MANY_RANKS if ranks_max > _MANY_RANKS else 1, ranks_max))
     swarm = Swarm(draw, able=able)
     topology = draw(topologies(ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm))
     align_elems = draw(st.integers(2, 8)) if swarm.on("aligned") else 1
-    model = draw(models(ranks=ranks, align_elems=align_elems, names=models_from, swarm=swarm))
+    names = _names_for(ranks, models_from)
+    model = draw(models(ranks=ranks, align_elems=align_elems, names=names, swarm=swarm))
     ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
     topology = replace(topology, ep=ep)
     sizes = [spec.numel for spec in param_specs(model, ep=ep)]
@@ -114,11 +116,7 @@ def _cases(
         ),
     )
     if scenario.optimizer.loss_scale is not None and swarm.on("overflow", fits=steps_max > 1):
-        # With no step but the one that is skipped, no update would be compared.
-        steps = max(scenario.run.steps, 2)
-        scenario = replace(scenario, run=replace(scenario.run, steps=steps))
-        nan = draw(overflows(scenario=scenario))
-        scenario = replace(scenario, data=replace(scenario.data, nan=nan))
+        scenario = draw(_overflowing(scenario, steps_max=steps_max))
     if reload and scenario.run.steps > 1 and swarm.on("reload"):
         after = draw(
             reloads(
@@ -143,6 +141,25 @@ def _cases(
     scenario = replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
     names = [name for name, _ in params_of(model)]
     return without_unused(with_known_names(scenario, names))
+
+
+def _names_for(ranks: int, names: Sequence[ModelName]) -> Sequence[ModelName]:
+    """For many ranks models of nothing but params, which fill all shards and cost little."""
+    bare = [name for name in names if name in BARE]
+    return bare if bare and ranks >= _MANY_RANKS else names
+
+
+@st.composite
+def _overflowing(draw: st.DrawFn, scenario: Scenario, *, steps_max: int) -> Scenario:
+    """The case with a step that is skipped, and others.
+
+    With no other no update would be compared; what a skipped step leaves behind, such as a count of
+    good steps, may show only two steps later.
+    """
+    steps = draw(st.integers(2, steps_max))
+    scenario = replace(scenario, run=replace(scenario.run, steps=steps))
+    nan = draw(overflows(scenario=scenario))
+    return replace(scenario, data=replace(scenario.data, nan=nan))
 
 
 def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:

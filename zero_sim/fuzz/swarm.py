@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zero_sim.targets import EVERYTHING, Capabilities
 
 _LEVELS = 8
-_SHARES = (2, 1, 4)
+_SHARES = (2, 1, 4, 6)
 """Of `_LEVELS`: how many of the features a case has on average; the first one is the usual."""
 _LEVEL = st.integers(0, _LEVELS - 1)
 _SHARE = st.sampled_from(_SHARES)

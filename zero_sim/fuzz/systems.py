@@ -135,9 +135,10 @@ def systems(
         if align_elems > 1 and swarm.follows("system.align_bytes")
         else 1,
         bucket_elems=draw(bucket_sizes(sizes)) if buckets else None,
-        overlap_grads=swarm.on("overlap grads") if swarm.follows("system.overlap_grads") else None,
-        overlap_params=swarm.on("overlap params", fits=stage in (1, 2))
-        if swarm.follows("system.overlap_params")
+        # Where nothing is said, what has buckets overlaps.
+        overlap_grads=draw(st.booleans()) if swarm.on("overlap grads") else None,
+        overlap_params=draw(st.booleans())
+        if swarm.on("overlap params", fits=stage in (1, 2))
         else None,
         prefetch=draw(st.sampled_from(_PREFETCHES))
         if swarm.on("prefetch", fits=stage == 3)
@@ -199,7 +200,7 @@ def reloads(
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
-        form=draw(st.sampled_from(["sharded", "consolidated", "dcp"])),
+        form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
         weights_only=swarm.on("weights only"),
         world_size=ranks * parts,
         stage=stage,

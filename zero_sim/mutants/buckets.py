@@ -59,7 +59,7 @@ def stale_tail_reduced(patch: Patches) -> None:
             return
         wanted = self.plan.policy.bucket_elems or 0
         for unit in self.units:
-            unit._grads_become(GradState.REDUCING)
+            unit._step_grads("reduce")
             tail = max(0, wanted - unit.grads.numel())
             whole = torch.cat([unit.grads, unit.grads.new_zeros(tail)])
             units.all_reduce_sum(whole, group=unit.replica_group)

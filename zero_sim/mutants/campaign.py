@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from hypothesis import strategies as st
@@ -15,15 +14,14 @@ from hypothesis import strategies as st
 from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
 from zero_sim.fuzz.drawing import draws
-from zero_sim.mutants.cases import campaign_cases
+from zero_sim.fuzz.strategies import scenarios
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.minima import MINIMA
-from zero_sim.mutants.records import Trial
+from zero_sim.mutants.records import Mutant, Trial
 from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Limits, Reduced, shrink
-from zero_sim.targets import Target
 
 CASES_MAX = 2000
 """Cases that a mutant may survive before it counts as a survivor."""
@@ -42,28 +40,6 @@ class HarnessFailed(Exception):
     """The judge itself failed on a case, which says nothing about the mutant."""
 
 
-class Armed(Protocol):
-    """What tells whether broken code ran."""
-
-    @property
-    def armed(self) -> int:
-        """How often it did."""
-        ...
-
-
-class Broken(Protocol):
-    """A system that is broken on purpose: a mutant, or a change of its code."""
-
-    @property
-    def id(self) -> str:
-        """Unique; cases are drawn from it."""
-        ...
-
-    def apply(self) -> AbstractContextManager[Armed]:
-        """Break the system of this process, and mend it again."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """How long a mutant is hunted."""
@@ -80,7 +56,6 @@ class _Hunt:
 
     pool: WorldPool
     drawn: Iterator[Scenario]
-    target: Target | None = None
     cases: int = 0
     seconds: float = 0.0
     check: str = ""
@@ -110,7 +85,7 @@ class _Hunt:
 
     def run(self, scenario: Scenario) -> CaseResult:
         """Run a case, against whatever is broken now."""
-        return run_case(scenario, pool=self.pool, target=self.target)
+        return run_case(scenario, pool=self.pool)
 
 
 def found_by(result: CaseResult) -> str:
@@ -129,12 +104,11 @@ def found_by(result: CaseResult) -> str:
 
 
 def hunt(
-    mutant: Broken,
+    mutant: Mutant,
     *,
     pool: WorldPool,
     budget: Budget | None = None,
     cases: st.SearchStrategy[Scenario] | None = None,
-    target: Target | None = None,
 ) -> Trial:
     """Run cases against one mutant until it is found or the budget is spent.
 
@@ -142,30 +116,31 @@ def hunt(
         mutant: What is broken; it is mended when this returns.
         pool: Worlds to run on.
         budget: How long to go on.
-        cases: What is drawn; the standard campaign where left out.
-        target: The system that is broken; the one that cases name where left out.
+        cases: What is drawn; what `zero-sim fuzz` draws where left out.
     """
     budget = budget or Budget()
-    strategy = campaign_cases() if cases is None else cases
+    strategy = scenarios() if cases is None else cases
     # A series of its own, or all mutants would share the luck of one.
     drawn = draws(strategy, seed=f"{budget.seed}/{mutant.id}")
-    trial = _Hunt(pool=pool, drawn=drawn, target=target)
+    trial = _Hunt(pool=pool, drawn=drawn)
     error = ""
     with mutant.apply() as patches:
         try:
             trial.search(cases_max=budget.cases_max)
         except HarnessFailed as failed:
             error = str(failed)
+    if patches.outdated:
+        error = f"the mutant no longer fits the system: {patches.outdated}; write it anew"
     told = Trial(
         id=mutant.id,
-        killed=bool(trial.check),
+        killed=bool(trial.check) and not error,
         check=trial.check,
         cases=trial.cases,
         seconds=trial.seconds,
         armed=patches.armed,
         error=error,
     )
-    if not budget.shrinks or trial.found is None:
+    if not budget.shrinks or trial.found is None or error:
         return told
     small = _shrunk(trial, mutant)
     return replace(
@@ -176,7 +151,7 @@ def hunt(
     )
 
 
-def _shrunk(trial: _Hunt, mutant: Broken) -> Reduced:
+def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
     """The smallest case that finds a mutant and that the system as it is passes.
 
     One that the system as it is does not pass might be about something else than the mutant, as the
@@ -249,7 +224,7 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
         pool: Worlds to run on.
         budget: How many cases to run.
     """
-    trial = _Hunt(pool=pool, drawn=draws(campaign_cases(), seed=f"{budget.seed}/none"))
+    trial = _Hunt(pool=pool, drawn=draws(scenarios(), seed=f"{budget.seed}/none"))
     trial.search(cases_max=budget.cases_max)
     return Trial(
         id="none",

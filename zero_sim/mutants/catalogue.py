@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from zero_sim.errors import UsageError
-from zero_sim.mutants import buckets, checkpoints, costs, layout, lifetimes, updates
+from zero_sim.mutants import (
+    buckets,
+    checkpoints,
+    costs,
+    gathers,
+    hybrid,
+    layout,
+    lifetimes,
+    reductions,
+    shards,
+    updates,
+)
 from zero_sim.mutants.records import CLASSES, Mutant
 
 
@@ -16,7 +27,18 @@ def _in(module: ModuleType) -> list[Mutant]:
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     one
-    for module in (layout, buckets, lifetimes, updates, checkpoints, costs)
+    for module in (
+        layout,
+        buckets,
+        lifetimes,
+        updates,
+        checkpoints,
+        costs,
+        reductions,
+        gathers,
+        shards,
+        hybrid,
+    )
     for one in _in(module)
 )
 """Every mutant; ids are unique."""

@@ -27,7 +27,7 @@ def padding_stripped(patch: Patches) -> None:
     @patch(snapshot, "_build_pieces")
     def wrong(right, optimizer, *, copy):
         pieces = list(right(optimizer, copy=copy))
-        for master, piece in zip(optimizer._masters, pieces, strict=True):
+        for master, piece in zip(optimizer.masters, pieces, strict=True):
             buckets = master.buffer.plan.buckets[: master.fragment.bucket]
             shift = sum(bucket.padding.numel for bucket in buckets)
             rolled = {name: torch.roll(t, shift) for name, t in piece.tensors.items()}
@@ -60,7 +60,7 @@ def masters_from_low_precision(patch: Patches) -> None:
     @patch(load, "_commit_weights")
     def wrong(right, loaded, ddp, optimizer):
         right(loaded, ddp, optimizer)
-        for master in optimizer._masters:
+        for master in optimizer.masters:
             if master.param.element_size() == 2:
                 master.leaf.detach().copy_(master.leaf.detach().to(master.param.dtype))
 
@@ -72,7 +72,7 @@ def params_lag_behind(patch: Patches) -> None:
     @patch(load, "_commit_weights")
     def wrong(right, loaded, ddp, optimizer):
         optimizer.zero_grad()
-        for master in optimizer._masters:
+        for master in optimizer.masters:
             master.leaf.detach().copy_(loaded.masters[master.leaf])
             master.buffer.write_param_shard(master.param, master.leaf)
 
@@ -94,7 +94,7 @@ def state_of_copies_not_restored(patch: Patches) -> None:
     @patch(load, "_commit_optimizer")
     def wrong(right, loaded, manifest, optimizer, *, groups):
         right(loaded, manifest, optimizer, groups=groups)
-        for master in optimizer._masters:
+        for master in optimizer.masters:
             if not optimizer.ddp.is_first_copy(master.buffer.plan.key.kind):
                 optimizer.inner.state.pop(master.leaf, None)
 
@@ -225,7 +225,7 @@ def last_element_not_loaded(patch: Patches) -> None:
 
     @patch(load, "_commit_weights")
     def wrong(right, loaded, ddp, optimizer):
-        for master in optimizer._masters:
+        for master in optimizer.masters:
             loaded.masters[master.leaf][-1] = master.leaf.detach()[-1]
         right(loaded, ddp, optimizer)
 

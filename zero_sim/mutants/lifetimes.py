@@ -41,7 +41,7 @@ def one_staging_slot(patch: Patches) -> None:
         if self.group is None or self.frees_grads or not self.plan.is_even:
             right(self)
             return
-        self._grads_become(GradState.REDUCING)
+        self._step_grads("reduce")
         whole = self.grads.untyped_storage()
         slot = slots.get(whole.data_ptr())
         if (
@@ -427,7 +427,7 @@ def replicas_before_shards(patch: Patches) -> None:
     @patch(Unit, "reduce")
     def wrong(right, self):
         if dist.get_rank() % 2:
-            self._grads_become(GradState.REDUCING)
+            self._step_grads("reduce")
             self._sum_replicas(async_op=False)
             self._sum_shards(async_op=False)
             self._end_reduce()

@@ -1,25 +1,21 @@
 """Replacing functions of the system at run time, and putting them back.
 
 A mutant is written against a function as it was. Were that function rewritten, the mutant could go
-on without breaking anything, and the score would be about nothing. So every patch names a function
-that must exist and whose code must still have the fingerprint that is on record.
+on without breaking anything: then no case finds it, and the campaign says so. Or it could break in
+a way of its own, by a name that is gone: that is noted, and never counts as found.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
-import textwrap
-from collections.abc import Callable, Iterator
-from functools import cache
+import traceback
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from zero_sim.errors import MutantError
-from zero_sim.mutants.fingerprints import FINGERPRINTS
 
-_DIGEST_BYTES = 6
+_OWN_MISTAKES = (AttributeError, NameError, TypeError)
 
 
 class Patches:
@@ -27,12 +23,13 @@ class Patches:
 
     Attributes:
         armed: How often one of the replacements was called.
-        names: The names under which the fingerprints of what was replaced are on record.
+        outdated: What a replacement raised of its own, as it does where the names that it uses are
+            gone; empty while none did.
     """
 
     def __init__(self) -> None:
         self.armed = 0
-        self.names: set[str] = set()
+        self.outdated = ""
         self._replaced: list[tuple[ModuleType | type, str, object]] = []
 
     def __call__(
@@ -48,7 +45,7 @@ class Patches:
             A decorator. What it decorates is called with the original first.
 
         Raises:
-            MutantError: If there is no such function, or its code is not what mutants know.
+            MutantError: If there is no such function.
         """
         present = vars(owner).get(name)
         original = present.fget if isinstance(present, property) else present
@@ -57,13 +54,15 @@ class Patches:
                 f"Expected a function {owner.__name__}.{name} to replace but got {present!r}. "
                 f"Try its new name, or the module that calls it."
             )
-        check_fingerprint(original)
-        self.names.add(name_of(original))
 
         def place(wrong: Callable[..., Any]) -> Callable[..., Any]:
             def replacement(*args: Any, **named: Any) -> Any:
                 self.armed += 1
-                return wrong(original, *args, **named)
+                try:
+                    return wrong(original, *args, **named)
+                except _OWN_MISTAKES as error:
+                    self._note(error, wrong)
+                    raise
 
             self._replaced.append((owner, name, present))
             is_property = isinstance(present, property)
@@ -78,50 +77,8 @@ class Patches:
             owner, name, present = self._replaced.pop()
             setattr(owner, name, present)
 
-
-def name_of(function: Callable[..., object]) -> str:
-    """The name under which a function's fingerprint is on record."""
-    return f"{function.__module__}:{function.__qualname__}"
-
-
-def check_fingerprint(function: Callable[..., object]) -> None:
-    """Refuse a function whose code changed since mutants were written against it.
-
-    Raises:
-        MutantError: If it did, or is not on record.
-    """
-    name = name_of(function)
-    got, known = fingerprint(function), FINGERPRINTS.get(name)
-    if got != known:
-        raise MutantError(
-            f"Expected {name} with fingerprint {known}, as mutants were written against it, but "
-            f"got {got}. Try to see whether those that replace it still break what they say, and "
-            f"then put the new one into zero_sim/mutants/fingerprints.py."
-        )
-
-
-@cache
-def fingerprint(function: Callable[..., object]) -> str:
-    """Hash what a function does: its syntax tree, without docstrings, comments and layout."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    text = " ".join(_words(tree))
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def _words(node: object) -> Iterator[str]:
-    # Not ast.dump, which says the same tree differently in different versions of Python.
-    if isinstance(node, ast.AST):
-        yield f"({type(node).__name__}"
-        for name, value in ast.iter_fields(node):
-            if value not in (None, []) and not isinstance(value, ast.expr_context):
-                yield name
-                yield from _words(value)
-        yield ")"
-    elif isinstance(node, list):
-        for item in node:
-            yield from _words(item)
-    else:
-        yield repr(node)
+    def _note(self, error: Exception, wrong: Callable[..., Any]) -> None:
+        """Note what was raised by a replacement itself, and not by what it called."""
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if last.filename in (wrong.__code__.co_filename, __file__):
+            self.outdated = f"{type(error).__name__}: {error}, at {last.name}:{last.lineno}"

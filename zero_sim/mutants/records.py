@@ -23,12 +23,13 @@ overflow; cost only."""
 
 Flag = Literal[
     "DR", "S2", "AS", "NP", "PD", "SP", "K", "CK", "GA", "CL",
-    "FZ", "TI", "B2", "PG", "MX", "ME", "IN", "NC",
+    "FZ", "TI", "B2", "PG", "MX", "ME", "IN", "NC", "Z2", "Z3",
 ]  # fmt: skip
 """What a case must have for the fault to show: ranks with different data; two steps; asynchronous
 calls that complete late; ranks that do not divide; padding; a split param; copies of the state; a
 checkpoint; accumulation; clipping; a frozen, unused or empty param or rank; a tied param; two
-buckets; two param groups; two dtypes; experts; an overflow on one rank; a strided param."""
+buckets; two param groups; two dtypes; experts; an overflow on one rank; a strided param; sharded
+gradients (stage 2 or 3); sharded params (stage 3)."""
 
 Kill = Literal["values", "contract", "race", "volume", "memory", "overlap", "refusal"]
 """What finds it: a comparison or an invariant of values; a refused or endless collective, or a rank

@@ -50,7 +50,7 @@ def greater_for_lesser(patch: Patches) -> None:
 
 
 def _clipped(self: DistributedOptimizer, grads, norm, right, is_clipped) -> None:
-    trained = [master for master in self._masters if master.param.requires_grad]
+    trained = [master for master in self.masters if master.param.requires_grad]
     pairs = zip(trained, grads, strict=True)
     right(self, [grad for master, grad in pairs if is_clipped(master)], norm=norm)
 
@@ -293,7 +293,7 @@ def neighbours_group(patch: Patches) -> None:
 
     @patch(DistributedOptimizer, "_build_inner")
     def wrong(right, self, optim_factory, *, group_of, declared):
-        first = {m.fragment.param for m in self._masters if not m.fragment.in_shard.start}
+        first = {m.fragment.param for m in self.masters if not m.fragment.in_shard.start}
         if group_of is None or not first:
             return right(self, optim_factory, group_of=group_of, declared=declared)
         count = 1 + max(group_of(name) for name in self.ddp.params)
@@ -341,11 +341,11 @@ def dummy_step(patch: Patches) -> None:
     @patch(DistributedOptimizer, "_build_inner")
     def wrong(right, self, optim_factory, *, group_of, declared):
         inner = right(self, optim_factory, group_of=group_of, declared=declared)
-        for master in self._masters:
+        for master in self.masters:
             master.leaf.grad = torch.zeros_like(master.leaf)
         with torch.no_grad(), suppress(Exception):
             inner.step()
-        for master in self._masters:
+        for master in self.masters:
             master.leaf.grad = None
         return inner
 
@@ -421,7 +421,8 @@ def accumulated_in_low_precision(patch: Patches) -> None:
     def wrong(right, self, memory, param):
         dtype = param.grad.dtype
         right(self, memory, param)
-        memory.main_grad.copy_(memory.main_grad.to(dtype))
+        if memory.main_grad is not None:
+            memory.main_grad.copy_(memory.main_grad.to(dtype))
 
 
 @mutant("D04", "DTYPE", "SP", seen_in="class DTYPE")

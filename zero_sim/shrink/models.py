@@ -42,7 +42,12 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
         yield with_bare_params(scenario, shapes)
     for name in _PLAINER.get(model.name, ()):
         bare = name in ("params", "lattice")
-        other = ModelSpec(name=name, dtype=model.dtype, shapes=model.shapes if bare else None)
+        other = ModelSpec(
+            name=name,
+            dtype=model.dtype,
+            shapes=model.shapes if bare else None,
+            distinct_start=model.distinct_start,
+        )
         if not bare:
             yield with_model(scenario, replace(other, hidden=1, blocks=1, experts=1))
         yield with_model(scenario, other)
@@ -124,7 +129,10 @@ def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
     """
     model = scenario.model
     name = model.name if model.shapes is not None else SIMPLEST_MODEL
-    return with_model(scenario, ModelSpec(name=name, dtype=model.dtype, shapes=tuple(shapes)))
+    bare = ModelSpec(
+        name=name, dtype=model.dtype, shapes=tuple(shapes), distinct_start=model.distinct_start
+    )
+    return with_model(scenario, bare)
 
 
 def with_buckets(scenario: Scenario) -> Iterator[Scenario]:

@@ -40,7 +40,13 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
             if isinstance(value, Tensor):
                 named.setdefault(_address(value), "state")
     own = {_address(tensor) for tensor in ddp.module.buffers()}
-    own |= {_address(param) for param in ddp.module.parameters()}
+    # Between two uses nothing but a placeholder of one element stands for a sharded param.
+    freed = {param for each in ddp.buffers if each.sharding.params for param in each.memory}
+    own |= {
+        _address(param)
+        for param in ddp.module.parameters()
+        if param not in freed or param.untyped_storage().nbytes() <= param.element_size()
+    }
     held = dict.fromkeys(("gradients", "sums", "params", "masters", "state", "other"), 0)
     seen: set[int] = set()
     for tensor, storage in _tensors([ddp, optimizer]):

@@ -146,7 +146,8 @@ class Buffer:
         """Set all gradients, their sums and their padding, to zero."""
         for unit in self.units:
             unit.reset_grads()
-        for memory in (self.grad_data, self.total_data):
+        # Where gradients are let go, each unit zeroes its own sums.
+        for memory in (self.grad_data, None if self.sharding.grads else self.total_data):
             if memory is not None:
                 memory.zero_()
 

@@ -529,9 +529,8 @@ class DistributedDataParallel:
         # A param without elements is in no unit, and has nothing to add.
         if unit is not None:
             unit.fill()
-            assert memory.main_grad is not None
             # detach: with create_graph=True a gradient has a history that the buffer must not keep.
-            memory.main_grad.add_(grad.detach())
+            unit.add_grad(memory, grad.detach())
         param.grad = None
         if self._grad_pipeline is not None:
             self._grad_pipeline.mark_ready(param)

@@ -71,7 +71,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Master:
+class Master:
     """One owned fragment and the fp32 leaf that the inner optimizer steps."""
 
     buffer_index: int
@@ -116,6 +116,10 @@ class DistributedOptimizer:
     loss_scaler: LossScaler | None
     master_shards: Mapping[tuple[int, int], Tensor]  # 1D fp32 each
     """Masters by (buffer, bucket) index, as long as a shard; padding is zero. Only where owned."""
+    masters: tuple[Master, ...]
+    """One for each owned fragment, in buffer order; what a checkpoint writes and overwrites."""
+    base_lrs: list[object]
+    """Of each group the learning rate before any factor."""
 
     def __init__(
         self,
@@ -137,10 +141,10 @@ class DistributedOptimizer:
         self._is_counted = is_counted
         self._clip_norm = clip_norm
         self._clip_value = clip_value
-        self.master_shards, self._masters = _build_masters(ddp)
+        self.master_shards, self.masters = _build_masters(ddp)
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
-        self._base_lrs = [group.get("lr") for group in self.inner.param_groups]
-        self._unchecked = list(self._masters)
+        self.base_lrs = [group.get("lr") for group in self.inner.param_groups]
+        self._unchecked = list(self.masters)
         self._scale_updates = _build_scale_updates(ddp)
 
     @torch.no_grad()
@@ -160,7 +164,7 @@ class DistributedOptimizer:
                 "Expected gradients summed over ranks but got this rank's own. "
                 "Try ddp.finish_grad_sync() after the last backward and before step()."
             )
-        trained = [master for master in self._masters if master.param.requires_grad]
+        trained = [master for master in self.masters if master.param.requires_grad]
         grads = [self._upcast_grad(master) for master in trained]
         norm, zeros, overflowed = self._measure(trained, grads)
         loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale
@@ -183,7 +187,7 @@ class DistributedOptimizer:
         Raises:
             UsageError: If a learning rate is no Python number.
         """
-        for group, base_lr in zip(self.inner.param_groups, self._base_lrs, strict=True):
+        for group, base_lr in zip(self.inner.param_groups, self.base_lrs, strict=True):
             if not isinstance(base_lr, (int, float)):
                 raise UsageError(
                     f"Expected learning rates that are Python numbers but got {base_lr!r}. "
@@ -200,7 +204,7 @@ class DistributedOptimizer:
 
         Params without elements have no fragment.
         """
-        for master in self._masters:
+        for master in self.masters:
             state = self.inner.state.get(master.leaf, {})
             yield OwnedFragment(
                 param=master.fragment.param,
@@ -216,9 +220,9 @@ class DistributedOptimizer:
 
     def settings(self) -> dict[str, dict[str, object]]:
         """By param of which this rank owns any: what its group says, `lr` before any factor."""
-        names = {id(master.leaf): master.fragment.param for master in self._masters}
+        names = {id(master.leaf): master.fragment.param for master in self.masters}
         told: dict[str, dict[str, object]] = {}
-        for group, base_lr in zip(self.inner.param_groups, self._base_lrs, strict=True):
+        for group, base_lr in zip(self.inner.param_groups, self.base_lrs, strict=True):
             said = {key: value for key, value in group.items() if key != "params"} | {"lr": base_lr}
             told |= {names[id(leaf)]: said for leaf in group["params"]}
         return told
@@ -227,12 +231,12 @@ class DistributedOptimizer:
         self, optim_factory: OptimFactory, *, group_of: Callable[[str], int] | None, declared: bool
     ) -> Optimizer:
         leaves: list[list[Tensor]] = [[] for _ in range(_count_groups(self.ddp, group_of=group_of))]
-        for master in self._masters:
+        for master in self.masters:
             leaves[0 if group_of is None else group_of(master.fragment.param)].append(master.leaf)
         # torch.optim refuses an empty list, but not an empty group. A rank that owns nothing still
         # calls the factory, so that a refused optimizer is refused on all ranks alike and none
         # waits for the others; and it has the same groups as the others.
-        idle = group_of is None and not self._masters
+        idle = group_of is None and not self.masters
         if idle:
             leaves[0].append(nn.Parameter(torch.zeros(0, device=self._device), requires_grad=False))
         inner = optim_factory(
@@ -251,7 +255,7 @@ class DistributedOptimizer:
     def _device(self) -> torch.device:
         return self.ddp.buffers[0].device
 
-    def _upcast_grad(self, master: _Master) -> Tensor:
+    def _upcast_grad(self, master: Master) -> Tensor:
         reduced = master.buffer.get_grad_shard(master.param)
         # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), and
         # the buffer has to keep what was reduced.
@@ -263,7 +267,7 @@ class DistributedOptimizer:
             divide_(grad, divisor=self.ddp.divisor)
         return grad
 
-    def _measure(self, trained: list[_Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
+    def _measure(self, trained: list[Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
         """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
         counted: list[Tensor] = []
         others: list[Tensor] = []
@@ -280,7 +284,7 @@ class DistributedOptimizer:
         _, zeros, overflow_count = measured.tolist()
         return root_of_squares(measured[0]), int(zeros), overflow_count > 0
 
-    def _counts(self, master: _Master) -> bool:
+    def _counts(self, master: Master) -> bool:
         """Tell whether this rank counts what it owns: of all copies of an element one counts."""
         name = master.fragment.param
         if self._is_counted is not None and not self._is_counted(name):
@@ -293,7 +297,7 @@ class DistributedOptimizer:
         if self._clip_value is not None:
             clip_by_value_(grads, max_value=self._clip_value)
 
-    def _step_masters(self, trained: list[_Master], grads: list[Tensor]) -> None:
+    def _step_masters(self, trained: list[Master], grads: list[Tensor]) -> None:
         """Step masters and write them to the working params, which only their owners see yet."""
         for master, grad in zip(trained, grads, strict=True):
             master.leaf.grad = grad
@@ -321,10 +325,10 @@ class DistributedOptimizer:
 
 def _build_masters(
     ddp: DistributedDataParallel,
-) -> tuple[dict[tuple[int, int], Tensor], tuple[_Master, ...]]:
+) -> tuple[dict[tuple[int, int], Tensor], tuple[Master, ...]]:
     """Allocate one flat fp32 shard a bucket and cut it into one leaf an owned fragment."""
     shards: dict[tuple[int, int], Tensor] = {}
-    masters: list[_Master] = []
+    masters: list[Master] = []
     for index, buffer in enumerate(ddp.buffers):
         for param, memory in buffer.memory.items():
             fragment = memory.fragment
@@ -339,9 +343,7 @@ def _build_masters(
             view.copy_(buffer.get_param_shard(param))
             leaf = nn.Parameter(view, requires_grad=False)
             masters.append(
-                _Master(
-                    buffer_index=index, buffer=buffer, param=param, fragment=fragment, leaf=leaf
-                )
+                Master(buffer_index=index, buffer=buffer, param=param, fragment=fragment, leaf=leaf)
             )
     return shards, tuple(masters)
 

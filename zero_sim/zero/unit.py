@@ -15,10 +15,11 @@ not, they are never SHARDED.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -61,17 +62,21 @@ class ParamState(StrEnum):
     WHOLE = "whole"
 
 
-_GRAD_STEPS: Final = {
-    GradState.EMPTY: (GradState.FILLING,),
-    GradState.FILLING: (GradState.FILLING, GradState.REDUCING, GradState.EMPTY),
-    GradState.REDUCING: (GradState.REDUCED,),
-    GradState.REDUCED: (GradState.FILLING, GradState.EMPTY),
+GradStep = Literal["fill", "reduce", "finish", "reset"]
+ParamStep = Literal["gather", "finish", "free"]
+
+_GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] = {
+    "fill": ((GradState.EMPTY, GradState.REDUCED), GradState.FILLING),
+    "reduce": ((GradState.FILLING,), GradState.REDUCING),
+    "finish": ((GradState.REDUCING,), GradState.REDUCED),
+    "reset": ((GradState.FILLING, GradState.REDUCED), GradState.EMPTY),
 }
-_PARAM_STEPS: Final = {
-    ParamState.SHARDED: (ParamState.GATHERING,),
-    ParamState.GATHERING: (ParamState.WHOLE,),
-    ParamState.WHOLE: (ParamState.GATHERING, ParamState.SHARDED),
+_PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]]] = {
+    "gather": ((ParamState.SHARDED, ParamState.WHOLE), ParamState.GATHERING),
+    "finish": ((ParamState.GATHERING,), ParamState.WHOLE),
+    "free": ((ParamState.WHOLE,), ParamState.SHARDED),
 }
+"""Each step with the states that it may be taken in, and the one that it leads to."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -159,7 +164,7 @@ class Unit:
         """This rank's whole gradients, 1D, with padding."""
         whole = self.grad_storage.whole
         if whole is None:
-            raise self._wrong("gradients", self.grad_state, "to be in memory")
+            raise self._without_memory()
         return whole
 
     @property
@@ -200,13 +205,19 @@ class Unit:
         """Make room for gradients of this rank, zeros to be added to."""
         if self.grad_state is GradState.FILLING:
             return
-        self._grads_become(GradState.FILLING)
+        self._step_grads("fill")
         if self.frees_grads:
             whole = self.grad_storage.acquire()
             for memory in self.members:
                 grad = _view(whole, memory.in_unit).view(memory.param.shape)
                 memory.main_grad = grad
                 set_main_grad(memory.param, grad)
+
+    def add_grad(self, memory: ParamMemory, grad: Tensor) -> None:
+        """Add to the gradient of one of the params on this rank; `grad` has the param's shape."""
+        if memory.main_grad is None:
+            raise self._without_memory()
+        memory.main_grad.add_(grad)
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
         """Do to this rank's own gradients what `divide` does before the sum."""
@@ -217,14 +228,14 @@ class Unit:
 
     def reduce(self) -> None:
         """Sum over all ranks that train, in place."""
-        self._grads_become(GradState.REDUCING)
+        self._step_grads("reduce")
         self._sum_shards(async_op=False)
         self._sum_replicas(async_op=False)
         self._end_reduce()
 
     def start_reduce(self) -> None:
         """Issue the first of the two sums."""
-        self._grads_become(GradState.REDUCING)
+        self._step_grads("reduce")
         if self.group is None:
             self._reducing = self._sum_replicas(async_op=True)
             return
@@ -259,11 +270,13 @@ class Unit:
             self.grads.zero_()
 
     def reset_grads(self) -> None:
-        """Forget the step's gradients and sums; whoever owns flat memory zeroes it."""
+        """Forget the step's gradients and sums; memory of several units is zeroed by its owner."""
         if self.grad_state is not GradState.EMPTY:
-            self._grads_become(GradState.EMPTY)
+            self._step_grads("reset")
         self._has_sum = False
         if self.frees_grads:
+            assert self.grad_total is not None
+            self.grad_total.zero_()
             self._free_grads()
 
     # The life of params.
@@ -288,14 +301,14 @@ class Unit:
     def gather(self) -> None:
         """Fill the params with what this rank's group has of them."""
         self.finish_gather()
-        self._params_become(ParamState.GATHERING)
+        self._step_params("gather")
         self._gather_shards(async_op=False)
         self._adopt_whole()
 
     def start_gather(self) -> None:
         """Issue the gather."""
         self.finish_gather()
-        self._params_become(ParamState.GATHERING)
+        self._step_params("gather")
         self._gathering = self._gather_shards(async_op=True)
 
     def finish_gather(self) -> None:
@@ -312,7 +325,7 @@ class Unit:
         if not self.frees_params:
             return
         self.finish_gather()
-        self._params_become(ParamState.SHARDED)
+        self._step_params("free")
         assert self.param_storage is not None
         self.param_storage.release()
         for memory in self.members:
@@ -329,7 +342,7 @@ class Unit:
             self._reducing = None
 
     def _end_reduce(self) -> None:
-        self._grads_become(GradState.REDUCED)
+        self._step_grads("finish")
         if self.frees_grads:
             self.accumulate_sum(is_first=not self._has_sum)
             self._has_sum = True
@@ -342,7 +355,7 @@ class Unit:
             set_main_grad(memory.param, None)
 
     def _adopt_whole(self) -> None:
-        self._params_become(ParamState.WHOLE)
+        self._step_params("finish")
         if self.frees_params:
             whole = self.params
             assert whole is not None
@@ -412,22 +425,47 @@ class Unit:
             call = partial(all_gather_uneven, whole, part, sizes=sizes, group=group)
         return call(async_op=True) if async_op else call()
 
-    def _grads_become(self, state: GradState) -> None:
-        if state not in _GRAD_STEPS[self.grad_state]:
-            raise self._wrong("gradients", self.grad_state, f"to become {state.upper()}")
-        self.grad_state = state
+    def _step_grads(self, step: GradStep) -> None:
+        allowed, then = _GRAD_STEPS[step]
+        if self.grad_state not in allowed:
+            raise self._out_of_step("gradients", self.grad_state, step, _GRAD_STEPS)
+        self.grad_state = then
 
-    def _params_become(self, state: ParamState) -> None:
-        if state not in _PARAM_STEPS[self.param_state]:
-            raise self._wrong("params", self.param_state, f"to become {state.upper()}")
-        self.param_state = state
+    def _step_params(self, step: ParamStep) -> None:
+        allowed, then = _PARAM_STEPS[step]
+        if self.param_state not in allowed:
+            raise self._out_of_step("params", self.param_state, step, _PARAM_STEPS)
+        self.param_state = then
 
-    def _wrong(self, what: str, state: GradState | ParamState, wanted: str) -> UsageError:
-        names = ", ".join(repr(memory.name) for memory in self.members)
+    def _out_of_step(
+        self,
+        what: str,
+        state: GradState | ParamState,
+        step: GradStep | ParamStep,
+        steps: Mapping[Any, tuple[tuple[Any, ...], Any]],
+    ) -> UsageError:
+        allowed = steps[step][0]
+        left_out = [
+            repr(other)
+            for other, (before, then) in steps.items()
+            if state in before and then in allowed
+        ]
+        why = f"{' or '.join(left_out)} was left out" if left_out else f"{step!r} came twice"
+        wanted = " or ".join(map(str.upper, allowed))
         return UsageError(
-            f"Expected the {what} of {self.name} ({names}) {wanted} but they are {state.upper()}: "
-            f"a step of their life was left out, or came twice."
+            f"Expected the {what} of {self._described} to be {wanted} "
+            f"for {step!r} but they are {state.upper()}: {why}."
         )
+
+    def _without_memory(self) -> UsageError:
+        return UsageError(
+            f"Expected the gradients of {self._described} to be in memory but they are "
+            f"{self.grad_state.upper()}: 'fill' was left out."
+        )
+
+    @property
+    def _described(self) -> str:
+        return f"{self.name} ({', '.join(repr(memory.name) for memory in self.members)})"
 
 
 def absent(param: nn.Parameter) -> Tensor:

@@ -1,0 +1,92 @@
+"""A step of a unit's life that is left out is found, and what is told names params and the step."""
+
+import pytest
+
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.zero.unit import Unit
+
+CASE = Scenario(
+    schema=1,
+    name="life",
+    # `embedding` is tied to the head.
+    model=ModelSpec(name="unusual"),
+    world=WorldSpec(size=3, timing="hostile", races=True),
+    system=SystemSpec(stage=3, bucket_elems=8, prefetch=1),
+    optimizer=OptimizerSpec(clip_norm=0.5),
+    run=RunSpec(steps=4, micro_batches=2),
+    reload=ReloadSpec(step=2, stage=1, world_size=2),
+)
+STEPS = (
+    "fill",
+    "start_reduce",
+    "finish_reduce",
+    "reset_grads",
+    "start_gather",
+    "free_params",
+    "_adopt_whole",
+    "_end_reduce",
+    "_free_grads",
+)
+WAITS = ("finish_gather", "_wait_reduce")
+
+
+def left_out(step):
+    """Leave a step out of the life of the unit that holds `embedding`."""
+    right = getattr(Unit, step)
+
+    def wrong(self, *args):
+        # Of stage 3 alone: the run goes on in stage 1.
+        if not self.frees_params or all(memory.name != "embedding" for memory in self.members):
+            right(self, *args)
+
+    return wrong
+
+
+def told(result):
+    """What a person reads."""
+    return result.error + "".join(
+        f"{one.check} {one.param} {one.message}\n{one.detail}\n" for one in result.findings
+    )
+
+
+def test_whole_it_passes():
+    assert run_case(CASE).verdict == "pass"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_is_left_out_is_found_and_the_param_named(monkeypatch, step):
+    monkeypatch.setattr(Unit, step, left_out(step))
+    result = run_case(CASE)
+    assert result.verdict in ("fail", "error")
+    assert "embedding" in told(result)
+
+
+@pytest.mark.parametrize("step", WAITS)
+def test_a_wait_that_is_left_out_is_a_race_and_its_line_named(monkeypatch, step):
+    monkeypatch.setattr(Unit, step, left_out(step))
+    result = run_case(CASE)
+    assert result.findings[0].check == "world.race"
+    assert "not waited for" in told(result)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ("fill", "'fill' was left out"),
+        ("start_reduce", "'reduce' was left out"),
+        ("_adopt_whole", "'finish' was left out"),
+        ("_end_reduce", "'finish' was left out"),
+    ],
+)
+def test_what_a_unit_sees_itself_it_says(monkeypatch, step, said):
+    monkeypatch.setattr(Unit, step, left_out(step))
+    assert said in told(run_case(CASE))
