@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.zero import DistributedDataParallel, OverlapMeter, Unit, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, ZeroConfig
 from zero_sim.zero.hooks import find_users
 
 
@@ -282,43 +282,3 @@ class TestFindUsers:
         assert {id(p) for p in find_users(attention)[attention]} == {
             id(p) for p in attention.parameters()
         }
-
-
-class TestMeter:
-    """The measured degree of overlap."""
-
-    def test_is_zero_without_events(self):
-        """Nothing computed, nothing overlapped."""
-        assert (OverlapMeter().grads_mean, OverlapMeter().params_mean) == (0, 0)
-
-    def train(self, world_of):
-        """Run two steps on two ranks; the two means of each."""
-
-        def program(rank):
-            ddp = wrap(build(), dist.group.WORLD)
-            for _ in range(2):
-                ddp.begin_last_micro_batch()
-                backward(ddp)
-                ddp.finish_grad_sync()
-                write_and_gather(ddp, 2.0)
-                ddp.zero_grad_buffer()
-            ddp.finish_param_gather()
-            return ddp.overlap.grads_mean, ddp.overlap.params_mean
-
-        return world_of(2).run(program)
-
-    def test_counts_what_is_in_flight(self, world_of):
-        """Gradients of three layers see 0, 1, 2 in flight; forwards of the second step 2, 1, 0."""
-        assert self.train(world_of) == [(1.0, 1.0)] * 2
-
-    def test_is_zero_for_a_pipeline_that_is_serialised(self, world_of, monkeypatch):
-        """Waiting right after issuing gives the same values and no overlap."""
-        for start, finish in (("start_reduce", "finish_reduce"), ("start_gather", "finish_gather")):
-            right = getattr(Unit, start)
-
-            def at_once(self, right=right, finish=finish):
-                right(self)
-                getattr(self, finish)()
-
-            monkeypatch.setattr(Unit, start, at_once)
-        assert self.train(world_of) == [(0.0, 0.0)] * 2

@@ -12,7 +12,6 @@ from zero_sim.zero.config import Divide, DivideBy, GradDtype, Stage, Sync, ZeroC
 from zero_sim.zero.data_parallel import DistributedDataParallel, KindOf
 from zero_sim.zero.groups import KindGroups, build_expert_groups, build_redundancy_groups
 from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
-from zero_sim.zero.schedule import OverlapMeter
 from zero_sim.zero.unit import ParamMemory, Unit
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "KindGroups",
     "KindOf",
     "OptimFactory",
-    "OverlapMeter",
     "OwnedFragment",
     "ParamMemory",
     "Stage",

@@ -37,7 +37,6 @@ from zero_sim.zero.groups import KindGroups, split_ranks
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
 from zero_sim.zero.schedule import (
     OnUse,
-    OverlapMeter,
     UnderBackward,
     UnderForward,
     order_by_forward,
@@ -93,8 +92,6 @@ class DistributedDataParallel:
     kind_of: KindOf
     kinds: Mapping[str, str]
     """The kind of each trained param, by name."""
-    overlap: OverlapMeter
-    """How much was overlapped, on this rank and so far."""
 
     def __init__(
         self,
@@ -133,7 +130,6 @@ class DistributedDataParallel:
         self.divisor = build_divisor(self.world_size, device=self.buffers[0].device)
         self._count = StepCount(config, group=group, divisor=self.divisor)
         self._grads_reduced = False
-        self.overlap = OverlapMeter()
         self._unit_of = {
             param: unit
             for buffer in self.buffers
@@ -458,14 +454,11 @@ class DistributedDataParallel:
                 forward_order[::-1],
                 unit_of=self._unit_of,
                 before_sum=self._scale_before_sum,
-                meter=self.overlap,
                 by_arrival=not sharding.params,
                 is_async=config.overlap_grads,
             )
         if config.overlap_params:
-            params = UnderForward(
-                self.module, units=forward_order, unit_of=self._unit_of, meter=self.overlap
-            )
+            params = UnderForward(self.module, units=forward_order, unit_of=self._unit_of)
         if sharding.params:
             assert grads is not None
             on_use = OnUse(

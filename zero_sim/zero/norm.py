@@ -5,7 +5,7 @@ A norm of norms rounds each root and squares it again, which for fp32 already lo
 all small integers. And a sum in fp32 depends in its last bits on where shards are cut, so that the
 clipped gradient would depend on the number of ranks. The square of an fp32 value is exact in fp64,
 and the sum has 29 bits to spare before it is rounded to fp32: cuts show only where the root falls
-next to the middle between two fp32 numbers, which `norm_is_certified` rules out.
+next to the middle between two fp32 numbers; the reference tells where that may be.
 """
 
 from __future__ import annotations
@@ -61,34 +61,6 @@ def _chunks(grads: Iterable[Tensor]) -> Iterator[Tensor]:
 def root_of_squares(squares: Tensor) -> Tensor:
     """Return the norm as 0D fp32 from a 0D fp64 sum of squares."""
     return squares.sqrt().to(torch.float32)
-
-
-def norm_is_certified(sum_of_squares: float, count: int) -> bool:
-    """Tell whether every order of adding in fp64 gives the same fp32 norm.
-
-    Adding `count` terms that are not negative is off by less than `count * 2**-53` of their sum,
-    whatever the order, and what becomes of the sum is monotone: if the norms at both ends of that
-    range are one fp32 number, so are all between.
-
-    Args:
-        sum_of_squares: The exact sum, rounded to fp64 (`math.fsum`).
-        count: Number of elements.
-
-    Source: Higham, "Accuracy and stability of numerical algorithms", 2nd edition, section 4.2.
-    """
-    # An infinity or NaN comes out of any order alike, and so does a sum without nonzero terms.
-    if not math.isfinite(sum_of_squares) or sum_of_squares == 0:
-        return True
-    margin = sum_of_squares * ((count + 4) * 2.0**-53)
-    ends = torch.tensor(
-        [
-            math.nextafter(sum_of_squares - margin, 0.0),
-            math.nextafter(sum_of_squares + margin, math.inf),
-        ],
-        dtype=torch.float64,
-    )
-    low, high = root_of_squares(ends).tolist()
-    return low == high
 
 
 def clip_by_norm_(grads: Iterable[Tensor], *, norm: Tensor, max_norm: float) -> None:

@@ -31,36 +31,6 @@ from zero_sim.zero.hooks import find_users, on_gradients_of
 from zero_sim.zero.unit import ParamState, Unit
 
 
-class OverlapMeter:
-    """How many collectives of this rank were in flight while it computed.
-
-    In flight is what was issued and not waited for. A pipeline that waits for each collective right
-    after issuing it has the same values as one that overlaps, and a mean of 0 here.
-    """
-
-    def __init__(self) -> None:
-        self._grads: list[int] = []
-        self._params: list[int] = []
-
-    def sample_grads(self, in_flight: int) -> None:
-        """Note the reductions in flight when backward finished one more gradient."""
-        self._grads.append(in_flight)
-
-    def sample_params(self, in_flight: int) -> None:
-        """Note the gathers in flight when the forward of one more module began."""
-        self._params.append(in_flight)
-
-    @property
-    def grads_mean(self) -> float:
-        """Mean number of reductions in flight; 0 where nothing was overlapped."""
-        return sum(self._grads) / max(1, len(self._grads))
-
-    @property
-    def params_mean(self) -> float:
-        """Mean number of gathers in flight; 0 where nothing was overlapped."""
-        return sum(self._params) / max(1, len(self._params))
-
-
 def order_by_forward(
     buffers: Sequence[Buffer], *, params: Sequence[nn.Parameter]
 ) -> tuple[Unit, ...]:
@@ -90,7 +60,6 @@ class UnderBackward:
         units: All units, in the order in which they are to be issued.
         unit_of: The unit of each param that has elements.
         before_sum: Called with a unit right before it is issued.
-        meter: Where the overlap is noted.
         by_arrival: Whether a unit is ready once its gradients are there; else once it is closed,
             see [Note: one order of gathers and reductions].
         is_async: Whether a reduction goes on while backward does.
@@ -102,14 +71,12 @@ class UnderBackward:
         *,
         unit_of: Mapping[nn.Parameter, Unit],
         before_sum: Callable[[Unit], None],
-        meter: OverlapMeter,
         by_arrival: bool = True,
         is_async: bool = True,
     ) -> None:
         self._units = units
         self._unit_of = unit_of
         self._before_sum = before_sum
-        self._meter = meter
         self._by_arrival = by_arrival
         self._is_async = is_async
         self._missing: dict[Unit, set[nn.Parameter]] = {}
@@ -128,15 +95,12 @@ class UnderBackward:
         self._issue_ready()
 
     def check_open(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient whose unit is on its way already; else note the overlap.
+        """Refuse a gradient whose unit is on its way already.
 
         Raises:
             UsageError: If the unit was issued.
         """
-        if not self.running:
-            return
-        self._meter.sample_grads(sum(unit.reducing for unit in self._units))
-        if self._unit_of.get(param) in self._issued:
+        if self.running and self._unit_of.get(param) in self._issued:
             raise UsageError(
                 f"Expected one gradient of {name!r} in the last micro-batch but got another one "
                 f"after its bucket was sent. Try one backward between begin_last_micro_batch() and "
@@ -197,7 +161,6 @@ class UnderForward:
         module: The whole model; hooks are put on its modules.
         units: All units, in the order in which they are to be issued.
         unit_of: The unit of each param that has elements.
-        meter: Where the overlap is noted.
     """
 
     def __init__(
@@ -206,25 +169,19 @@ class UnderForward:
         *,
         units: Sequence[Unit],
         unit_of: Mapping[nn.Parameter, Unit],
-        meter: OverlapMeter,
     ) -> None:
         self._units = units
         self._unit_of = unit_of
-        self._meter = meter
-        self._unsampled: set[nn.Module] = set()
-        self._hooked: set[nn.Module] = set()
         users = find_users(module)
         for user, params in users.items():
             needed = {unit_of[param]: None for param in params if param in unit_of}
             if user is not None and needed:
-                self._hooked.add(user)
                 user.register_forward_pre_hook(partial(self._before_forward, tuple(needed)))
         # Nothing tells when these are used, so that they are never left in flight.
         self._unguarded = {unit_of[param] for param in users.get(None, ()) if param in unit_of}
 
     def start(self) -> None:
         """Issue the gathers."""
-        self._unsampled = set(self._hooked)
         for unit in self._units:
             unit.start_gather()
         for unit in self._units:
@@ -253,10 +210,6 @@ class UnderForward:
     def _before_forward(self, needed: Sequence[Unit], module: nn.Module, args: object) -> None:
         for unit in needed:
             unit.finish_gather()
-        # A module that runs again, for another micro-batch, has nothing left to overlap with.
-        if module in self._unsampled:
-            self._unsampled.discard(module)
-            self._meter.sample_params(sum(unit.gathering for unit in self._units))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
