@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from zero_sim.cost.forms import ParamSize, bucket_forms
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 
 _FP32_BYTES = 4
@@ -59,10 +61,10 @@ def check_memory(
         got = held.get(name, 0)
         if got != expected:
             yield Finding(
-                check="invariant.memory",
+                check=Check.INVARIANT_MEMORY,
                 step=step,
                 rank=rank,
-                phase="gather",
+                phase=Phase.GATHER,
                 message=f"this rank holds {got} bytes of {name} after the step, expected "
                 f"{expected} by the closed form of its stage",
             )

@@ -32,7 +32,9 @@ from operator import attrgetter
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, bucket_forms, in_words
 from zero_sim.cost.hook_trace import Pace, Sight
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
@@ -72,12 +74,12 @@ class _Rank:
         return self.calls[first : bisect_left(self.calls, stop, key=issued)]
 
     def finding(
-        self, message: str, *, step: int, phase: str, param: str | None, span: tuple[int, int]
+        self, message: str, *, step: int, phase: Phase, param: str | None, span: tuple[int, int]
     ) -> Finding:
         """A finding in a half-open stretch of time."""
         start, stop = (bisect_left(self.issues, time) for time in span)
         return Finding(
-            check="invariant.overlap",
+            check=Check.INVARIANT_OVERLAP,
             message=message,
             step=step,
             phase=phase,
@@ -183,7 +185,7 @@ def _check_issued(
                 f"due in micro-batch {micro}, but not issued before the next gradient arrived, "
                 f"that of {_some(sorted(following.names))}",
                 step=step,
-                phase="backward",
+                phase=Phase.BACKWARD,
                 param=form.names[0],
                 span=(start, following.time),
             )
@@ -204,7 +206,7 @@ def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[F
             f"{early.total()} reductions were waited for before the last gradient of micro-batch "
             f"{micro} arrived, the first of {in_words(call)}",
             step=step,
-            phase="backward",
+            phase=Phase.BACKWARD,
             param=None,
             span=(start, stop),
         )
@@ -223,7 +225,7 @@ def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterat
                 f"{in_words(call.call)} was waited for before a gradient of micro-batch {micro} "
                 f"arrived that came before the next reduction",
                 step=step,
-                phase="backward",
+                phase=Phase.BACKWARD,
                 param=None,
                 span=(start, following.issued),
             )
@@ -245,7 +247,7 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
             f"{waited} of {len(copies)} sums over copies of the shards were waited for before the "
             f"last of them was issued, in micro-batch {micro}",
             step=step,
-            phase="reduce",
+            phase=Phase.REDUCE,
             param=None,
             span=(rank.pace.starts[step, micro], stop),
         )
@@ -288,7 +290,7 @@ def _check_gathers(rank: _Rank) -> Iterator[Finding]:
                     f"{where if sight.names else 'the step of the optimizer came back'}, where "
                     f"modules that began before it needed {needed}",
                     step=step,
-                    phase="gather",
+                    phase=Phase.GATHER,
                     param=None,
                     span=(pace.starts[step, 0], sight.time),
                 )

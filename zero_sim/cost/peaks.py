@@ -32,7 +32,9 @@ from torch import Tensor, nn
 
 from zero_sim.cost.forms import BucketForm, ParamSize, bucket_forms
 from zero_sim.cost.hook_trace import readers_of
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
@@ -172,7 +174,7 @@ class PeakWatch:
     def _begin(self, buckets: frozenset[int], module: nn.Module, args: object) -> None:
         if self._micro is not None and self.reads.reached is None:
             self.reads.begin(buckets)
-            self._check("forward", f"{type(module).__name__} began")
+            self._check(Phase.FORWARD, f"{type(module).__name__} began")
 
     def _end(
         self, buckets: frozenset[int], module: nn.Module, args: object, output: object
@@ -180,7 +182,7 @@ class PeakWatch:
         if self._micro is None or self.reads.reached is not None:
             return
         index = self.reads.end(module, buckets)
-        self._check("forward", f"{type(module).__name__} ended")
+        self._check(Phase.FORWARD, f"{type(module).__name__} ended")
         for tensor in _tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._come_to, self.reads, index))
@@ -188,14 +190,14 @@ class PeakWatch:
     def _come_to(self, reads: _Reads, index: int, grad: Tensor) -> None:
         if self._micro is not None and reads is self.reads:
             reads.come_to(index)
-            self._check("backward", "backward came to a module")
+            self._check(Phase.BACKWARD, "backward came to a module")
 
     def _arrive(self, name: str, param: Tensor) -> None:
         if self._micro is None:
             return
         self._arrived.add(name)
         self._filled.add(self.index_of[name])
-        self._check("backward", f"the gradient of {name} arrived")
+        self._check(Phase.BACKWARD, f"the gradient of {name} arrived")
 
     def _whole_grads(self) -> set[int]:
         """The buckets whose gradients may be whole."""
@@ -213,7 +215,7 @@ class PeakWatch:
         in_flight = issued[-1:] if overlaps_grads(system) else []
         return (self._filled - {*issued}) | {*in_flight}
 
-    def _check(self, phase: str, when: str) -> None:
+    def _check(self, phase: Phase, when: str) -> None:
         if self.found:
             return
         allowed: dict[str, set[int]] = {}
@@ -230,7 +232,7 @@ class PeakWatch:
             if held > owed:
                 self.found.append(
                     Finding(
-                        check="invariant.memory",
+                        check=Check.INVARIANT_MEMORY,
                         step=self.step,
                         rank=self.rank,
                         phase=phase,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from zero_sim.cost.forms import Call, ParamSize, bucket_forms, in_words
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
@@ -130,7 +131,7 @@ def check_volume(
         )
         if made != forms[key]:
             yield Finding(
-                check="invariant.volume",
+                check=Check.INVARIANT_VOLUME,
                 step=window.step,
                 rank=window.world_rank,
                 message="this rank's collectives of the step are not those of the closed form: "

@@ -9,42 +9,46 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
 
-_FLOW: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("load", ("equality.load",)),
+_FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
+    (Phase.LOAD, (Check.EQUALITY_LOAD,)),
     (
-        "forward",
+        Phase.FORWARD,
         (
-            "invariant.ownership",
-            "invariant.start",
-            "invariant.zero-gradients",
-            "equality.loss",
+            Check.INVARIANT_OWNERSHIP,
+            Check.INVARIANT_START,
+            Check.INVARIANT_ZERO_GRADIENTS,
+            Check.EQUALITY_LOSS,
         ),
     ),
-    ("backward", ()),
-    ("reduce", ("equality.grad", "invariant.replicas", "invariant.padding")),
+    (Phase.BACKWARD, ()),
+    (Phase.REDUCE, (Check.EQUALITY_GRAD, Check.INVARIANT_REPLICAS, Check.INVARIANT_PADDING)),
     (
-        "norm",
+        Phase.NORM,
         (
-            "equality.norm",
-            "invariant.replicas",
-            "equality.zeros",
-            "equality.skipped",
-            "equality.loss-scale",
+            Check.EQUALITY_NORM,
+            Check.INVARIANT_REPLICAS,
+            Check.EQUALITY_ZEROS,
+            Check.EQUALITY_SKIPPED,
+            Check.EQUALITY_LOSS_SCALE,
         ),
     ),
-    ("optimizer", ("equality.state", "equality.master")),
-    ("write-back", ("equality.scale", "invariant.cast")),
-    ("gather", ("equality.params", "invariant.replicas", "invariant.padding")),
+    (Phase.OPTIMIZER, (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)),
+    (Phase.WRITE_BACK, (Check.EQUALITY_SCALE, Check.INVARIANT_CAST)),
+    (Phase.GATHER, (Check.EQUALITY_PARAMS, Check.INVARIANT_REPLICAS, Check.INVARIANT_PADDING)),
 )
 """The phases of a step, and within each what is checked, in the order of computation."""
 
-_PHASES = {phase: place for place, (phase, _) in enumerate(_FLOW)}
-_CHECKS = {(phase, check): place for phase, checks in _FLOW for place, check in enumerate(checks)}
+_PHASES: dict[str, int] = {phase: place for place, (phase, _) in enumerate(_FLOW)}
+_CHECKS: dict[tuple[str, str], int] = {
+    (phase, check): place for phase, checks in _FLOW for place, check in enumerate(checks)
+}
 _UNKNOWN_CHECK = len(_CHECKS)
 _DETAIL_LINES = 12
-_KEYED = ("equality.state", "equality.load")
+_KEYED = (Check.EQUALITY_STATE, Check.EQUALITY_LOAD)
 """Checks of several things of one param; which of them, the message says."""
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from zero_sim.findings.compare import find_difference, spans_of
 from zero_sim.findings.manner import manner_of
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.ratio import common_ratio
 from zero_sim.findings.records import Evidence, Finding
 from zero_sim.reference import Interval
+from zero_sim.scenario.checks import Check
 from zero_sim.targets import Place
 
 EVIDENCE_ELEMS_MAX = 1024
@@ -22,10 +24,10 @@ EVIDENCE_ELEMS_MAX = 1024
 def loss(step: int, rank: int, micro: int) -> Finding:
     """A loss, before it is compared."""
     return Finding(
-        check="equality.loss",
+        check=Check.EQUALITY_LOSS,
         message=f"the loss of micro-batch {micro} differs",
         step=step,
-        phase="forward",
+        phase=Phase.FORWARD,
         rank=rank,
     )
 
@@ -33,10 +35,10 @@ def loss(step: int, rank: int, micro: int) -> Finding:
 def param(step: int, rank: int, name: str) -> Finding:
     """A working param, before it is compared."""
     return Finding(
-        check="equality.params",
+        check=Check.EQUALITY_PARAMS,
         message="the working param differs",
         step=step,
-        phase="gather",
+        phase=Phase.GATHER,
         rank=rank,
         param=name,
         offset_in_param=0,
@@ -46,10 +48,10 @@ def param(step: int, rank: int, name: str) -> Finding:
 def gradient(step: int, rank: int, name: str) -> Finding:
     """The reduced gradient of a whole param, before it is compared."""
     return Finding(
-        check="equality.grad",
+        check=Check.EQUALITY_GRAD,
         message="the reduced gradient differs",
         step=step,
-        phase="reduce",
+        phase=Phase.REDUCE,
         rank=rank,
         param=name,
         offset_in_param=0,
@@ -59,10 +61,10 @@ def gradient(step: int, rank: int, name: str) -> Finding:
 def scale(step: int, rank: int, name: str) -> Finding:
     """The scale of a param in fp8, before it is compared."""
     return Finding(
-        check="equality.scale",
+        check=Check.EQUALITY_SCALE,
         message="the scale of the fp8 param differs",
         step=step,
-        phase="write-back",
+        phase=Phase.WRITE_BACK,
         rank=rank,
         param=name,
     )
@@ -71,20 +73,29 @@ def scale(step: int, rank: int, name: str) -> Finding:
 def norm(step: int, rank: int) -> Finding:
     """The norm of the gradient, before it is compared."""
     return Finding(
-        check="equality.norm",
+        check=Check.EQUALITY_NORM,
         message="the norm of the gradient differs",
         step=step,
-        phase="norm",
+        phase=Phase.NORM,
         rank=rank,
     )
+
+
+_SAID = {
+    "loss_scale": Check.EQUALITY_LOSS_SCALE,
+    "norm": Check.EQUALITY_NORM,
+    "skipped": Check.EQUALITY_SKIPPED,
+    "zeros": Check.EQUALITY_ZEROS,
+}
+"""What checks each thing that an engine says of a step."""
 
 
 def said(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
     """Something that the engine says of the step is not so."""
     return Finding(
-        check=f"equality.{name.replace('_', '-')}",
+        check=_SAID[name],
         step=step,
-        phase="norm",
+        phase=Phase.NORM,
         rank=rank,
         message=f"the step's {name}: expected {expected!r}, got {got!r}",
         manner=_manner_said(expected, got),
@@ -97,9 +108,9 @@ def said_outside(
     """Something that the engine says of the step does not lie where it must."""
     low, high = ends
     return Finding(
-        check=f"equality.{name}",
+        check=_SAID[name],
         step=step,
-        phase="norm",
+        phase=Phase.NORM,
         rank=rank,
         message=f"the step's {name}: expected {low!r} to {high!r}, whatever the order of addition, "
         f"got {got!r}",
@@ -118,16 +129,16 @@ def missing(at: Finding, message: str) -> Finding:
 
 
 _OWNED = {
-    "equality.load": ("load", "{key} is not what was saved"),
-    "equality.grad": ("reduce", "the reduced gradient differs"),
-    "equality.master": ("optimizer", "the fp32 master differs"),
-    "equality.state": ("optimizer", "optimizer state {key!r} differs"),
-    "invariant.cast": ("write-back", "the working param is not its master, cast"),
+    Check.EQUALITY_LOAD: (Phase.LOAD, "{key} is not what was saved"),
+    Check.EQUALITY_GRAD: (Phase.REDUCE, "the reduced gradient differs"),
+    Check.EQUALITY_MASTER: (Phase.OPTIMIZER, "the fp32 master differs"),
+    Check.EQUALITY_STATE: (Phase.OPTIMIZER, "optimizer state {key!r} differs"),
+    Check.INVARIANT_CAST: (Phase.WRITE_BACK, "the working param is not its master, cast"),
 }
 """Phase and message of each check of what a rank owns."""
 
 
-def owned(check: str, key: str, step: int, rank: int, place: Place) -> Finding:
+def owned(check: Check, key: str, step: int, rank: int, place: Place) -> Finding:
     """Something a rank owns, before it is compared; offsets are of the part's first element."""
     phase, message = _OWNED[check]
     return Finding(

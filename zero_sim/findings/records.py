@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from zero_sim.scenario.checks import Check
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -34,13 +36,13 @@ class Finding:
     """One thing that the judge saw, with every coordinate that it has; None where it has not."""
 
     check: str
-    """Stable id of the check: `equality.master`, `invariant.ownership`, `world.deadlock`."""
+    """A `Check`; of a bundle that another version wrote, perhaps one of its own."""
     message: str
     """What is wrong, in one sentence."""
     step: int | None = None
     """Optimizer step, counted from 0."""
     phase: str | None = None
-    """Part of the step, such as `forward` or `gather`."""
+    """A `Phase` of the step; of an error that nobody foresaw, its type."""
     rank: int | None = None
     param: str | None = None
     """Name of the param in the model."""
@@ -222,7 +224,7 @@ def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult
         seconds: What it took.
     """
     finding = Finding(
-        check="internal.error",
+        check=Check.INTERNAL_ERROR,
         phase=type(error).__name__,
         message="zero_sim raised an error that it did not foresee; please report it",
         detail=traceback.format_exc(),

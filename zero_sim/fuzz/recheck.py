@@ -10,6 +10,7 @@ from zero_sim.backends import WorldPool
 from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.records import Found
 from zero_sim.run import run_case
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import may_become
 from zero_sim.targets import Target, import_target
@@ -65,7 +66,7 @@ def _judge(found: Found, *, target: Target, pool: WorldPool) -> Rechecked:
         return Rechecked(found=found, outcome="unknown", said=str(error))
     # One that nobody foresaw is one way to fail, and was kept as such.
     except Exception as error:  # noqa: BLE001
-        same = found.key[:2] == ("internal.error", type(error).__name__)
+        same = found.key[:2] == (Check.INTERNAL_ERROR, type(error).__name__)
         said = "" if same else f"{type(error).__name__}: {error}"
         return Rechecked(found=found, outcome="fails" if same else "fails-otherwise", said=said)
     if may_become(found.key, result):

@@ -19,6 +19,7 @@ from zero_sim.fuzz.optimizers import optimizers
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
@@ -231,16 +232,16 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
         optimizer=OptimizerSpec(),
         faults=(fault,),
         run=RunSpec(steps=steps, seed=draw(st.integers(0, 10**6))),
-        expect=ExpectSpec(finding=wanted),
+        expect=ExpectSpec(finding=wanted.value),
     )
     return without_unused(_summing(scenario))
 
 
 _FAULTS = (
-    (FaultSpec(kind="crash", rank=0), "world.rank-failed"),
-    (FaultSpec(kind="stall", rank=0), "world.stalled-by-plan"),
-    (FaultSpec(kind="drop", rank=0, collective="reduce_scatter"), "equality.grad"),
-    (FaultSpec(kind="duplicate", rank=0, collective="reduce_scatter"), "equality.grad"),
+    (FaultSpec(kind="crash", rank=0), Check.WORLD_RANK_FAILED),
+    (FaultSpec(kind="stall", rank=0), Check.WORLD_STALLED_BY_PLAN),
+    (FaultSpec(kind="drop", rank=0, collective="reduce_scatter"), Check.EQUALITY_GRAD),
+    (FaultSpec(kind="duplicate", rank=0, collective="reduce_scatter"), Check.EQUALITY_GRAD),
 )
 """Faults, and the check that must find each."""
 

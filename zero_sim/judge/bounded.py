@@ -32,6 +32,7 @@ from zero_sim.judge.guarantee import Width
 from zero_sim.judge.seen import Seen, with_shown
 from zero_sim.judge.shown import Shown
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.copies import state_copies
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
@@ -208,7 +209,7 @@ class OwesBounds:
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         assert part.grad is not None, "gradients are told after a step"
-        at = findings.owned("equality.grad", "", step, rank, place)
+        at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
         wanted = expected.grads[name].reshape(-1)[start:stop]
         self._comparer.elems += wanted.numel()
         if part.grad.dtype != wanted.dtype or part.grad.numel() != wanted.numel():

@@ -13,6 +13,7 @@ from zero_sim.judge.expected import settle
 from zero_sim.judge.guarantee import Row, Width, in_words, width_in_words
 from zero_sim.judge.rules import rules_together, with_rules
 from zero_sim.judge.seen import Seen
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
 from zero_sim.workloads import EXACT_MODELS
@@ -115,7 +116,7 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
         return []
     return [
         Finding(
-            check="expect.accuracy",
+            check=Check.EXPECT_ACCURACY,
             message=f"held-out accuracy after the last step: expected at least {wanted}, "
             f"got {reached}",
             step=scenario.run.steps - 1,

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
 
 What = Literal["grad", "norm", "params"]
 
-_SAID: dict[What, tuple[str, str]] = {
-    "grad": ("reduce", "the reduced gradient"),
-    "norm": ("norm", "the norm of the gradient"),
-    "params": ("gather", "the working param"),
+_SAID: dict[What, tuple[Phase, str]] = {
+    "grad": (Phase.REDUCE, "the reduced gradient"),
+    "norm": (Phase.NORM, "the norm of the gradient"),
+    "params": (Phase.GATHER, "the working param"),
 }
 """Phase and name of each."""
 
@@ -126,7 +128,7 @@ def compare_copies(copies: Iterable[Copy]) -> Iterator[Finding]:
 def _finding(what: What, *, step: int, rank: int, other: int, param: str, start: int) -> Finding:
     phase, name = _SAID[what]
     at = Finding(
-        check="invariant.replicas",
+        check=Check.INVARIANT_REPLICAS,
         message=f"{name} is not what rank {other} holds",
         step=step,
         phase=phase,

@@ -24,6 +24,7 @@ from zero_sim.reference import (
     ReferenceStep,
     step_together,
 )
+from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
@@ -150,7 +151,7 @@ class OwesBits:
         grad = cut(self._told(expected, name))
         assert part.grad is not None, "gradients are told after a step"
         if self._comparer.differs(grad, part.grad):
-            at = findings.owned("equality.grad", "", step, rank, place)
+            at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
             known = partial(self._known_grads, expected, rank=rank, name=name, start=start)
             yield self._group.differing(at, grad, part.grad, known=known)
         want = expected.state[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_sim.findings.records import Finding, Verdict
+from zero_sim.scenario.checks import Check
 from zero_sim.sim import FaultRecord
 
 
@@ -39,7 +40,7 @@ def settle(
     if matching:
         return "pass", (), tuple(f"found, as expected: {_in_a_line(f)}" for f in matching)
     missing = Finding(
-        check="expect.finding",
+        check=Check.EXPECT_FINDING,
         message=f"expected {wanted} to find something, got {_summary(found, doubts)}"
         + ("" if explained else ", before any planned fault happened"),
     )

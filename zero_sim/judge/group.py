@@ -13,6 +13,7 @@ from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known, recognize
 from zero_sim.findings.records import Finding
 from zero_sim.judge.ownership import Holders
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Numerics, OwnedPart
 
@@ -110,9 +111,9 @@ class Group:
             known: Gives what may have come instead, of a key, or of the master for an empty one.
         """
         place = part.place
-        compared = [("equality.master", "", master, part.master)]
+        compared = [(Check.EQUALITY_MASTER, "", master, part.master)]
         compared += [
-            ("equality.state", key, state[key], part.state[key])
+            (Check.EQUALITY_STATE, key, state[key], part.state[key])
             for key in sorted(state.keys() & part.state.keys())
         ]
         for check, key, value, got in compared:
@@ -120,6 +121,6 @@ class Group:
                 at = findings.owned(check, key, step, rank, place)
                 yield self.differing(at, value, got, known=partial(known, key))
         for key in sorted(state.keys() ^ part.state.keys()):
-            at = findings.owned("equality.state", key, step, rank, place)
+            at = findings.owned(Check.EQUALITY_STATE, key, step, rank, place)
             side = "the reference" if key in part.state else "the system"
             yield findings.missing(at, f"optimizer state {key!r} is missing in {side}")

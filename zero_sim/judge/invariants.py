@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, Place
 
 
@@ -62,7 +64,7 @@ def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterat
             holder = first.setdefault(name, rank)
             if digest != starts[holder][name]:
                 yield Finding(
-                    check="invariant.start",
+                    check=Check.INVARIANT_START,
                     step=step,
                     rank=rank,
                     param=name,
@@ -105,10 +107,10 @@ def _check_cover(
 
 def _ownership(param: str, offset: int, message: str, *, stop: int | None = None) -> Finding:
     return Finding(
-        check="invariant.ownership",
+        check=Check.INVARIANT_OWNERSHIP,
         message=message,
         step=0,
-        phase="forward",
+        phase=Phase.FORWARD,
         param=param,
         offset_in_param=offset,
         differ_spans=() if stop is None else ((offset, stop),),
@@ -122,11 +124,11 @@ def check_same_places(
     if before != now:
         gone = sorted({place.param for place in before} - {place.param for place in now})
         yield Finding(
-            check="invariant.ownership",
+            check=Check.INVARIANT_OWNERSHIP,
             message=f"this rank owned {len(before)} parts at the start and {len(now)} now"
             + (f"; gone: {', '.join(gone)}" if gone else ""),
             step=step,
-            phase="forward",
+            phase=Phase.FORWARD,
             rank=rank,
         )
 
@@ -136,10 +138,10 @@ def check_zero_gradients(engine: CompletedEngine, *, step: int, rank: int) -> It
     where = engine.stray_gradients(padding_only=False)
     if where:
         yield Finding(
-            check="invariant.zero-gradients",
+            check=Check.INVARIANT_ZERO_GRADIENTS,
             step=step,
             rank=rank,
-            phase="forward",
+            phase=Phase.FORWARD,
             message=f"gradients are not zero before the first micro-batch: {where}",
         )
 
@@ -148,19 +150,19 @@ def check_padding(engine: CompletedEngine, *, step: int, rank: int) -> Iterator[
     """Check that the padding of gradient buffers is still zero after a step."""
     where = engine.stray_gradients(padding_only=True)
     if where:
-        yield _written_padding("a gradient buffer", where, step=step, rank=rank, phase="reduce")
+        yield _written_padding("a gradient buffer", where, step=step, rank=rank, phase=Phase.REDUCE)
 
 
 def check_param_padding(engine: CompletedEngine, *, step: int, rank: int) -> Iterator[Finding]:
     """Check that the padding of param buffers and master shards is still zero after a step."""
     where = engine.stray_padding()
     if where:
-        yield _written_padding("params or masters", where, step=step, rank=rank, phase="gather")
+        yield _written_padding("params or masters", where, step=step, rank=rank, phase=Phase.GATHER)
 
 
-def _written_padding(what: str, where: str, *, step: int, rank: int, phase: str) -> Finding:
+def _written_padding(what: str, where: str, *, step: int, rank: int, phase: Phase) -> Finding:
     return Finding(
-        check="invariant.padding",
+        check=Check.INVARIANT_PADDING,
         step=step,
         rank=rank,
         phase=phase,

@@ -23,6 +23,7 @@ from zero_sim.cost.peaks import PeakWatch
 from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_strip
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding, Strip
 from zero_sim.judge import invariants
@@ -34,6 +35,7 @@ from zero_sim.judge.ownership import Holders
 from zero_sim.judge.seen import Seen
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.reference import encode
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
@@ -304,7 +306,7 @@ class Judge:
     def _report(self, step: int, found: Iterator[Finding]) -> None:
         for finding in found:
             is_first = self.first_step and finding.step == self.first_step
-            if is_first and finding.phase != "load":
+            if is_first and finding.phase != Phase.LOAD:
                 message = f"{finding.message}, in the first step after the checkpoint was loaded"
                 finding = replace(finding, message=message)
             self._findings.append(self._dated(finding))
@@ -433,7 +435,7 @@ class Judge:
                 else encode(part.master, scale=scale, dtype=working.dtype)
             )
             if differs(cast, working):
-                at = findings.owned("invariant.cast", "", step, rank, place)
+                at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
                 yield findings.differing(at, cast, working)
         yield from self._owing.compare_params(params, rank=rank, step=step)
         yield from invariants.check_param_padding(engine, step=step, rank=rank)

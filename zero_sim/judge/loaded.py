@@ -12,13 +12,15 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
+from zero_sim.findings.phase import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.group import Group
 from zero_sim.reference import Standing
+from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, Settings
 
-CHECK = "equality.load"
+CHECK = Check.EQUALITY_LOAD
 
 _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
 """Settings that choose between ways of computing the same."""
@@ -142,7 +144,7 @@ def _setting(
         check=CHECK,
         message=f"{what} is not what was saved: expected {expected!r}, got {got!r}",
         step=group.first_step,
-        phase="load",
+        phase=Phase.LOAD,
         rank=rank,
         param=param,
         manner=what,
@@ -155,7 +157,7 @@ def _of_param(group: Group, name: str, *, rank: int) -> Finding:
         check=CHECK,
         message="the working param is not what was saved",
         step=group.first_step,
-        phase="load",
+        phase=Phase.LOAD,
         rank=rank,
         param=name,
         offset_in_param=0,

@@ -16,9 +16,10 @@ from torch import Tensor
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.records import Finding
 from zero_sim.reference import OtherUpdate, Otherwise
+from zero_sim.scenario.checks import Check
 from zero_sim.targets import OwnedPart
 
-_UPDATED = ("equality.master", "equality.state", "equality.params")
+_UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks of what comes of an update; what differs before it has another cause."""
 
 Pick = Callable[[OtherUpdate], Mapping[str, Tensor]]

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zero_sim.findings.phase import Phase
+from zero_sim.scenario.checks import Check
+
 if TYPE_CHECKING:
     from zero_sim.findings.records import Finding, Strip, StripBucket
     from zero_sim.sim import CollectiveRecord, EventLog
@@ -21,14 +24,16 @@ SUSPECTS_UNFOLDED = 12
 
 _REDUCING, _GATHERING = ("reduce",), ("gather", "all_to_all", "broadcast")
 _CARRYING = (*_REDUCING, *_GATHERING, "scatter", "send", "recv")
-_MARKED = {
-    "backward": _REDUCING,
-    "reduce": _REDUCING,
-    "norm": ("all_reduce",),
-    "write-back": _GATHERING,
-    "gather": _GATHERING,
+_MARKED: dict[str, tuple[str, ...]] = {
+    Phase.BACKWARD: _REDUCING,
+    Phase.REDUCE: _REDUCING,
+    Phase.NORM: ("all_reduce",),
+    Phase.WRITE_BACK: _GATHERING,
+    Phase.GATHER: _GATHERING,
 }
 """What is in the name of the collectives that carry what is compared in a phase."""
+
+_VERBS: dict[str, str] = {Phase.REDUCE: "reduces", Phase.GATHER: "gathers"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +125,9 @@ def _near(pair: tuple[int, CollectiveRecord], when: str, *, suspect: bool) -> Ne
 def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
     """Whether a call is of a kind that carries what is compared in the finding's phase."""
     words = _MARKED.get(finding.phase or "", ())
-    if finding.check == "equality.scale":
+    if finding.check == Check.EQUALITY_SCALE:
         words = _REDUCING
-    elif finding.phase == "gather" and not told:
+    elif finding.phase == Phase.GATHER and not told:
         # Of a system that shows its params alone, whatever came before is seen in them first.
         words = _CARRYING
     return any(word in record.kind for word in words)
@@ -157,7 +162,7 @@ def _missing(
     finding: Finding, strip: Strip, bucket: StripBucket, *, carrying: Sequence[CollectiveRecord]
 ) -> str:
     elems = bucket.stop - bucket.start
-    verb = {"reduce": "reduces", "gather": "gathers"}.get(finding.phase or "")
+    verb = _VERBS.get(finding.phase or "")
     if verb is None or not elems:
         return ""
     seen = sum(elems in (record.elems, record.output_elems) for record in carrying)

@@ -10,13 +10,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from zero_sim.errors import UsageError
+from zero_sim.scenario.checks import Check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """One check, explained."""
 
-    check: str
+    check: Check
     meaning: str
     """What was compared, or what must hold."""
     why: str
@@ -33,7 +34,7 @@ class Explanation:
 
 _EXPLANATIONS = (
     Explanation(
-        check="equality.load",
+        check=Check.EQUALITY_LOAD,
         meaning="Right after a checkpoint was loaded, before the next forward, each rank has the "
         "masters, optimizer state, working params, scales, settings of param groups and loss scale "
         "that the run was saved with, bit for bit, whatever the new layout is.",
@@ -54,7 +55,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="equality.loss",
+        check=Check.EQUALITY_LOSS,
         meaning="The loss of one micro-batch on one rank equals the reference's, bit for bit.",
         why="It is the first number that depends on the params: a difference means that this "
         "forward did not use the params that the step before should have left.",
@@ -72,7 +73,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="equality.grad",
+        check=Check.EQUALITY_GRAD,
         meaning="The gradient of each owned element, as summed over ranks and micro-batches, is "
         "the reference's sum in the named order; where no order is known, it lies within the "
         "bound that is proven from all ranks' gradients.",
@@ -95,7 +96,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="equality.norm",
+        check=Check.EQUALITY_NORM,
         meaning="The gradient norm that the step reports equals the "
         "reference's: every element of every param counted exactly once.",
         why="Clipping scales all gradients by it; a norm that is a little wrong changes the "
@@ -114,7 +115,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="equality.zeros",
+        check=Check.EQUALITY_ZEROS,
         meaning="The number of zero elements in the whole gradient that the step reports equals "
         "the reference's: every element of every param counted exactly once.",
         why="It is a cheap witness of what was reduced: a count that is off tells of padding, of a "
@@ -127,7 +128,7 @@ _EXPLANATIONS = (
         seen_in=("DeepSpeed#3832: padding took part in what was summed over the gradient",),
     ),
     Explanation(
-        check="equality.skipped",
+        check=Check.EQUALITY_SKIPPED,
         meaning="The step was skipped exactly where some rank's scaled gradient overflowed.",
         why="If some ranks skip a step and others take it, their params part for ever.",
         causes=(
@@ -137,13 +138,13 @@ _EXPLANATIONS = (
         seen_in=("PyTorch#115710: found_inf was used before its reduction had completed",),
     ),
     Explanation(
-        check="equality.loss-scale",
+        check=Check.EQUALITY_LOSS_SCALE,
         meaning="The loss scale used in the step equals the reference's.",
         why="A scale that differs between ranks weights their gradients differently, silently.",
         causes=("the scale's counters were advanced on some ranks only, or not restored on load",),
     ),
     Explanation(
-        check="equality.master",
+        check=Check.EQUALITY_MASTER,
         meaning="The fp32 master of each owned element equals the reference's after the step.",
         why="Masters carry everything that training has learnt below the precision of the params.",
         causes=(
@@ -159,7 +160,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="equality.state",
+        check=Check.EQUALITY_STATE,
         meaning="Every tensor of the optimizer's state, moments and step counters, equals the "
         "reference's.",
         why="A wrong moment shows in the params only steps later, and then looks like noise.",
@@ -175,7 +176,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="equality.params",
+        check=Check.EQUALITY_PARAMS,
         meaning="Every rank's working params equal the cast of the reference's masters, all of "
         "them, owned or not.",
         why="Ranks that train on different params still produce a falling loss.",
@@ -190,7 +191,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="equality.scale",
+        check=Check.EQUALITY_SCALE,
         meaning="The scale of each fp8 param equals the reference's, on every rank.",
         why="A param's bytes mean nothing without the scale they were made with.",
         causes=(
@@ -199,7 +200,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="invariant.ownership",
+        check=Check.INVARIANT_OWNERSHIP,
         meaning="Between them, the ranks of one replica own every element of every param exactly "
         "once.",
         why="An element without owner is never trained; one with two by chance.",
@@ -214,28 +215,28 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="invariant.zero-gradients",
+        check=Check.INVARIANT_ZERO_GRADIENTS,
         meaning="Before the first backward of a step all gradient buffers are zero.",
         why="Gradients left over from the step before act like momentum that nobody asked for.",
         causes=("the buffer was not zeroed", "it was zeroed before a reduction had read it"),
         seen_in=("Megatron-LM#4609: the buffer was reused by a gather and not zeroed",),
     ),
     Explanation(
-        check="invariant.padding",
+        check=Check.INVARIANT_PADDING,
         meaning="Padding holds zeros, in gradients, params and masters alike.",
         why="Padding ends up in norms, in checkpoints and in the shards of the next layout.",
         causes=("memory allocated without being zeroed", "an offset that runs into the padding"),
         seen_in=("DeepSpeed#8210: uninitialised padding in the norm",),
     ),
     Explanation(
-        check="invariant.cast",
+        check=Check.INVARIANT_CAST,
         meaning="A working param equals its own master, cast to the working dtype.",
         why="It is the one link between what is stepped and what is trained with.",
         causes=("a fragment was not written back", "it was written to a neighbour's place"),
         seen_in=("Megatron-LM#6336: only the first part of a split param was refreshed",),
     ),
     Explanation(
-        check="invariant.start",
+        check=Check.INVARIANT_START,
         meaning="Before the first step, ranks that hold the same param or buffer have the same "
         "values of it; asked where the case has them begin with different ones "
         "(`model.distinct_start`).",
@@ -249,7 +250,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="invariant.replicas",
+        check=Check.INVARIANT_REPLICAS,
         meaning="Ranks that hold the same reduced gradient, norm or working param hold the same "
         "bits of it; asked where the order of addition is not known, and no reference can say "
         "which bits these are.",
@@ -263,7 +264,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="invariant.overlap",
+        check=Check.INVARIANT_OVERLAP,
         meaning="Each reduction was on its way as soon as its bucket's gradients were there, and "
         "no reduction or gather was waited for before it had to be.",
         why="A pipeline that issues late or waits early has the right numbers and costs what it "
@@ -281,7 +282,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="invariant.volume",
+        check=Check.INVARIANT_VOLUME,
         meaning="In every step, each rank calls exactly the collectives that its stage needs: "
         "their kinds, groups and elements follow from the sizes of the params in closed form.",
         why="Twice the traffic gives the same numbers, and costs half of the speed.",
@@ -297,7 +298,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="invariant.memory",
+        check=Check.INVARIANT_MEMORY,
         meaning="Between two steps a rank holds the bytes that its stage allows: flat gradients "
         "and params, masters and state of what it owns; nothing else grows with the model. Within "
         "a step, where a phase is named, whole gradients and params are those alone of buckets "
@@ -316,14 +317,14 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="invariant.crossing",
+        check=Check.INVARIANT_CROSSING,
         meaning="No collective of the system joins ranks that train different params.",
         why="Sums over different params are sums of unrelated numbers.",
         causes=("a group made from world ranks instead of group ranks", "a default group used"),
         seen_in=("DeepSpeed#7601: a slice taken by global instead of group rank",),
     ),
     Explanation(
-        check="world.contract",
+        check=Check.WORLD_CONTRACT,
         meaning="Every rank of a group issued the same collectives, in one order, with tensors "
         "that fit and that NCCL accepts.",
         why="NCCL does not check: it hangs, or takes one rank's bytes for another's.",
@@ -338,7 +339,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="world.deadlock",
+        check=Check.WORLD_DEADLOCK,
         meaning="No rank could go on: each waits for a collective that another never comes to.",
         why="On a cluster it costs the time-out, and then tells nothing.",
         causes=(
@@ -349,7 +350,7 @@ _EXPLANATIONS = (
         seen_in=("PyTorch#158719: a param unused on one rank",),
     ),
     Explanation(
-        check="world.race",
+        check=Check.WORLD_RACE,
         meaning="The program touched memory that a collective was still reading or writing.",
         why="On a device the result depends on timing: mostly right, sometimes not.",
         causes=(
@@ -363,7 +364,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="world.in-flight-race",
+        check=Check.WORLD_IN_FLIGHT_RACE,
         meaning="The program touched memory that it had lent to a collective, between its issue "
         "and its wait.",
         why="Until then the collective may read its inputs and write its outputs at any time: "
@@ -379,32 +380,32 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="world.stalled-by-plan",
+        check=Check.WORLD_STALLED_BY_PLAN,
         meaning="The ranks wait for one that the scenario's plan of faults stalled.",
         why="A stalled rank stops all others: that the world says so at once, and whom it waits "
         "for, is what such a case is to show.",
         causes=("faults in the scenario; where it is meant, say expect.finding",),
     ),
     Explanation(
-        check="world.rank-failed",
+        check=Check.WORLD_RANK_FAILED,
         meaning="A rank raised an exception.",
         why="The others would have waited for it until a time-out.",
         causes=("see its traceback",),
     ),
     Explanation(
-        check="world.stalled",
+        check=Check.WORLD_STALLED,
         meaning="A rank ran on without ever reaching a collective that others wait for.",
         why="Training stands still.",
         causes=("an endless loop", "a computation longer than the limit; raise stall_seconds"),
     ),
     Explanation(
-        check="world.failed",
+        check=Check.WORLD_FAILED,
         meaning="The world ended for a reason that has no check of its own.",
         why="Nothing after it was judged.",
         causes=("see its text",),
     ),
     Explanation(
-        check="world.rank-died",
+        check=Check.WORLD_RANK_DIED,
         meaning="Every worker process lived to the end of its case.",
         why="A rank that is gone takes the whole job with it.",
         causes=(
@@ -413,7 +414,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="world.hung",
+        check=Check.WORLD_HUNG,
         meaning="Every process gave a sign of life within `run.stall_seconds`.",
         why="A job that hangs costs every machine it runs on until somebody looks.",
         causes=(
@@ -423,7 +424,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="backend.order-drift",
+        check=Check.BACKEND_ORDER_DRIFT,
         meaning="The backend adds in the order, and with the accumulator, of the model that the "
         "case names; measured from its outputs before the first case relies on it.",
         why="Where it does not, the bits of an ordinary gradient are not known, and a difference "
@@ -436,32 +437,32 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="expect.accuracy",
+        check=Check.EXPECT_ACCURACY,
         meaning="The held-out accuracy after the last step reached what the scenario expects.",
         why="Equality with the reference says that both train alike, not that they learn.",
         causes=("a learning rate or a number of steps that does not fit",),
     ),
     Explanation(
-        check="expect.finding",
+        check=Check.EXPECT_FINDING,
         meaning="The scenario plants something wrong and names the check that must find it.",
         why="A check that cannot fail protects nobody.",
         causes=("the fault did not take effect", "another check found it first"),
     ),
     Explanation(
-        check="guard.same-data",
+        check=Check.GUARD_SAME_DATA,
         meaning="The ranks saw different data.",
         why="With equal data on all ranks most bugs of a reduction cannot be seen: mixed-up ranks, "
         "contributions that are missing or counted twice.",
         causes=('data.ranks = "same"', "a seed that does not depend on the rank"),
     ),
     Explanation(
-        check="guard.zero-gradients",
+        check=Check.GUARD_ZERO_GRADIENTS,
         meaning="Enough of the gradient is nonzero.",
         why="Equal zeros prove nothing.",
         causes=("saturated activations", "params that the loss does not reach"),
     ),
     Explanation(
-        check="guard.wide-bounds",
+        check=Check.GUARD_WIDE_BOUNDS,
         meaning="Where the order of addition is not known, enough elements of the gradient have a "
         "bound that does not hold zero.",
         why="A bound that holds zero is kept by a system that sums nothing: to lie within it "
@@ -472,7 +473,7 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="guard.not-followed",
+        check=Check.GUARD_NOT_FOLLOWED,
         meaning="Where the order of addition is not known, each step can be followed: from the "
         "gradient that the system shows to its masters, and on from its params.",
         why="What comes after a step that cannot be followed is not owed, so that agreement up to "
@@ -483,13 +484,13 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="guard.nothing-stepped",
+        check=Check.GUARD_NOTHING_STEPPED,
         meaning="At least one step was taken, on finite gradients.",
         why="A run whose every step was skipped compares initial values with themselves.",
         causes=("an overflow in every step",),
     ),
     Explanation(
-        check="guard.not-order-free",
+        check=Check.GUARD_NOT_ORDER_FREE,
         meaning="With a model that is there to have exact sums, no sum depends on the order of "
         "addition.",
         why="Where one does, equality is owed only under the modelled order, and a real backend "
@@ -500,44 +501,46 @@ _EXPLANATIONS = (
         ),
     ),
     Explanation(
-        check="guard.norm-not-certified",
+        check=Check.GUARD_NORM_NOT_CERTIFIED,
         meaning="The rounding of the norm does not depend on the order of its sum.",
         why="Where it does, no bit behind the clipping is owed, and a difference would be no bug.",
         causes=("chance: the norm lies next to the middle of two fp32 values; take another seed",),
     ),
     Explanation(
-        check="guard.fault-unnoticed",
+        check=Check.GUARD_FAULT_UNNOTICED,
         meaning="A planted fault took effect, and yet all state agreed.",
         why="Such a run must not count as a pass: it shows a fault that nothing noticed.",
         causes=("the corrupted element does not reach any state", "a bit that rounding removes"),
     ),
     Explanation(
-        check="guard.fault-not-reached",
+        check=Check.GUARD_FAULT_NOT_REACHED,
         meaning="A planted fault took effect.",
         why="A run that never came to it says nothing about it.",
         causes=("a call number beyond the last call of that rank",),
     ),
     Explanation(
-        check="internal.judge",
+        check=Check.INTERNAL_JUDGE,
         meaning="The judge, the reference or the workload raised an error that it did not foresee.",
         why="Nothing is said about the system; please report it.",
         causes=("a bug in zero_sim", "a workload of your own that raises"),
     ),
     Explanation(
-        check="internal.error",
+        check=Check.INTERNAL_ERROR,
         meaning="zero_sim itself failed.",
         why="Nothing was judged; please report it.",
         causes=("a bug in zero_sim",),
     ),
     Explanation(
-        check="internal.process-died",
+        check=Check.INTERNAL_PROCESS_DIED,
         meaning="The process of `zero-sim run --jobs` that ran the case ended in the middle of it.",
         why="Nothing was judged; other cases go on on a new process.",
         causes=("too little memory", "a system that ends its process", "a crash inside torch"),
     ),
 )
 
-EXPLANATIONS = {explanation.check: explanation for explanation in _EXPLANATIONS}
+EXPLANATIONS: dict[str, Explanation] = {
+    explanation.check: explanation for explanation in _EXPLANATIONS
+}
 
 
 def explain(check: str) -> Explanation:

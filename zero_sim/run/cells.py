@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from zero_sim.findings.records import Finding
 from zero_sim.layout.topology import Topology
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
 
@@ -80,7 +81,7 @@ def check_crossing(records: Iterable[CollectiveRecord], cells: Sequence[Cell]) -
             continue
         if not any(home.issuperset(record.group_ranks) for home in homes):
             yield Finding(
-                check="invariant.crossing",
+                check=Check.INVARIANT_CROSSING,
                 rank=record.rank,
                 message=f"{record.kind} at {record.site} joins ranks {list(record.group_ranks)}, "
                 "which train different params and are at different places",

@@ -23,6 +23,7 @@ from zero_sim.findings.records import Finding, not_judged, unforeseen
 from zero_sim.run import CaseResult, run_case
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
 from zero_sim.workloads import check_device
@@ -171,7 +172,7 @@ def _kept_worlds(chosen: Chosen) -> Judge:
 
 def _died(scenario: Scenario, error: BrokenExecutor) -> CaseResult:
     finding = Finding(
-        check="internal.process-died",
+        check=Check.INTERNAL_PROCESS_DIED,
         message="the process that ran this case ended in the middle of it, so nothing is said "
         "about the system; its error output stands above. Try --jobs 1, which shows where",
         detail=str(error),

@@ -17,6 +17,7 @@ from zero_sim.run.real import judge_rank, probe_order, processes_of
 from zero_sim.run.reports import CaseRun, Failure, Report, result_of
 from zero_sim.run.runner import judge_case
 from zero_sim.run.setup import OrderProbe, Setup, judge_after_probe
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 
@@ -249,7 +250,7 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
             yield Report(failure=failure)
         elif ending.how == "died":
             died = Finding(
-                check="world.rank-died",
+                check=Check.WORLD_RANK_DIED,
                 rank=ending.rank,
                 message=f"rank {ending.rank}: {ending.error}",
                 detail=_where(stacks),
@@ -263,7 +264,7 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
 def _hung(stacks: Mapping[int, str], *, stall_seconds: float) -> Finding:
     """The finding for processes that do not get on."""
     return Finding(
-        check="world.hung",
+        check=Check.WORLD_HUNG,
         message=f"{len(stacks)} rank{'s' if len(stacks) > 1 else ''} gave no sign of life for "
         f"{stall_seconds:g} s",
         detail=_where(stacks),

@@ -14,6 +14,7 @@ from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import CaseResult, Finding, Strip, not_judged
 from zero_sim.judge.conclude import Account, conclude
 from zero_sim.judge.seen import Seen, finding_from, merge_seen
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
 
@@ -143,7 +144,7 @@ def _seen_by_all(reports: Sequence[Report]) -> list[Seen]:
 def _rank_failed(failure: Failure) -> Finding:
     head, _, rest = failure.message.partition("\n")
     return Finding(
-        check="world.rank-failed",
+        check=Check.WORLD_RANK_FAILED,
         rank=failure.rank,
         message=f"rank {failure.rank} raised {head}",
         detail="\n".join(part for part in (rest, failure.detail) if part),
@@ -154,7 +155,7 @@ def _not_judged(scenario: Scenario, failure: Failure) -> CaseResult:
     if failure.kind == "user":
         return not_judged(scenario.name, failure.message)
     finding = Finding(
-        check="internal.judge",
+        check=Check.INTERNAL_JUDGE,
         rank=failure.rank,
         message="the judge, the reference or the workload raised an error that it did not "
         "foresee, so nothing is said about the system; please report it",

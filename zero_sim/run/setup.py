@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import CaseResult, Finding, not_judged
 from zero_sim.run.real import processes_of
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import EXACT_MODELS
@@ -140,7 +141,7 @@ def judge_after_probe(
 def _drifted(scenario: Scenario, setup: Setup, drift: str, *, why: str) -> CaseResult:
     """The result of a case that relies on a model which the backend does not follow."""
     finding = Finding(
-        check="backend.order-drift",
+        check=Check.BACKEND_ORDER_DRIFT,
         message=f"{setup.backend} does not add as the model {scenario.world.order!r} says, so the "
         f"bits of this case are not known, and with {why} it cannot be judged by bounds either; "
         "the system under test was not judged. Try --native with an exact model, or another "

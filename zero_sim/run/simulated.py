@@ -16,6 +16,7 @@ from zero_sim.run.cells import check_crossing
 from zero_sim.run.program import Seat, Segment, build_program, folder_for, segments_of
 from zero_sim.run.reports import CaseRun
 from zero_sim.run.trial import Trial
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import (
     ContractViolation,
@@ -136,17 +137,17 @@ def _check_costs(seat: Seat, log: EventLog) -> Iterator[Finding]:
 def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:
     """The finding for a world that ended before its programs did, though no rank raised."""
     head, _, rest = str(failed).partition("\n")
-    check, rank = "world.failed", None
+    check, rank = Check.WORLD_FAILED, None
     match failed:
         case Deadlock():
             planned = any(record.kind == "stall" and record.fired for record in faults)
-            check = "world.stalled-by-plan" if planned else "world.deadlock"
+            check = Check.WORLD_STALLED_BY_PLAN if planned else Check.WORLD_DEADLOCK
         case ContractViolation():
-            check, rank = "world.contract", failed.rank
+            check, rank = Check.WORLD_CONTRACT, failed.rank
         case DataRace():
-            check, rank = "world.race", failed.rank
+            check, rank = Check.WORLD_RACE, failed.rank
         case RankStalled():
-            check, rank = "world.stalled", failed.rank
+            check, rank = Check.WORLD_STALLED, failed.rank
         case InFlightRace():
-            check, rank = "world.in-flight-race", failed.rank
+            check, rank = Check.WORLD_IN_FLIGHT_RACE, failed.rank
     return Finding(check=check, message=head, rank=rank, detail=rest)

@@ -5,59 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero_sim.errors import Problem
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.fields import describe_value
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.scenario.suggest import closest
-
-CHECKS = (
-    "equality.load",
-    "equality.loss",
-    "equality.grad",
-    "equality.norm",
-    "equality.zeros",
-    "equality.skipped",
-    "equality.loss-scale",
-    "equality.master",
-    "equality.state",
-    "equality.params",
-    "equality.scale",
-    "invariant.ownership",
-    "invariant.zero-gradients",
-    "invariant.padding",
-    "invariant.cast",
-    "invariant.start",
-    "invariant.replicas",
-    "invariant.overlap",
-    "invariant.volume",
-    "invariant.memory",
-    "invariant.crossing",
-    "world.contract",
-    "world.deadlock",
-    "world.race",
-    "world.in-flight-race",
-    "world.stalled-by-plan",
-    "world.rank-failed",
-    "world.stalled",
-    "world.failed",
-    "world.rank-died",
-    "world.hung",
-    "backend.order-drift",
-    "expect.accuracy",
-    "expect.finding",
-    "guard.same-data",
-    "guard.zero-gradients",
-    "guard.wide-bounds",
-    "guard.not-followed",
-    "guard.nothing-stepped",
-    "guard.not-order-free",
-    "guard.norm-not-certified",
-    "guard.fault-unnoticed",
-    "guard.fault-not-reached",
-    "internal.judge",
-    "internal.error",
-    "internal.process-died",
-)
-"""All checks, by the names that reports show."""
 
 
 def check_faults(scenario: Scenario) -> Iterator[Problem]:
@@ -126,7 +77,7 @@ def _check_place(path: str, fault: FaultSpec) -> Iterator[Problem]:
 def check_finding(scenario: Scenario) -> Iterator[Problem]:
     """Check that what is to be found is a check that there is, or a family of them."""
     wanted = scenario.expect.finding
-    known = (*CHECKS, *dict.fromkeys(check.partition(".")[0] for check in CHECKS))
+    known = (*Check, *dict.fromkeys(check.family for check in Check))
     if wanted is not None and wanted not in known:
         near = closest(wanted, known)
         yield Problem(
