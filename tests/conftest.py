@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.profiles import register_profiles
+from zero_sim.mutants import find_mutants
 from zero_sim.run import run_case
 from zero_sim.scenario.spec import DataSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.sim import World
@@ -220,3 +222,15 @@ def judged(pool: WorldPool) -> Callable[..., CaseResult]:
         return run_case(scenario, pool=pool, target=target, turns=turns, keep_logs=keep_logs)
 
     return run
+
+
+@pytest.fixture
+def broken() -> Iterator[Callable[[str], None]]:
+    """Break the system as the mutant of an id does, to the end of the test."""
+    with ExitStack() as stack:
+
+        def apply(id: str) -> None:
+            (one,) = find_mutants([id])
+            stack.enter_context(one.apply())
+
+        yield apply

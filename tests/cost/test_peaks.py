@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.scenario.spec import ModelSpec, RunSpec, SystemSpec, WorldSpec
-from zero_sim.zero.schedule import OnUse, UnderBackward
-from zero_sim.zero.storage import TransientStorage
-from zero_sim.zero.unit import Unit
 
 STAGE_2 = SystemSpec(stage=2, bucket_elems=8)
 STAGE_3 = SystemSpec(stage=3, bucket_elems=8)
@@ -45,77 +42,41 @@ def test_models_whose_params_are_used_otherwise(peaks, model, prefetch):
     assert peaks(replace(STAGE_3, prefetch=prefetch), model=ModelSpec(name=model)) == "pass"
 
 
-def test_reductions_that_are_never_waited_for(peaks, monkeypatch):
+def test_reductions_that_are_never_waited_for(peaks, broken):
     """More than one bucket in flight."""
-    right = UnderBackward._issue_next
-
-    def wrong(self):
-        finish, Unit.finish_reduce = Unit.finish_reduce, lambda unit: None
-        right(self)
-        Unit.finish_reduce = finish
-
-    monkeypatch.setattr(UnderBackward, "_issue_next", wrong)
+    broken("R29")
     said = peaks(STAGE_2)
     assert said.startswith("backward: this rank holds")
     assert "bytes of whole gradients of the bucket of" in said
     assert "as the gradient of" in said
 
 
-def test_memory_that_is_let_go_of_late(peaks, monkeypatch):
-    """A storage that keeps what it released until it is used again."""
-
-    def release(self):
-        self._old, self._whole = self._whole, None
-
-    monkeypatch.setattr(TransientStorage, "release", release)
+def test_gradients_whose_memory_is_not_let_go_of(peaks, broken):
+    broken("R06")
     assert "whole gradients" in peaks(STAGE_2)
 
 
-def test_params_that_stay_after_their_forward(peaks, monkeypatch):
-    """All are kept, though the case says that they go; calls would be too few, too."""
-    right = OnUse._leave
-
-    def wrong(self, unit, *, keep):
-        right(self, unit, keep=keep or unit is self._units[0])
-
-    monkeypatch.setattr(OnUse, "_leave", wrong)
+def test_params_that_stay_after_their_forward(peaks, broken):
+    """One of them; calls would be too few, too."""
+    broken("W54")
     said = peaks(STAGE_3)
     assert said.startswith("forward: ")
     assert "whole params of the bucket of 0.up.weight" in said
 
 
-def test_params_that_are_gathered_too_early(peaks, monkeypatch):
+def test_params_that_are_gathered_too_early(peaks, broken):
     """One further bucket ahead, with as many calls as before."""
-    right = OnUse.__init__
-
-    def wrong(self, module, *, prefetch, **named):
-        right(self, module, prefetch=prefetch + 1, **named)
-
-    monkeypatch.setattr(OnUse, "__init__", wrong)
+    broken("W55")
     assert peaks(STAGE_3).startswith("forward: ")
 
 
-def test_params_that_stay_to_the_end_of_backward(peaks, monkeypatch):
+def test_params_that_stay_to_the_end_of_backward(peaks, broken):
     """Gradients leave in time, params do not."""
-
-    def wrong(self, unit):
-        self._close(unit)
-        self._first_use.pop(unit, None)
-        unit.finish_gather()
-
-    monkeypatch.setattr(OnUse, "_end_gradients", wrong)
+    broken("W56")
     assert peaks(replace(STAGE_3, prefetch=0)).startswith("backward: ")
 
 
-def test_placeholders_that_hold_whole_memory(peaks, monkeypatch):
+def test_placeholders_that_hold_whole_memory(peaks, broken):
     """The storage lets go, the params do not."""
-    right = Unit.free_params
-
-    def wrong(self):
-        held = [(memory.param, memory.param.data) for memory in self.members]
-        right(self)
-        for param, data in held:
-            param.data = data
-
-    monkeypatch.setattr(Unit, "free_params", wrong)
+    broken("W53")
     assert "whole params" in peaks(STAGE_3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from zero_sim.layout import planner
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
+from zero_sim.zero import collectives
 from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
@@ -375,3 +377,33 @@ def later_micro_batches_of_split_params(patch: Patches) -> None:
             grad[own] = param.grad.reshape(-1)[own]
             param.grad = grad.view(param.shape)
         right(self, memory, param)
+
+
+@mutant("A07", "ACCUM", "S2", seen_in="class ACCUM", core=True)
+def gradients_of_the_last_step(patch: Patches) -> None:
+    """Gradients that stay in memory are not zeroed between steps."""
+
+    @patch(Buffer, "zero_grads")
+    def wrong(right, self):
+        if self.sharding.grads:
+            right(self)
+
+
+@mutant("S07", "SCALE", "", seen_in="class SCALE", core=True)
+def mean_over_the_shards(patch: Patches) -> None:
+    """Where gradients are summed over the ranks that shard, their mean is taken."""
+
+    @patch(units, "reduce_scatter_sum")
+    def wrong(right, output, flat, *, group, async_op=False):
+        mean = dist.ReduceOp.AVG
+        return collectives._reduce_scatter(output, flat, op=mean, group=group, async_op=async_op)
+
+
+@mutant("S08", "SCALE", "", seen_in="class SCALE")
+def nothing_divided(patch: Patches) -> None:
+    """Sums over ranks are not divided."""
+
+    @patch(StepCount, "_take")
+    def wrong(right, self, *, last):
+        right(self, last=last)
+        return 1

@@ -14,7 +14,9 @@ from zero_sim.mutants import (
     hybrid,
     layout,
     lifetimes,
+    places,
     reductions,
+    scales,
     shards,
     updates,
 )
@@ -38,6 +40,8 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         gathers,
         shards,
         hybrid,
+        places,
+        scales,
     )
     for one in _in(module)
 )

@@ -179,6 +179,15 @@ def weights_only_takes_state(patch: Patches) -> None:
         right(self, path)
 
 
+@mutant("C14", "CKPT", "CK S2", seen_in="class CKPT")
+def state_left_out(patch: Patches) -> None:
+    """Every load takes the weights alone, whatever was asked."""
+
+    @patch(own.ZeroSimEngine, "load")
+    def wrong(right, self, path, *, weights_only=False):
+        right(self, path, weights_only=True)
+
+
 @mutant("C06", "CKPT", "CK SP", seen_in="DeepSpeed#7601")
 def pieces_from_the_params_start(patch: Patches) -> None:
     """At load, a rank reads its piece of a param from the start of the stored piece."""

@@ -388,3 +388,32 @@ def use_never_ends(patch: Patches) -> None:
     def wrong(right, self, needed, module, args, output):
         self._in_use.update(needed)
         right(self, needed, module, args, output)
+
+
+@mutant("W54", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
+def first_unit_stays_too(patch: Patches) -> None:
+    """Between forward and backward the first unit stays, too."""
+
+    @patch(OnUse, "_leave")
+    def wrong(right, self, unit, *, keep):
+        right(self, unit, keep=keep or unit is self._units[0])
+
+
+@mutant("W55", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
+def one_unit_too_far_ahead(patch: Patches) -> None:
+    """One unit more than was asked for is gathered ahead."""
+
+    @patch(OnUse, "__init__")
+    def wrong(right, self, module, **named):
+        right(self, module, **(named | {"prefetch": named["prefetch"] + 1}))
+
+
+@mutant("W56", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
+def params_stay_through_backward(patch: Patches) -> None:
+    """Params stay whole to the end of backward, though their gradients leave on the way."""
+
+    @patch(OnUse, "_end_gradients")
+    def wrong(right, self, unit):
+        self._close(unit)
+        self._first_use.pop(unit, None)
+        unit.finish_gather()

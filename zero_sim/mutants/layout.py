@@ -16,6 +16,7 @@ from zero_sim.zero import data_parallel, optimizer
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
+from zero_sim.zero.unit import Unit
 
 
 def _moved(bucket: BucketPlan, *, start: int) -> BucketPlan:
@@ -206,6 +207,17 @@ def padding_of_masters(patch: Patches) -> None:
             if own.stop > plan.padding.start:
                 shard[max(0, plan.padding.start - own.start) :] = torch.inf
         return shards, masters
+
+
+@mutant("L09", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
+def padding_of_sums(patch: Patches) -> None:
+    """The padding of sums over micro-batches is written with each of them."""
+
+    @patch(Unit, "accumulate_sum")
+    def wrong(right, self, *, is_first):
+        right(self, is_first=is_first)
+        padded = self.plan.padding.start - self.plan.span.start
+        self.grad_total[max(0, padded - self.own_span.start) :] = 1
 
 
 @mutant("M19", "TIED", "TI DR", seen_in="DeepSpeed#7534")

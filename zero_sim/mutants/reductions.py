@@ -376,3 +376,20 @@ def first_gradient_lost(patch: Patches) -> None:
         if unit is not None and unit.frees_grads and unit.grad_state is GradState.EMPTY:
             param.grad = torch.zeros_like(param.grad)
         right(self, memory, param)
+
+
+@mutant("R29", "VOLUME", "B2 Z2", seen_in="class VOLUME", kill="memory", core=True)
+def reductions_pile_up(patch: Patches) -> None:
+    """A unit is issued without waiting for the one before, so that more than two are whole."""
+
+    @patch(UnderBackward, "_issue_next")
+    def wrong(right, self):
+        unit = self._units[self._issued_count]
+        unit.fill()
+        self._before_sum(unit)
+        if self._is_async:
+            unit.start_reduce()
+        else:
+            unit.reduce()
+        self._issued.add(unit)
+        self._issued_count += 1

@@ -457,3 +457,12 @@ def scale_of_the_step_before(patch: Patches) -> None:
             now = scale.clone()
             scale.copy_(last[param])
             last[param] = now
+
+
+@mutant("P06", "OPTST", "", seen_in="class OPTST", core=True)
+def nothing_stepped(patch: Patches) -> None:
+    """Masters are not stepped."""
+
+    @patch(DistributedOptimizer, "_step_masters")
+    def wrong(right, self, trained, grads):
+        return None
