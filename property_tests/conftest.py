@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from tests.older_torch import provide_names
 from zero_sim.backends import WorldPool
 from zero_sim.fuzz.profiles import register_profiles
 
 register_profiles()
+provide_names()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.older_torch import provide_names
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.profiles import register_profiles
@@ -24,6 +25,7 @@ from zero_sim.sim.schedule import Recipe
 from zero_sim.sim.world.run import Run
 
 register_profiles()
+provide_names()
 
 
 @pytest.fixture(scope="session", autouse=True)

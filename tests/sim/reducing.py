@@ -17,6 +17,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from zero_sim.backends.probe import by_calling, by_model, compare, observe
 
+# As torch 2.13 calls it.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PROBED_ELEMS = 60
 AVERAGED = (7, 1000)
 SIZES = (1, 2, 3, 7, 8, 1000, 65_537, 300_001)
@@ -45,7 +47,7 @@ def all_kinds(group, rank, size, dtype):
         yield f"all_reduce {op}", whole
         even = x.repeat(count)[: size * count] * 0.75
         part = torch.empty(size, dtype=dtype)
-        dist.reduce_scatter_single(part, even, op=op, group=group)
+        reduce_scatter_single(part, even, op=op, group=group)
         yield f"reduce_scatter {op}", part
         sizes = [size + r * (size % 2) for r in range(count)]
         out = torch.empty(sizes[me], dtype=dtype)
@@ -71,7 +73,7 @@ def coalesced_kinds(group, rank, dtype):
     outputs = [torch.empty(size, dtype=dtype) for size in COALESCED]
     with _coalescing_manager(group=group):
         for output, whole in zip(outputs, inputs, strict=True):
-            dist.reduce_scatter_single(output, whole, group=group)
+            reduce_scatter_single(output, whole, group=group)
     yield from ((f"coalesced reduce_scatter {i}", output) for i, output in enumerate(outputs))
 
 

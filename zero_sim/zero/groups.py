@@ -14,11 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch.distributed as dist
 
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero.collectives import size_and_rank
+
+# A rank's place in its block follows from its place in `group`. In torch 2.11 all groups are
+# sorted, and there is nothing to ask for.
+_AS_THEY_STAND: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,8 +152,7 @@ def split_ranks(world_size: int, *, redundancy: int) -> int:
 def _new_groups(members: Sequence[Sequence[int]], *, own: int, is_part: bool) -> dist.ProcessGroup:
     """Make all groups, in one order on all ranks, and return the one that this rank is in."""
     groups = [
-        # sort_ranks=False: a rank's place in its block follows from its place in `group`.
-        dist.new_group(list(ranks), use_local_synchronization=is_part, sort_ranks=False)
+        dist.new_group(list(ranks), use_local_synchronization=is_part, **_AS_THEY_STAND)
         for ranks in members
     ]
     group = groups[own]
