@@ -14,6 +14,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
+from enum import StrEnum
 from typing import Literal
 
 VERSION = 1
@@ -282,6 +283,8 @@ def _of_type(hint: object) -> Node:
     if origin is Mapping:
         return {"type": "object", "additionalProperties": _of_type(args[1])}
     assert isinstance(hint, type), hint
+    if issubclass(hint, StrEnum):
+        return {"enum": [member.value for member in hint]}
     if dataclasses.is_dataclass(hint):
         return _record(hint)
     return {"type": _PLAIN[hint]}
