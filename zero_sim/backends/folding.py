@@ -6,6 +6,7 @@ performs the collective on them with the same code and order as the simulated wo
 can be judged exactly on real processes. What only moves data goes to the transport as it is.
 
 Every collective is complete when its call returns; asynchronous ones hand out a work that is done.
+On a device that means that it is on the device's current stream, as NCCL's own `wait` leaves it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_sim.backends.transport import Membership
+from zero_sim.backends.transports import find_transport
 from zero_sim.sim.call import Call
 from zero_sim.sim.comm.collectives import PERFORM
 from zero_sim.sim.comm.process_group import SimProcessGroup
@@ -42,20 +45,28 @@ def folding_backend(transport: str, order: str, *, seed: int = 0) -> str:
     name = f"{transport}_{order}_{seed}".replace("-", "_")
     if not hasattr(dist.Backend, name.upper()):
         create = functools.partial(_create, transport=transport, order=ORDERS[order](seed))
-        dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
+        # Where it is no CPU's, torch moves objects by the device, too, and gives it no CPU tensor.
+        devices = [find_transport(transport).device_type]
+        dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
     return name
 
 
 def _create(options: Any, _: Any, *, transport: str, order: Order) -> SimProcessGroup:
+    carrying = find_transport(transport)
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     group = Group(options.group_id, members, label=options.group_id)
-    store = dist.PrefixStore("transport", options.store)
-    place = (store, options.group_rank, options.group_size)
-    if transport == "nccl":
-        inner = dist.ProcessGroupNCCL(*place, dist.ProcessGroupNCCL.Options())
-    else:
-        inner = dist.ProcessGroupGloo(*place, options.timeout)
-    return SimProcessGroup(_Transport(inner, order), group, options.group_rank)
+    inner = carrying.make_group(
+        Membership(
+            store=dist.PrefixStore("transport", options.store),
+            rank=options.group_rank,
+            ranks=members,
+            name=options.group_id,
+            timeout=options.timeout,
+        )
+    )
+    device = carrying.device or torch.device(carrying.device_type)
+    carrier = _Carrier(inner, order, rank=members[options.group_rank], device=device)
+    return SimProcessGroup(carrier, group, options.group_rank)
 
 
 def _outputs_of(call: Call, rank: int) -> list[Tensor]:
@@ -86,7 +97,11 @@ class _DoneWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
+        # With its devices, so that callbacks run on streams that see what was written.
+        devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
+        future: torch.futures.Future = torch.futures.Future(
+            devices=sorted(devices, key=str) or None
+        )
         future.set_result(self._tensors)
         return future
 
@@ -99,16 +114,22 @@ class _DoneWork(dist.Work):
     _source_rank = source_rank
 
 
-class _Transport:
+class _Carrier:
     """The cluster behind a process group: the group's own transport, and an order."""
 
-    def __init__(self, inner: Any, order: Order) -> None:
+    def __init__(self, inner: Any, order: Order, *, rank: int, device: torch.device) -> None:
         self._inner = inner
+        self._rank = rank
         self._order = order
+        self.device = device
+        """What it moves data of."""
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> dist.Work:
         """Do one rank's side of a collective, to the end."""
-        if call.kind in _REDUCING:
+        self._check(call.kind, *call.inputs, *call.outputs)
+        if call.kind == "barrier":
+            _barrier(self._inner, self.device)
+        elif call.kind in _REDUCING:
             self._fold(call, group_rank, world_size=len(group.ranks))
         else:
             _MOVE[call.kind](self._inner, call, group_rank)
@@ -118,12 +139,14 @@ class _Transport:
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
     ) -> dist.Work:
         """Send, and come back when it is on its way."""
+        self._check("send", tensor)
         return self._inner.send([tensor.contiguous()], peer, tag)
 
     def receive(
         self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
     ) -> dist.Work:
         """Receive."""
+        self._check("receive", tensor)
         if peer is None:
             return self._inner.recv_anysource([tensor], tag)
         return self._inner.recv([tensor], peer, tag)
@@ -141,6 +164,33 @@ class _Transport:
         self._inner.shutdown()
         # gloo's connections end with the object.
         self._inner = None
+
+    def device_kinds(self) -> Sequence[str]:
+        """The transport's: where torch asks, it puts objects there, too."""
+        return [self.device.type]
+
+    def note_aborted(self, group: Group, group_rank: int) -> None:
+        """End the transport without waiting for anything."""
+        if self._inner is not None:
+            self._inner.abort()
+            self._inner = None
+
+    def _check(self, kind: str, *tensors: Tensor) -> None:
+        """Check that the transport can reach all memory of a call.
+
+        Raises:
+            ContractViolation: It cannot.
+        """
+        for tensor in tensors:
+            if tensor.device.type != self.device.type:
+                raise ContractViolation(
+                    f"expected {kind} with tensors on {self.device.type}, got one of shape "
+                    f"{tuple(tensor.shape)} on {tensor.device}: this backend moves no other "
+                    f"memory. Move it to {self.device} first.",
+                    aspect="device",
+                    rank=self._rank,
+                    other_rank=self._rank,
+                )
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> ContractViolation:
         """The error for a member that destroyed its side of a group and uses it."""
@@ -251,8 +301,13 @@ def _all_to_all_list(inner: Any, call: Call, rank: int) -> None:
         output.copy_(part.view(output.shape))
 
 
-def _barrier(inner: Any, call: Call, rank: int) -> None:
-    inner.barrier(dist.BarrierOptions()).wait()
+def _barrier(inner: Any, device: torch.device) -> None:
+    options = dist.BarrierOptions()
+    if device.index is not None:
+        # NCCL would guess by the rank within the group.
+        options.device_ids = [device.index]
+        options.device = device  # pyrefly: ignore  # torch's stub shows it as read-only.
+    inner.barrier(options).wait()
 
 
 _MOVE: dict[str, Callable[[Any, Call, int], None]] = {
@@ -263,5 +318,4 @@ _MOVE: dict[str, Callable[[Any, Call, int], None]] = {
     "gather": _gather,
     "all_to_all": _all_to_all,
     "all_to_all_list": _all_to_all_list,
-    "barrier": _barrier,
 }

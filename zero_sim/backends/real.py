@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_sim.backends.folding import folding_backend
-from zero_sim.errors import EnvironmentProblem, ZeroSimError
+from zero_sim.backends.transports import find_transport
+from zero_sim.errors import ZeroSimError
 
 _SIGN_SECONDS = 0.25
 """Least time between two signs of life."""
@@ -36,19 +37,14 @@ class RealRank:
         timeout_seconds: How long a collective may take before the backend gives up.
 
     Raises:
-        EnvironmentProblem: This torch has no such backend.
+        EnvironmentProblem: This machine has no such backend.
     """
 
     def __init__(
         self, *, backend: str, rank: int, store: dist.Store, timeout_seconds: float = 600.0
     ) -> None:
-        available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-        if not available.get(backend, False):
-            have = [name for name, there in available.items() if there]
-            raise EnvironmentProblem(
-                f"expected a torch with backend {backend!r}, got one with {have}. "
-                "Try `zero-sim doctor`."
-            )
+        self.transport = find_transport(backend)
+        self.transport.check()
         self.backend = backend
         self.rank = rank
         self.store = store
@@ -60,6 +56,8 @@ class RealRank:
         """Whether it waits for what others tell: then it is one of those that must get on."""
         self.last_words = ""
         """Why this rank gave up on the program; empty where it did not."""
+        self.is_setting_up = False
+        """Whether it makes connections, which takes as long as it takes."""
         self._last_sign = 0.0
         self._number = -1
         self._told: set[str] = set()
@@ -103,7 +101,7 @@ class RealRank:
                 the backend itself does.
             order_seed: What that order draws from, if it draws.
         """
-        name = self.backend
+        name = self.transport.torch_name
         if order is not None:
             name = folding_backend(self.backend, order, seed=order_seed)
         if self._open != (size, name):
@@ -114,7 +112,7 @@ class RealRank:
         except BaseException:
             # Others may sit in a collective for ever: nobody is waited for, and who comes reads it.
             self._tell({"says": False}, about=f"left {about}")
-            self.leave()
+            self.leave(abort=True)
             raise
         clean = len(dist.distributed_c10d._world.pg_map) == 1
         heard = self.exchange(clean, size=size, about=f"left {about}")
@@ -127,6 +125,7 @@ class RealRank:
         A rank that connected and left again at once would cut those that still connect off.
         """
         self.leave()
+        self.is_setting_up = True
         try:
             dist.init_process_group(
                 backend,
@@ -134,14 +133,19 @@ class RealRank:
                 rank=self.rank,
                 world_size=size,
                 timeout=timedelta(seconds=self.timeout_seconds),
+                device_id=self.transport.device,
             )
+            self.transport.warm_up()
         except BaseException:
             self.withdraw([f"joined {about}"])
+            self.leave(abort=True)
             raise
+        finally:
+            self.is_setting_up = False
         try:
             self.exchange(True, size=size, about=f"joined {about}")
         except BaseException:
-            self.leave()
+            self.leave(abort=True)
             raise
 
     def exchange(self, what: Any, *, size: int, about: str = "") -> list[Any]:
@@ -181,9 +185,15 @@ class RealRank:
             if f"{self._key(about)}/{self.rank}" not in self._told:
                 self._tell({}, about=about)
 
-    def leave(self) -> None:
-        """Destroy every group of this process."""
-        if dist.is_initialized():
+    def leave(self, *, abort: bool = False) -> None:
+        """Destroy every group of this process.
+
+        Args:
+            abort: Whether something may be under way that never comes to an end.
+        """
+        if abort:
+            self.transport.abort()
+        elif dist.is_initialized():
             dist.destroy_process_group()
         self._open = None
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import (
     Connection,
@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
+from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 
 TEAMS_OPEN_MAX = 4
@@ -41,6 +42,8 @@ from zero_sim.backends.nursery import main
 main()
 """
 """Workers import what this process can, from where it does; a `-m` would add the current folder."""
+_LOOK = 0.25
+"""How often it is looked whether a worker of another process is lost."""
 _OTHERS_SECONDS = 3.0
 """How long the others may still take to notice that one of them died or gave up."""
 
@@ -68,6 +71,24 @@ class _Worker:
     connection: Connection
 
 
+@dataclass(kw_only=True, slots=True)
+class Seat:
+    """The one worker that a process of a larger job keeps."""
+
+    rank: int
+    """Of the worker, in the job."""
+    size: int
+    """Workers of the whole job."""
+    store: tuple[str, int]
+    """Host and port of the store that they all share."""
+    generation: int = 0
+    """How often the workers of the job were started anew; the same for all who keep one."""
+    is_lost: Callable[[], bool] = lambda: False
+    """Whether the worker of somebody else died, hangs or gave up at this job."""
+    note_lost: Callable[[], None] = lambda: None
+    """Says so of this one."""
+
+
 class _NotConnected(Exception):
     """A worker that was forked never came; says which, and why."""
 
@@ -84,6 +105,7 @@ class Teams:
         backend: What the workers speak, `gloo` or `nccl`.
         preload: Modules to import before the workers are forked.
         teams_open_max: The least recently used team ends when there would be more.
+        seat: Where workers are part of a larger job: which; None where each team is all of it.
 
     Example:
         >>> with Teams(backend="gloo") as teams:  # doctest: +SKIP
@@ -96,8 +118,11 @@ class Teams:
         backend: str = "gloo",
         preload: Sequence[str] = ("zero_sim.backends.worker",),
         teams_open_max: int = TEAMS_OPEN_MAX,
+        seat: Seat | None = None,
     ) -> None:
         self._backend = backend
+        self._seat = seat
+        self._renews = find_transport(backend).renews
         self._teams_open_max = teams_open_max
         self._teams: dict[int, _Team] = {}
         self._numbers = itertools.count()
@@ -108,7 +133,9 @@ class Teams:
         address = str(Path(self._folder.name) / "workers")
         self._listener.bind(address)
         self._listener.listen()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = None
+        if seat is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # One thread a process: ranks share the cores, and the count decides the bits of a product.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._nursery = subprocess.Popen(
@@ -155,12 +182,24 @@ class Teams:
         """
         team = self._team(size)
         message = {"op": "run", "job": job, "payload": {**payload, "number": next(self._numbers)}}
-        endings = _broadcast(team, message, timeout_seconds=timeout_seconds)
-        if any(ending.how in ("died", "hung") for ending in endings.values()):
-            del self._teams[size]
-            deaths = self._end(team)
+        endings = _broadcast(team, message, timeout_seconds=timeout_seconds, seat=self._seat)
+        if any(self.ends_with(ending) for ending in endings.values()):
+            deaths = self.renew(size)
             endings = {rank: _with_status(end, deaths[rank]) for rank, end in endings.items()}
-        return tuple(endings[rank] for rank in range(size))
+        return tuple(endings[rank] for rank in sorted(endings))
+
+    def ends_with(self, ending: Ending) -> bool:
+        """Whether the workers are of no use after one of them ended in this way."""
+        return ending.how in ("died", "hung") or (ending.gave_up and self._renews)
+
+    def renew(self, size: int) -> Mapping[int, int]:
+        """End a team, if it is there; the next job of that size gets a new one.
+
+        Returns:
+            The exit status of each worker, by rank, as it was before.
+        """
+        team = self._teams.pop(size, None)
+        return {} if team is None else self._end(team)
 
     def close(self) -> None:
         """End every worker and the nursery."""
@@ -186,9 +225,10 @@ class Teams:
         return team
 
     def _start(self, size: int) -> _Team:
-        pids = [self._ask({"fork": {"rank": rank}})["pid"] for rank in range(size)]
+        first = 0 if self._seat is None else self._seat.rank
+        pids = [self._ask({"fork": {"rank": first + rank}})["pid"] for rank in range(size)]
         try:
-            workers = self._connect(pids)
+            workers = self._connect(pids, first=first)
         except _NotConnected as lost:
             for pid in pids:
                 self._kill(pid)
@@ -199,14 +239,17 @@ class Teams:
         join = {
             "op": "join",
             "backend": self._backend,
-            "store": [self._store.host, self._store.port],
-            "team": next(self._numbers),
+            **self._meeting(size),
         }
         endings = _broadcast(team, join, timeout_seconds=_START_SECONDS).values()
         if any(ending.how != "done" for ending in endings):
             deaths = self._end(team)
             endings = [_with_status(ending, deaths[ending.rank]) for ending in endings]
+            # Who gave up says why; the others only that somebody did.
+            endings.sort(key=lambda ending: not ending.gave_up)
         for ending in endings:
+            if ending.gave_up:
+                raise EnvironmentProblem(ending.error)
             if ending.how != "done":
                 raise EnvironmentProblem(
                     f"cannot start {size} workers; the one of rank {ending.rank} {ending.how}: "
@@ -214,7 +257,16 @@ class Teams:
                 )
         return team
 
-    def _connect(self, pids: Sequence[int]) -> list[_Worker]:
+    def _meeting(self, size: int) -> dict[str, Any]:
+        """Where workers find each other: the store, how many they are, and which team it is."""
+        if self._seat is None:
+            assert self._store is not None
+            store = [self._store.host, self._store.port]
+            return {"store": store, "size": size, "team": next(self._numbers)}
+        seat = self._seat
+        return {"store": list(seat.store), "size": seat.size, "team": f"job-{seat.generation}"}
+
+    def _connect(self, pids: Sequence[int], *, first: int) -> list[_Worker]:
         """Wait until every worker has connected.
 
         Raises:
@@ -229,7 +281,7 @@ class Teams:
                     worker = _greet(Connection(handle), authkey=self._authkey)
                 except (EOFError, OSError):
                     continue  # It has ended since; the next look tells which one.
-                workers[worker.rank] = worker
+                workers[worker.rank - first] = worker
                 continue
             for rank in sorted(set(range(len(pids))) - workers.keys()):
                 status = self._ask({"ended": pids[rank]})["status"]
@@ -285,9 +337,13 @@ def _greet(connection: Connection, *, authkey: bytes) -> _Worker:
 
 
 def _broadcast(
-    team: _Team, message: Mapping[str, Any], *, timeout_seconds: float
+    team: _Team,
+    message: Mapping[str, Any],
+    *,
+    timeout_seconds: float,
+    seat: Seat | None = None,
 ) -> dict[int, Ending]:
-    """Send a message to all workers and wait for an ending of each."""
+    """Send a message to all workers and wait for an ending of each; arguments as for `Teams`."""
     endings: dict[int, Ending] = {}
     pending: dict[Any, _Worker] = {}
     for worker in team.workers:
@@ -299,35 +355,61 @@ def _broadcast(
     deadline = time.monotonic() + timeout_seconds
     is_lost = bool(endings)
     while pending:
-        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        left = deadline - time.monotonic()
+        if seat is not None and not is_lost and seat.is_lost():
+            is_lost = True
+            deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
+            continue
+        ready = wait(list(pending), timeout=max(0.0, left if seat is None else min(left, _LOOK)))
         if not ready:
+            if seat is not None and left > 0:
+                continue
             endings.update(_ask_where(pending))
             break
         for connection in ready:
-            ending = _receive(pending[connection])
+            ending = _receive(pending[connection], with_listening=seat is not None)
             if ending is None:
                 if not is_lost:
                     deadline = time.monotonic() + timeout_seconds
+                continue
+            if isinstance(ending, _Listening):
                 continue
             del pending[connection]
             endings[ending.rank] = ending
             if (ending.how == "died" or ending.gave_up) and not is_lost:
                 is_lost = True
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
+    if seat is not None and any(end.how != "done" or end.gave_up for end in endings.values()):
+        seat.note_lost()
     return endings
 
 
-def _receive(worker: _Worker) -> Ending | None:
-    """A worker's ending; None for a sign of life."""
+class _Listening:
+    """A worker says that it waits for what others tell."""
+
+
+def _receive(worker: _Worker, *, with_listening: bool = False) -> Ending | _Listening | None:
+    """A worker's ending; None for a sign of life, which it is to wait for those elsewhere.
+
+    Args:
+        worker: It.
+        with_listening: Whether those it listens to are workers of other processes.
+    """
     try:
         answer = json.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         return _death(worker.rank)
     if answer["op"] == "alive":
         return None
+    if answer["op"] == "listening":
+        return None if with_listening else _Listening()
     if answer["op"] == "raised":
         return Ending(
-            rank=worker.rank, how="raised", error=answer["error"], detail=answer["traceback"]
+            rank=worker.rank,
+            how="raised",
+            error=answer["error"],
+            detail=answer["traceback"],
+            gave_up=answer.get("gave_up", False),
         )
     return Ending(
         rank=worker.rank,

@@ -1,38 +1,26 @@
-"""This process as one of those that torchrun, or anything that sets the same variables, started."""
+"""Jobs that torchrun started, or anything that sets the same variables.
+
+Each process of such a job keeps one worker, which is the rank: it trains and judges, and may die or
+hang. The process itself only hands cases on, so that all of them outlive a case that does; then
+every one starts its worker anew.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zero_sim.backends.real import RealRank
-from zero_sim.backends.worker import stack_of
+from zero_sim.backends.team import Ending, Seat, Teams
+from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.host import supervisor
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_COLLECT_SECONDS = 10.0
-_POLL_SECONDS = 0.2
-
-NCCL_PINS = {
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_MIN_CTAS": "1",
-    "NCCL_MAX_CTAS": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_COLLNET_ENABLE": "0",
-    "NCCL_PAT_ENABLE": "0",
-    "NCCL_WIN_ENABLE": "0",
-}
-"""What makes NCCL add in one ring on one channel; what is set already stays as it is."""
+_IDLE = f"{__name__}:be_there"
 
 
 def is_launched() -> bool:
@@ -45,147 +33,110 @@ def place() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def join(backend: str) -> tuple[RealRank, int]:
-    """Take this process's seat.
+def be_there(payload: Mapping[str, Any], seat: RealRank) -> list[str]:
+    """Say what is fixed about the transport of a worker; a job."""
+    return list(seat.transport.notes(payload["processes"]))
+
+
+def _is_second(problem: str) -> bool:
+    return problem.endswith(" gave up")
+
+
+class LaunchedJob:
+    """This process's part of a launched job; to be closed.
 
     Args:
         backend: `gloo` or `nccl`.
-
-    Returns:
-        The seat, and how many processes there are.
+        preload: Modules that the worker imports first.
+        start_seconds: How long workers may take to be there.
 
     Raises:
-        EnvironmentProblem: The variables are not set, or the device of this rank does not exist.
-    """
-    missing = [name for name in _NEEDED if name not in os.environ]
-    if missing:
-        raise EnvironmentProblem(
-            f"expected to be started by torchrun, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set. "
-            "Try torchrun --nproc-per-node 4 -m zero_sim run PATH."
-        )
-    if backend == "nccl":
-        _take_device()
-        for name, value in NCCL_PINS.items():
-            os.environ.setdefault(name, value)
-    torch.set_num_threads(1)
-    torch.get_num_threads()
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    return RealRank(
-        backend=backend, rank=rank, store=dist.PrefixStore("zero_sim", store)
-    ), world_size
-
-
-def pinned(backend: str) -> tuple[str, ...]:
-    """What was fixed about a backend, in words, after `join`: its version, algorithm, protocol."""
-    if backend != "nccl":
-        return ()
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    pins = " ".join(f"{name}={os.environ[name]}" for name in NCCL_PINS)
-    return (
-        f"NCCL {version} on {torch.cuda.get_device_name()}, {os.environ['WORLD_SIZE']} processes",
-        f"pinned: {pins}",
-    )
-
-
-def _take_device() -> None:
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    count = torch.cuda.device_count()
-    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if count == 0 or (local_rank >= count and not shared):
-        raise EnvironmentProblem(
-            f"expected a GPU for local rank {local_rank}, but this machine has {count}. "
-            "Try fewer processes a node, or NCCL_MULTI_RANK_GPU_ENABLE=1 with NCCL 2.30 or newer."
-        )
-    torch.cuda.set_device(local_rank % count)
-
-
-class Watchdog:
-    """Turns a hang into a report: where every rank was, told through the store.
-
-    A collective that never completes cannot be interrupted, so the processes end after it.
-
-    Args:
-        seat: This process's rank.
-        world_size: How many processes there are.
-        on_hang: Called on rank 0 with every rank's stack, and after how many seconds without a
-            sign of life, before the processes end.
+        EnvironmentProblem: The variables are not set, or on some machine the device of a rank does
+            not exist, is of another kind than that of others, or is theirs.
     """
 
     def __init__(
-        self,
-        seat: RealRank,
-        *,
-        world_size: int,
-        on_hang: Callable[[Mapping[int, str], float], None],
+        self, backend: str, *, preload: Sequence[str], start_seconds: float = 300.0
     ) -> None:
-        self._seat = seat
-        # The main thread may sit in the other connection for as long as it listens to others.
-        # torch's stub does not show `clone`.
-        self._store = seat.store.clone()  # pyrefly: ignore
-        self._world_size = world_size
-        self._on_hang = on_hang
-        self._deadline: float | None = None
-        self._seconds = 0.0
-        self._key = ""
-        self._main = threading.get_ident()
-        seat.on_sign = self._put_off
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        missing = [name for name in _NEEDED if name not in os.environ]
+        if missing:
+            raise EnvironmentProblem(
+                f"expected to be started by torchrun, but {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not set. "
+                "Try torchrun --nproc-per-node 4 -m zero_sim run PATH."
+            )
+        store, rank, self.count = next(dist.rendezvous("env://"))
+        self._store = dist.PrefixStore("zero_sim", store)
+        # It joins no group: it only tells and hears.
+        self._own = RealRank(
+            backend=backend, rank=rank, store=dist.PrefixStore("keepers", self._store)
+        )
+        find_transport(backend).check()
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._seat = Seat(rank=rank, size=self.count, store=address)
+        self._teams = Teams(backend=backend, preload=preload, seat=self._seat)
+        self._number = 0
+        try:
+            endings = self.run(_IDLE, {}, stall_seconds=start_seconds)
+        except BaseException:
+            self._teams.close()
+            raise
+        self.notes: Sequence[str] = endings[0].result or ()
 
-    @contextmanager
-    def watching(self, number: int, *, seconds: float) -> Iterator[None]:
-        """Watch over one case.
+    def run(
+        self, job: str, payload: Mapping[str, Any], *, stall_seconds: float
+    ) -> Sequence[Ending]:
+        """Run a job on the workers of all processes, each of which calls this.
 
         Args:
-            number: Of the case; the same on all ranks.
-            seconds: How long a rank may give no sign of life.
+            job: `module:name`, as for `Teams.run`.
+            payload: What it takes; that of rank 0 counts, with the number of `processes` added.
+            stall_seconds: How long a worker may give no sign of life.
+
+        Returns:
+            How it ended on each rank, in rank order.
+
+        Raises:
+            EnvironmentProblem: A worker cannot be started.
         """
-        self._key, self._seconds = f"hang/{number}", seconds
-        self._put_off()
+        self._number += 1
+        self._own.begin(self._number)
+        # Folders are of one machine, which all share or can take no such case: rank 0's.
+        shared = {**self._exchange(payload, about="payload")[0], "processes": self.count}
+        self._watch(f"lost/{self._number}")
+        problem, ending = "", None
         try:
-            yield
-        finally:
-            self._deadline = None
-
-    def _put_off(self) -> None:
-        self._deadline = time.monotonic() + self._seconds
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(_POLL_SECONDS)
-            deadline = self._deadline
-            if deadline is None:
-                continue
-            # Who listens to others does not hang; one of the others does.
-            overdue = time.monotonic() > deadline and not self._seat.is_listening
-            if overdue:
-                self._store.set(f"{self._key}/asked", "")
-            if overdue or self._store.check([f"{self._key}/asked"]):
-                self._report()
-
-    def _report(self) -> None:
-        store, key = self._store, self._key
-        store.set(
-            f"{key}/{self._seat.rank}", json.dumps(self._seat.last_words or stack_of(self._main))
+            (ending,) = self._teams.run(job, shared, size=1, timeout_seconds=stall_seconds)
+        except EnvironmentProblem as error:
+            problem = str(error)
+        told = self._exchange(
+            {"problem": problem, "ending": ending and asdict(ending)}, about="ending"
         )
-        if self._seat.rank == 0:
-            stacks = {}
-            until = time.monotonic() + _COLLECT_SECONDS
-            waiting = set(range(self._world_size))
-            while waiting and time.monotonic() < until:
-                for rank in sorted(waiting):
-                    if store.check([f"{key}/{rank}"]):
-                        stacks[rank] = json.loads(store.get(f"{key}/{rank}"))
-                        waiting.discard(rank)
-                time.sleep(_POLL_SECONDS)
-            stacks.update(dict.fromkeys(waiting, "(no answer: gone, or not in this case)"))
-            self._on_hang(dict(sorted(stacks.items())), self._seconds)
-            store.set(f"{key}/reported", "")
-        else:
-            # Rank 0 keeps the store: whoever ends before it has read would be missing.
-            until = time.monotonic() + 2 * _COLLECT_SECONDS
-            while time.monotonic() < until and not store.check([f"{key}/reported"]):
-                time.sleep(_POLL_SECONDS)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        supervisor.end_process(1)
+        problems: list[str] = [each["problem"] for each in told if each["problem"]]
+        if problems:
+            # Who had to leave because another one did says no more than that.
+            raise EnvironmentProblem(min(problems, key=_is_second))
+        endings = [Ending(**each["ending"]) for each in told]
+        if any(self._teams.ends_with(each) for each in endings):
+            self._teams.renew(1)
+            self._seat.generation += 1
+        return endings
+
+    def close(self, *, in_order: bool) -> None:
+        """End the worker.
+
+        Args:
+            in_order: Whether all processes close: then they wait for each other, since one of them
+                may keep the store.
+        """
+        self._teams.close()
+        if in_order:
+            self._own.begin(self._number + 1)
+            self._exchange(None, about="end")
+
+    def _watch(self, key: str) -> None:
+        self._seat.is_lost = lambda: self._store.check([key])
+        self._seat.note_lost = lambda: self._store.set(key, "")
+
+    def _exchange(self, what: Any, *, about: str) -> list[Any]:
+        return self._own.exchange(what, size=self.count, about=f"all {about}")

@@ -13,6 +13,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -22,11 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends.real import RealRank
+from zero_sim.backends.nccl import check_alike
+from zero_sim.backends.real import RankGone, RealRank
+from zero_sim.backends.recorder import pending_calls
+from zero_sim.backends.transports import local_rank_of
 from zero_sim.errors import EnvironmentProblem
 
 _PACKAGE = str(Path(__file__).parent.parent)
+_CALLED = (f"{_PACKAGE}/sim/", f"{_PACKAGE}/backends/folding")
 _FRAMES_MAX = 10
+_TICK_SECONDS = 0.25
 
 
 def serve(connection: Connection, *, rank: int) -> None:
@@ -56,20 +62,33 @@ def serve(connection: Connection, *, rank: int) -> None:
                 # Nobody is left to answer to, and a job may hang for good.
                 os._exit(0)
             if message["op"] == "stack":
-                answer({"op": "stack", "text": stack_of(main_thread)})
+                where = [stack_of(main_thread), pending_calls()]
+                answer({"op": "stack", "text": "\n".join(filter(None, where))})
             else:
                 jobs.put(message)
 
     threading.Thread(target=listen, name="listen", daemon=True).start()
     seat: RealRank | None = None
+
+    def tick() -> None:
+        while True:
+            time.sleep(_TICK_SECONDS)
+            if seat is not None and seat.is_setting_up:
+                answer({"op": "alive"})
+            elif seat is not None and seat.is_listening:
+                answer({"op": "listening"})
+
+    threading.Thread(target=tick, name="tick", daemon=True).start()
     while True:
         message = jobs.get()
         if message["op"] == "join":
             try:
                 seat = _join(message, rank=rank)
                 seat.on_sign = lambda: answer({"op": "alive"})
-            except EnvironmentProblem as error:
-                answer({"op": "raised", "error": str(error), "traceback": ""})
+            except (EnvironmentProblem, RankGone) as error:
+                # Of those that could not join, the first is the one that says why.
+                first = isinstance(error, EnvironmentProblem)
+                answer({"op": "raised", "error": str(error), "traceback": "", "gave_up": first})
                 continue
             answer({"op": "joined"})
             continue
@@ -81,7 +100,16 @@ def _join(message: Mapping[str, Any], *, rank: int) -> RealRank:
     host, port = message["store"]
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     own = dist.PrefixStore(f"team-{message['team']}", store)
-    return RealRank(backend=message["backend"], rank=rank, store=own)
+    seat = RealRank(backend=message["backend"], rank=rank, store=own)
+    try:
+        seat.transport.prepare(os.environ)
+        seat.transport.take_device(local_rank_of(rank=rank))
+        identity = dict(seat.transport.identity())
+    except EnvironmentProblem:
+        seat.withdraw(["identity"])
+        raise
+    check_alike(seat.exchange(identity, size=message["size"], about="identity"))
+    return seat
 
 
 def _run(message: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
@@ -100,11 +128,16 @@ def _run(message: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
 
 
 def stack_of(thread: int) -> str:
-    """What a thread is doing, innermost call last; only the frames below the last one of ours."""
+    """What a thread is doing, innermost call last; only the frames below the last one of ours.
+
+    Where our own process group does what is called, the call counts as torch's.
+    """
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "(no stack)"
     frames = traceback.extract_stack(frame)
+    while frames and frames[-1].filename.startswith(_CALLED):
+        frames.pop()
     ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else frames
     return "".join(traceback.format_list((below or frames)[-_FRAMES_MAX:])).rstrip()

@@ -115,16 +115,6 @@ class Session:
         self._write_junit()
         return EXIT_NOTHING_SELECTED
 
-    def note_hang(self, result: CaseResult) -> None:
-        """Tell all of a session that ends with a case that never will; from any thread."""
-        # The main thread may have sent stdout elsewhere, and is not coming back.
-        sys.stdout = self.stdout
-        case = self.selected[len(self.results)]
-        self._note(case, result, _STATUS[result.verdict])
-        self.left_out = len(self.selected) - len(self.results)
-        self.finish()
-        sys.stdout.flush()
-
     def report_problems(self) -> None:
         """Show what is wrong with files that are no scenarios."""
         from zero_sim.report.text import render_problems

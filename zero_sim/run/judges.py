@@ -22,7 +22,7 @@ from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import Finding, not_judged, unforeseen
 from zero_sim.run import CaseResult, run_case
 from zero_sim.run.real_judge import on_workers
-from zero_sim.run.setup import Setup
+from zero_sim.run.setup import own_setup
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
@@ -61,7 +61,7 @@ def open_judge(
         EnvironmentProblem: There is no such device.
     """
     if backend != "sim":
-        with on_workers(Setup(backend=backend)) as judge:
+        with on_workers(own_setup(backend)) as judge:
             yield judge
         return
     chosen = chosen or Chosen()

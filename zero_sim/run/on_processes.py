@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from zero_sim.backends.torchrun import is_launched, place
-from zero_sim.errors import UsageError
+from zero_sim.errors import ZeroSimError
 from zero_sim.host import supervisor
 from zero_sim.run import CaseResult
 from zero_sim.run.real_judge import as_launched, on_workers
-from zero_sim.run.setup import RealBackend, Setup
+from zero_sim.run.setup import RealBackend, Setup, own_setup
 from zero_sim.scenario.discover import Case
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
@@ -37,10 +37,6 @@ class Session(Protocol):
         judging: Callable[[], AbstractContextManager[Callable[[Scenario], CaseResult]]],
     ) -> int:
         """Judge them and tell all; the exit status."""
-        ...
-
-    def note_hang(self, result: CaseResult) -> None:
-        """Tell all, since the process is about to end."""
         ...
 
 
@@ -67,30 +63,29 @@ def run_on_processes(
         same on every rank.
 
     Raises:
-        UsageError: The backend has to be launched and is not; or there is no such target.
+        UsageError: There is no such target.
         EnvironmentProblem: This machine has no such backend, or too few devices.
     """
     if target is not None:
         # Said once, and not by every rank in every case.
         import_target(target)
     if not is_launched():
-        if backend == "nccl":
-            raise UsageError(
-                "expected --backend nccl to be started by torchrun. Try "
-                "torchrun --nproc-per-node 2 -m zero_sim run PATH --backend nccl."
-            )
-        setup = Setup(backend=backend, native=native)
+        setup = own_setup(backend, native=native)
         chosen = session.select(cases, setup.why_left_out)
         return session.run(chosen, lambda: on_workers(setup, target=target or ""))
     rank, ranks_max = place()
     setup = Setup(backend=backend, native=native, ranks_max=ranks_max)
     if rank:
         session.junit = None
-    with _silent() if rank else contextlib.nullcontext():
-        chosen = session.select(cases, setup.why_left_out)
-        status = session.run(
-            chosen, lambda: as_launched(setup, target=target or "", on_hang=session.note_hang)
-        )
+    try:
+        with _silent() if rank else contextlib.nullcontext():
+            chosen = session.select(cases, setup.why_left_out)
+            status = session.run(chosen, lambda: as_launched(setup, target=target or ""))
+    except ZeroSimError as error:
+        # What keeps all of them from it, rank 0 says.
+        if not rank:
+            raise
+        status = error.exit_status
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads that torch leaves behind abort a process now and then that ends in the ordinary way.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +9,12 @@ from typing import Any, Protocol, Self
 
 from zero_sim.backends import Ending, RealRank, Teams
 from zero_sim.backends import torchrun as launched
-from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.backends.transports import find_transport
+from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.run.program import folder_for
 from zero_sim.run.real import judge_rank, probe_order, processes_of
-from zero_sim.run.reports import CaseRun, Failure, Report, result_of
+from zero_sim.run.reports import CaseRun, Failure, Report
 from zero_sim.run.runner import judge_case
 from zero_sim.run.setup import OrderProbe, Setup, judge_after_probe
 from zero_sim.scenario.checks import Check
@@ -24,6 +24,8 @@ from zero_sim.scenario.spec import Scenario
 _PROBE_SECONDS = 120.0
 _LATE = "torch._dynamo"
 """What torch's optimizers import when the first one is made, which takes seconds."""
+
+_PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _LATE)
 
 Job = Callable[[Mapping[str, Any], RealRank], Any]
 """What a process runs, a function of a module; takes and gives what can be written as JSON."""
@@ -110,19 +112,6 @@ class RealJudge:
         reports = tuple(_reports_of(endings, stall_seconds=stall_seconds))
         return CaseRun(reports=reports, notes=self._notes(scenario))
 
-    def hung(self, stacks: Mapping[int, str], stall_seconds: float) -> CaseResult:
-        """The result of the case at hand, whose processes do not get on.
-
-        Args:
-            stacks: Where each is, by rank.
-            stall_seconds: How long they were waited for.
-        """
-        assert self._scenario is not None
-        report = Report(found=[_hung(stacks, stall_seconds=stall_seconds)])
-        ran = CaseRun(reports=[report], notes=self._notes(self._scenario))
-        seconds = time.perf_counter() - self._started
-        return replace(result_of(self._scenario, ran), seconds=seconds)
-
     def _notes(self, scenario: Scenario) -> Sequence[str]:
         return [self.setup.note(scenario), *self._processes.notes]
 
@@ -144,22 +133,17 @@ def on_workers(setup: Setup, *, target: str = "") -> RealJudge:
     """A judge on worker processes of its own, kept from case to case.
 
     Args:
-        setup: What carries the collectives; `gloo`.
+        setup: What carries the collectives.
         target: As for `RealJudge`.
 
     Raises:
-        UsageError: The backend is one that needs a launcher.
+        EnvironmentProblem: This machine has no such backend.
     """
-    if setup.backend != "gloo":
-        raise UsageError(
-            f"expected own workers for backend gloo, got {setup.backend}: start it by torchrun."
-        )
+    find_transport(setup.backend).check()
     return RealJudge(setup, _Workers(setup.backend), target=target)
 
 
-def as_launched(
-    setup: Setup, *, target: str = "", on_hang: Callable[[CaseResult], None]
-) -> RealJudge:
+def as_launched(setup: Setup, *, target: str = "") -> RealJudge:
     """A judge in each process of a job that torchrun, or something like it, started.
 
     Every process of the job runs the same cases, and all come to the same results.
@@ -167,12 +151,12 @@ def as_launched(
     Args:
         setup: What carries the collectives.
         target: As for `RealJudge`.
-        on_hang: Called on rank 0 with the result of a case that hangs; the processes end after it.
+
+    Raises:
+        EnvironmentProblem: The machines cannot run the job together; says why.
     """
     processes = _Launched(setup.backend)
-    judge = RealJudge(replace(setup, ranks_max=processes.count), processes, target=target)
-    processes.watch(lambda stacks, seconds: on_hang(judge.hung(stacks, seconds)))
-    return judge
+    return RealJudge(replace(setup, ranks_max=processes.count), processes, target=target)
 
 
 class _Workers:
@@ -181,10 +165,7 @@ class _Workers:
     notes: Sequence[str] = ()
 
     def __init__(self, backend: str) -> None:
-        self._teams = Teams(
-            backend=backend,
-            preload=("zero_sim.backends.worker", judge_rank.__module__, _LATE),
-        )
+        self._teams = Teams(backend=backend, preload=_PRELOAD)
 
     def __exit__(self, *exception: object) -> None:
         self._teams.close()
@@ -193,7 +174,7 @@ class _Workers:
         self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
     ) -> Sequence[Ending]:
         return self._teams.run(
-            f"{job.__module__}:{job.__name__}",
+            _name_of(job),
             {**payload, "processes": needed},
             size=needed,
             timeout_seconds=stall_seconds,
@@ -204,37 +185,20 @@ class _Launched:
     """All processes of the job that this process is one of."""
 
     def __init__(self, backend: str) -> None:
-        importlib.import_module(_LATE)
-        self._seat, self.count = launched.join(backend)
-        self.notes = launched.pinned(backend)
-        self._number = 0
-        self._watchdog: launched.Watchdog | None = None
-
-    def watch(self, on_hang: Callable[[Mapping[int, str], float], None]) -> None:
-        """Begin to watch over all jobs; arguments as for `Watchdog`."""
-        self._watchdog = launched.Watchdog(self._seat, world_size=self.count, on_hang=on_hang)
+        self._job = launched.LaunchedJob(backend, preload=_PRELOAD)
+        self.count, self.notes = self._job.count, self._job.notes
 
     def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
-            # Rank 0 may keep the store: it must not go before the others are through.
-            self._seat.begin(self._number + 1)
-            self._exchange(None, about="end")
-        self._seat.leave()
+        self._job.close(in_order=exception[0] is None)
 
     def run(
         self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
     ) -> Sequence[Ending]:
-        self._number += 1
-        self._seat.begin(self._number)
-        assert self._watchdog is not None
-        with self._watchdog.watching(self._number, seconds=stall_seconds):
-            # Folders are of one machine, which all share or can take no such case: rank 0's.
-            shared = {**self._exchange(payload, about="payload")[0], "processes": self.count}
-            results = self._exchange(job(shared, self._seat), about="report")
-        return [Ending(rank=rank, how="done", result=result) for rank, result in enumerate(results)]
+        return self._job.run(_name_of(job), payload, stall_seconds=stall_seconds)
 
-    def _exchange(self, what: Any, *, about: str) -> list[Any]:
-        return self._seat.exchange(what, size=self.count, about=f"all {about}")
+
+def _name_of(job: Job) -> str:
+    return f"{job.__module__}:{job.__name__}"
 
 
 def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[Report]:

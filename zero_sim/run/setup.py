@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import CaseResult, Finding, not_judged
 from zero_sim.run.real import processes_of
@@ -39,7 +40,7 @@ class Setup:
     @property
     def device(self) -> str:
         """Where the ranks compute."""
-        return "cuda" if self.backend == "nccl" else "cpu"
+        return find_transport(self.backend).device_type
 
     def why_left_out(self, scenario: Scenario) -> str:
         """Why a case cannot be judged here; empty where it can."""
@@ -80,6 +81,18 @@ class Setup:
         if self.native:
             return f"{self.backend} added in its own order, the oracle in order {order}"
         return f"{self.backend} moved the data, and every rank added it in order {order}"
+
+
+def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
+    """The setup of workers of its own on this machine.
+
+    Raises:
+        EnvironmentProblem: This machine has no such backend.
+    """
+    transport = find_transport(backend)
+    transport.check()
+    ranks_max = min(transport.processes_max or WORKERS_MAX, WORKERS_MAX)
+    return Setup(backend=backend, native=native, ranks_max=ranks_max)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from zero_sim.errors import UsageError
 from zero_sim.targets import find_target
@@ -89,6 +90,25 @@ class _Hangs(_Engine):
         time.sleep(600)
 
 
+class _HangsInA(_Hangs):
+    """In cases whose name begins with an a."""
+
+    def __init__(self, module, *, scenario, group):
+        super().__init__(module, scenario=scenario, group=group)
+        self.name = scenario.name
+        self.aside = dist.new_group([0, 1])
+
+    def go_wrong(self):
+        if self.name.startswith("a"):
+            dist.all_reduce(torch.ones(7), group=self.aside)
+
+
+class _DiesInA(_HangsInA):
+    def go_wrong(self):
+        if self.name.startswith("a"):
+            os._exit(3)
+
+
 class _Slow(_Engine):
     """Every step takes a third of the time for which a rank may be silent."""
 
@@ -154,4 +174,5 @@ def _bits(tensor):
 flips, raises, dies = _Target(_Flips), _Target(_Raises), _Target(_Dies)
 stale, misnames = _Target(_Stale), _Target(_Misnames)
 hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)
+hangs_in_a, dies_in_a = _Target(_HangsInA), _Target(_DiesInA)
 hides, slow = _Target(_Hides), _Target(_Slow)

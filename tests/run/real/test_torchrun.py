@@ -17,11 +17,11 @@ MANY = """
 CHANGED = "[reload]\nstep = 1\nworld_size = 4\n"
 
 
-def torchrun(count, *arguments, module=True):
+def torchrun(count, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     return subprocess.run(
-        [*command, *(["-m", "zero_sim", "run"] if module else []), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        [*command, "-m", "zero_sim", "run", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
         capture_output=True,
         text=True,
         check=False,
@@ -44,19 +44,30 @@ def test_four_ranks_judge_all_cases_and_one_speaks(tmp_path):
     assert told["left_out"] == {"more than 4 ranks": 1}
 
 
-def test_a_hang_is_told_with_every_ranks_call_and_ends_the_run(tmp_path, with_enough_time):
-    def attempt(seconds):
-        for name in ("a", "b"):
-            text = PLAIN.format(size=2, more=f"[run]\nstall_seconds = {seconds}\n")
-            tmp_path.joinpath(f"{name}.toml").write_text(text)
-        script = Path(__file__).with_name("hang_in_launch.py")
-        return seconds, torchrun(2, script, tmp_path, "--backend", "gloo", module=False)
+def run_two(folder, target, *, seconds):
+    for name in ("a", "b"):
+        text = PLAIN.format(size=2, more=f"[run]\nstall_seconds = {seconds}\n")
+        folder.joinpath(f"{name}.toml").write_text(text)
+    return torchrun(2, folder, "--backend", "gloo", "--target", f"targets:{target}")
 
+
+def test_a_hang_is_told_with_every_ranks_call_and_costs_one_case(tmp_path, with_enough_time):
     seconds, done = with_enough_time(
-        attempt, seconds=3.0, fits=lambda outcome: "time.sleep(600)" in outcome[1].stdout
+        lambda seconds: (seconds, run_two(tmp_path, "hangs_in_a", seconds=seconds)),
+        seconds=3.0,
+        fits=lambda outcome: "2 cases: 1 passed, 1 failed" in outcome[1].stdout,
     )
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     assert f"world.hung: 2 ranks gave no sign of life for {seconds:g} s" in done.stdout
     assert "rank 0 was at:" in done.stdout
-    assert "time.sleep(600)" in done.stdout
-    assert "2 cases: 0 passed, 1 failed, 1 not run" in done.stdout
+    assert "dist.all_reduce(torch.ones(7), group=self.aside)" in done.stdout
+    # Torch's own record of what is under way.
+    assert "pending: gloo:all_gather, call 1, of [7] Float, scheduled" in done.stdout
+    assert "2 cases: 1 passed, 1 failed" in done.stdout
+
+
+def test_a_rank_that_dies_costs_one_case(tmp_path):
+    done = run_two(tmp_path, "dies_in_a", seconds=600)
+    assert done.returncode == 1, done.stderr
+    assert "world.rank-died: rank 1: its process ended with exit status 3" in done.stdout
+    assert "2 cases: 1 passed, 1 failed" in done.stdout

@@ -43,7 +43,7 @@ from zero_sim.sim.comm.arguments import (
     root_tensor_of,
     splits_of,
 )
-from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend, present_devices
+from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend
 from zero_sim.sim.comm.plain import (
     check_writable,
     inner_calls,
@@ -83,6 +83,14 @@ class Cluster(Protocol):
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
         """Note that a member destroyed its side of a group."""
+        ...
+
+    def note_aborted(self, group: Group, group_rank: int) -> None:
+        """Note that a member aborted its side of a group."""
+        ...
+
+    def device_kinds(self) -> Sequence[str]:
+        """The kinds of device whose memory it reaches."""
         ...
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
@@ -176,7 +184,7 @@ class SimProcessGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in present_devices()]
+        return [torch.device(kind) for kind in self._cluster.device_kinds()]
 
     @property
     def options(self) -> Any:
@@ -223,7 +231,8 @@ class SimProcessGroup(ProcessGroup):
         self._cluster.note_destroyed(self._group, self._group_rank)
 
     def abort(self) -> None:
-        """Nothing to abort."""
+        """Leave at once; in the simulated world there is nothing to abort."""
+        self._cluster.note_aborted(self._group, self._group_rank)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []

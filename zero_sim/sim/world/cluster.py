@@ -10,6 +10,7 @@ from torch import Tensor
 from zero_sim.errors import UsageError
 from zero_sim.sim.call import IN_PLACE, SPARSE, Call
 from zero_sim.sim.callsite import call_site, here, is_of_torch, site_of
+from zero_sim.sim.comm.facade import present_devices
 from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group, Message
 from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import WorldFailure
@@ -36,6 +37,13 @@ class SimCluster:
         """Note that a member destroyed its side of a group; `Cluster.note_destroyed`."""
         world = group.name == DEFAULT_GROUP
         self.run.book.note_destroyed(group.ranks[group_rank], group.label, here(), world=world)
+
+    def note_aborted(self, group: Group, group_rank: int) -> None:
+        """Nothing: a simulated call needs nobody to end it; `Cluster.note_aborted`."""
+
+    def device_kinds(self) -> Sequence[str]:
+        """All that this machine has; `Cluster.device_kinds`."""
+        return present_devices()
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
         """The error for using a destroyed group; `Cluster.used_after_destroy`."""

@@ -1,0 +1,202 @@
+"""NCCL: a rank a GPU, pinned to an order that is known.
+
+Everything but the calls of CUDA and NCCL themselves, which a `Library` makes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, MutableMapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.backends.nccl_settings import SHARING, pin, shown
+from zero_sim.backends.transport import Membership
+from zero_sim.errors import EnvironmentProblem
+
+
+class Library(Protocol):
+    """An accelerator, and what moves data between several of them."""
+
+    device_type: str
+    """What torch calls its devices."""
+    torch_name: str
+    """What torch calls its process groups."""
+
+    def is_built(self) -> bool:
+        """Whether this torch has it at all."""
+        ...
+
+    def device_count(self) -> int:
+        """Devices that this process may use."""
+        ...
+
+    def version(self) -> tuple[int, ...]:
+        """Of what moves the data."""
+        ...
+
+    def toolkit(self) -> str:
+        """Of what torch was built with."""
+        ...
+
+    def device_name(self, index: int) -> str:
+        """The kind of a device."""
+        ...
+
+    def device_id(self, index: int) -> str:
+        """What tells a device from all others."""
+        ...
+
+    def use(self, index: int) -> None:
+        """Compute on a device from now on."""
+        ...
+
+    def make_group(
+        self,
+        store: dist.Store,
+        rank: int,
+        *,
+        ranks: Sequence[int],
+        name: str,
+        timeout: timedelta,
+        device: torch.device,
+    ) -> Any:
+        """A process group, connected."""
+        ...
+
+    def abort_all(self) -> None:
+        """Abort every group of this process."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device of this process."""
+        ...
+
+
+class Nccl:
+    """NCCL behind the protocol of transports.
+
+    Args:
+        library: What calls CUDA and NCCL.
+    """
+
+    name = "nccl"
+    own_order = "nccl-ring"
+    renews = True
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self.device_type = library.device_type
+        self.torch_name = library.torch_name
+        self.device: torch.device | None = None
+
+    @property
+    def processes_max(self) -> int | None:
+        """One a GPU, or any number where they may share."""
+        return None if _may_share() else self._library.device_count()
+
+    def check(self) -> None:
+        """That this torch was built with it, and that there is a GPU."""
+        if not self._library.is_built():
+            raise EnvironmentProblem(
+                f"expected a torch with NCCL, got torch {torch.__version__}, which was built "
+                "without it. Try a CUDA build of torch; `zero-sim doctor` says what there is."
+            )
+        if not self._library.device_count():
+            raise EnvironmentProblem(
+                f"expected a GPU that torch {torch.__version__} can use, got none. Try "
+                "--backend gloo, or `zero-sim doctor`."
+            )
+
+    def prepare(self, environment: MutableMapping[str, str]) -> None:
+        """Pin the order."""
+        pin(environment)
+
+    def take_device(self, local_rank: int) -> None:
+        """The GPU of the same number; where a launcher shows each process one only, that one."""
+        self.check()
+        count = self._library.device_count()
+        if local_rank >= count > 1 and not _may_share():
+            raise EnvironmentProblem(
+                f"expected a GPU for local rank {local_rank}, but this machine has {count}. Try "
+                f"fewer processes a node, or {SHARING}=1 with NCCL 2.30 or newer."
+            )
+        index = local_rank % count
+        self._library.use(index)
+        self.device = torch.device(self.device_type, index)
+
+    def make_group(self, membership: Membership) -> Any:
+        """A `ProcessGroupNCCL` that keeps name, ranks and time limit, bound to the device."""
+        assert self.device is not None
+        return self._library.make_group(
+            membership.store,
+            membership.rank,
+            ranks=membership.ranks,
+            name=membership.name,
+            timeout=membership.timeout,
+            device=self.device,
+        )
+
+    def warm_up(self) -> None:
+        """One call of the default group, to the end."""
+        dist.all_reduce(torch.ones(1, device=self.device))
+        self._library.synchronize()
+
+    def abort(self) -> None:
+        """Abort every communicator: to destroy one would wait for kernels that cannot end."""
+        if dist.is_initialized():
+            self._library.abort_all()
+
+    def identity(self) -> Mapping[str, str]:
+        """Kind and versions, alike on all processes, and which GPU it is, on none."""
+        assert self.device is not None
+        index = self.device.index or 0
+        return {
+            "torch": torch.__version__,
+            "CUDA": self._library.toolkit(),
+            "NCCL": ".".join(map(str, self._library.version())),
+            "GPU": self._library.device_name(index),
+            "only": f"{platform.node()} GPU {self._library.device_id(index)}",
+        }
+
+    def notes(self, process_count: int) -> Sequence[str]:
+        """NCCL, the GPU, and all that is set."""
+        told = self.identity()
+        kinds = f"NCCL {told['NCCL']}, CUDA {told['CUDA']} on {told['GPU']}"
+        return (f"{kinds}, {process_count} processes", *shown(os.environ))
+
+
+def _may_share() -> bool:
+    return os.environ.get(SHARING) == "1"
+
+
+def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
+    """Check that the processes of one job can be judged together.
+
+    Args:
+        identities: What each said of itself, by rank.
+
+    Raises:
+        EnvironmentProblem: Two of them differ in what must be alike, or share what they may not.
+    """
+    first = identities[0]
+    for rank, other in enumerate(identities):
+        for what in first:
+            if what != "only" and other.get(what) != first[what]:
+                raise EnvironmentProblem(
+                    f"expected the same {what} for all ranks, since each replays the work of all, "
+                    f"got {first[what]!r} for rank 0 and {other.get(what)!r} for rank {rank}. Try "
+                    "machines of one kind, with the same packages."
+                )
+    places: dict[str, int] = {}
+    for rank, other in enumerate(identities):
+        before = places.setdefault(other.get("only", f"rank {rank}"), rank)
+        if before != rank and not _may_share():
+            raise EnvironmentProblem(
+                f"expected a GPU for each rank, got ranks {before} and {rank} on {other['only']}. "
+                f"Try fewer processes a node, or {SHARING}=1 with NCCL 2.30 or newer."
+            )

@@ -1,0 +1,109 @@
+"""Variables that decide in which order NCCL adds: what is pinned, and what contradicts it.
+
+Read in NCCL's source (2.30). Its configuration files, `NCCL_CONF_FILE` or `~/.nccl.conf`, then
+`/etc/nccl.conf`, set only what the environment has not set, so that pins come before them; which
+files there are is shown. `NCCL_MIN_NCHANNELS` and its older names count beside `NCCL_MIN_CTAS`, so
+they are no other spelling of it and have to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from zero_sim.errors import EnvironmentProblem
+
+BUFFER_BYTES = 4 << 20
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""What lets several ranks share a GPU."""
+
+PINS: Mapping[str, str] = {
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MIN_CTAS": "1",
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_BUFFSIZE": str(BUFFER_BYTES),
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_COLLNET_ENABLE": "0",
+    "NCCL_PAT_ENABLE": "0",
+    "NCCL_WIN_ENABLE": "0",
+    "NCCL_TUNER_PLUGIN": "none",
+}
+"""What makes NCCL add in one ring on one channel, whose chunks are half a buffer long."""
+
+TORCH_PINS: Mapping[str, str] = {
+    # A case that hangs is ended, and told, by who watches over it; torch would end the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "0",
+    # Cases plant numbers that are not finite.
+    "TORCH_NCCL_NAN_CHECK": "0",
+}
+"""What keeps torch from ending a process, or registering memory, by itself."""
+
+RECORDER: Mapping[str, str] = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""How many calls torch's Flight Recorder keeps, unless somebody said so already."""
+
+_AS_ONE: Mapping[str, str] = dict.fromkeys(
+    ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MAX_NRINGS"), "1"
+)
+"""Older names: where they are set, they have to say one channel."""
+
+_FILES = ("NCCL_CONF_FILE", "NCCL_GRAPH_FILE", "NCCL_TOPO_FILE")
+_OFF = ("0", "false", "off", "no")
+
+
+def pin(environment: MutableMapping[str, str]) -> None:
+    """Set all that is pinned, before the first communicator is made.
+
+    Raises:
+        EnvironmentProblem: Something is set already that contradicts a pin; says all of it.
+    """
+    wrong = contradictions(environment)
+    if wrong:
+        lines = "\n".join(
+            f"  {name}={got!r}, expected {wanted!r}" for name, wanted, got in sorted(wrong)
+        )
+        names = " ".join(f"-u {name}" for name, _, _ in sorted(wrong))
+        raise EnvironmentProblem(
+            "expected NCCL to be free to add in one ring on one channel, whose order is known, but "
+            f"the environment says otherwise:\n{lines}\nTry `env {names}` before the command."
+        )
+    for name, value in {**PINS, **TORCH_PINS, **RECORDER}.items():
+        environment.setdefault(name, value)
+
+
+def contradictions(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Variables that contradict what is pinned: name, what is expected, what is set."""
+    expected = {**PINS, **TORCH_PINS, **_AS_ONE}
+    return [
+        (name, wanted, environment[name])
+        for name, wanted in expected.items()
+        if name in environment and not _agrees(environment[name], wanted)
+    ]
+
+
+def _agrees(got: str, wanted: str) -> bool:
+    if wanted == "0":
+        return got.strip().lower() in _OFF
+    try:
+        return int(got, 0) == int(wanted)
+    except ValueError:
+        return got.strip().lower() == wanted.lower()
+
+
+def shown(environment: Mapping[str, str]) -> Iterator[str]:
+    """What is set, in words: the pins, all else of NCCL's and torch's, and files that it reads."""
+    yield "pinned: " + " ".join(f"{name}={environment.get(name, '')}" for name in PINS)
+    told = {*PINS, *_FILES}
+    also = [
+        f"{name}={value}"
+        for name, value in sorted(environment.items())
+        if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_")) and name not in told
+    ]
+    if also:
+        yield "also set: " + " ".join(also)
+    files = [f"{name}={environment[name]}" for name in _FILES if name in environment]
+    own = [] if "NCCL_CONF_FILE" in environment else [Path.home() / ".nccl.conf"]
+    files += [str(path) for path in (*own, Path("/etc/nccl.conf")) if path.is_file()]
+    if files:
+        yield "files that NCCL reads: " + " ".join(files)
