@@ -30,7 +30,6 @@ def invoke(*arguments: str) -> Result:
         (["run", "--verbos", "x"], "Did you mean '--verbose'?"),
         (["run"], "Missing argument"),
         (["run", "--backend", "mpi", "x"], "'mpi' is not one of 'sim', 'gloo', 'nccl'"),
-        (["run", "--backend", "nccl", CASE], "to be started by torchrun"),
         (["run", "--native", CASE], "expected --native with --backend gloo or nccl"),
         (["run", "--backend", "gloo", "--device", "cuda", CASE], "--device with --backend sim"),
         (["run", "--backend", "gloo", "--trace", "x", CASE], "--trace with --backend sim"),

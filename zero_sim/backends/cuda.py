@@ -19,6 +19,7 @@ class Cuda:
 
     device_type = "cuda"
     torch_name = "nccl"
+    binds = True
 
     def is_built(self) -> bool:
         """Whether this torch has NCCL at all."""

@@ -52,6 +52,17 @@ def folding_backend(transport: str, order: str, *, seed: int = 0) -> str:
 
 
 def _create(options: Any, _: Any, *, transport: str, order: Order) -> SimProcessGroup:
+    return make_group(options, transport=transport, order=order)
+
+
+def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup:
+    """A process group that moves data with a transport and adds in an order.
+
+    Args:
+        options: What torch says of the group to whoever makes one.
+        transport: `gloo` or `nccl`.
+        order: The order.
+    """
     carrying = find_transport(transport)
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     group = Group(options.group_id, members, label=options.group_id)

@@ -21,6 +21,7 @@ class Gloo:
     device_type = "cpu"
     torch_name = "gloo"
     device: torch.device | None = None
+    bound_device: torch.device | None = None
     renews = False
     processes_max: int | None = None
 

@@ -26,6 +26,8 @@ class Library(Protocol):
     """What torch calls its devices."""
     torch_name: str
     """What torch calls its process groups."""
+    binds: bool
+    """Whether torch binds groups to its devices, as to all but the CPU."""
 
     def is_built(self) -> bool:
         """Whether this torch has it at all."""
@@ -93,6 +95,7 @@ class Nccl:
         self.device_type = library.device_type
         self.torch_name = library.torch_name
         self.device: torch.device | None = None
+        self.bound_device: torch.device | None = None
 
     @property
     def processes_max(self) -> int | None:
@@ -128,6 +131,7 @@ class Nccl:
         index = local_rank % count
         self._library.use(index)
         self.device = torch.device(self.device_type, index)
+        self.bound_device = self.device if self._library.binds else None
 
     def make_group(self, membership: Membership) -> Any:
         """A `ProcessGroupNCCL` that keeps name, ranks and time limit, bound to the device."""

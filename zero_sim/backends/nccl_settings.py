@@ -38,7 +38,7 @@ TORCH_PINS: Mapping[str, str] = {
     # Cases plant numbers that are not finite.
     "TORCH_NCCL_NAN_CHECK": "0",
 }
-"""What keeps torch from ending a process, or registering memory, by itself."""
+"""What keeps torch from ending a process, or registering memory, by itself: set whatever was."""
 
 RECORDER: Mapping[str, str] = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """How many calls torch's Flight Recorder keeps, unless somebody said so already."""
@@ -68,13 +68,14 @@ def pin(environment: MutableMapping[str, str]) -> None:
             "expected NCCL to be free to add in one ring on one channel, whose order is known, but "
             f"the environment says otherwise:\n{lines}\nTry `env {names}` before the command."
         )
-    for name, value in {**PINS, **TORCH_PINS, **RECORDER}.items():
+    for name, value in {**PINS, **RECORDER}.items():
         environment.setdefault(name, value)
+    environment.update(TORCH_PINS)
 
 
 def contradictions(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Variables that contradict what is pinned: name, what is expected, what is set."""
-    expected = {**PINS, **TORCH_PINS, **_AS_ONE}
+    expected = {**PINS, **_AS_ONE}
     return [
         (name, wanted, environment[name])
         for name, wanted in expected.items()

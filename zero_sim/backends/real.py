@@ -58,6 +58,8 @@ class RealRank:
         """Why this rank gave up on the program; empty where it did not."""
         self.is_setting_up = False
         """Whether it makes connections, which takes as long as it takes."""
+        self.is_spoilt = False
+        """Whether this process may be of no use for another program."""
         self._last_sign = 0.0
         self._number = -1
         self._told: set[str] = set()
@@ -133,7 +135,7 @@ class RealRank:
                 rank=self.rank,
                 world_size=size,
                 timeout=timedelta(seconds=self.timeout_seconds),
-                device_id=self.transport.device,
+                device_id=self.transport.bound_device,
             )
             self.transport.warm_up()
         except BaseException:
@@ -192,6 +194,7 @@ class RealRank:
             abort: Whether something may be under way that never comes to an end.
         """
         if abort:
+            self.is_spoilt = self.transport.renews
             self.transport.abort()
         elif dist.is_initialized():
             dist.destroy_process_group()

@@ -26,7 +26,6 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 
 TEAMS_OPEN_MAX = 4
@@ -62,6 +61,8 @@ class Ending:
     """A traceback, or where it hung."""
     gave_up: bool = False
     """Whether the job says that others may wait for this rank in vain."""
+    spoilt: bool = False
+    """Whether the process may be of no use for another job."""
 
 
 @dataclass(slots=True)
@@ -122,7 +123,6 @@ class Teams:
     ) -> None:
         self._backend = backend
         self._seat = seat
-        self._renews = find_transport(backend).renews
         self._teams_open_max = teams_open_max
         self._teams: dict[int, _Team] = {}
         self._numbers = itertools.count()
@@ -188,9 +188,10 @@ class Teams:
             endings = {rank: _with_status(end, deaths[rank]) for rank, end in endings.items()}
         return tuple(endings[rank] for rank in sorted(endings))
 
-    def ends_with(self, ending: Ending) -> bool:
+    @staticmethod
+    def ends_with(ending: Ending) -> bool:
         """Whether the workers are of no use after one of them ended in this way."""
-        return ending.how in ("died", "hung") or (ending.gave_up and self._renews)
+        return ending.how in ("died", "hung") or ending.spoilt
 
     def renew(self, size: int) -> Mapping[int, int]:
         """End a team, if it is there; the next job of that size gets a new one.
@@ -410,12 +411,14 @@ def _receive(worker: _Worker, *, with_listening: bool = False) -> Ending | _List
             error=answer["error"],
             detail=answer["traceback"],
             gave_up=answer.get("gave_up", False),
+            spoilt=answer.get("spoilt", False),
         )
     return Ending(
         rank=worker.rank,
         how="done",
         result=answer.get("result"),
         gave_up=answer.get("gave_up", False),
+        spoilt=answer.get("spoilt", False),
     )
 
 

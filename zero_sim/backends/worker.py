@@ -123,8 +123,10 @@ def _run(message: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
             "op": "raised",
             "error": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),
+            "spoilt": seat.is_spoilt,
         }
-    return {"op": "done", "result": result, "gave_up": bool(seat.last_words)}
+    gave_up = bool(seat.last_words)
+    return {"op": "done", "result": result, "gave_up": gave_up, "spoilt": seat.is_spoilt}
 
 
 def stack_of(thread: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,49 +53,10 @@ from zero_sim.sim.comm.plain import (
     storages_of,
 )
 from zero_sim.sim.comm.rendezvous import Group
+from zero_sim.sim.comm.seam import Cluster
 from zero_sim.sim.comm.timeouts import after_monitored, check_monitored, seconds_of
 from zero_sim.sim.dispatch import tell_modes
-from zero_sim.sim.failures import TimedOut, WorldFailure
-
-
-class Cluster(Protocol):
-    """What a process group needs of the world."""
-
-    def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> Work:
-        """Issue one rank's side of a collective."""
-        ...
-
-    def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> Work:
-        """Issue a send."""
-        ...
-
-    def receive(
-        self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
-    ) -> Work:
-        """Issue a receive."""
-        ...
-
-    def join_works(
-        self, rank: int, works: Sequence[Any], *, result: Sequence[Any] | None = None
-    ) -> Work:
-        """One work that is done when all are, with a result of its own or with theirs."""
-        ...
-
-    def note_destroyed(self, group: Group, group_rank: int) -> None:
-        """Note that a member destroyed its side of a group."""
-        ...
-
-    def note_aborted(self, group: Group, group_rank: int) -> None:
-        """Note that a member aborted its side of a group."""
-        ...
-
-    def device_kinds(self) -> Sequence[str]:
-        """The kinds of device whose memory it reaches."""
-        ...
-
-    def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
-        """The error for a member that destroyed its side of a group and uses it."""
-        ...
+from zero_sim.sim.failures import TimedOut
 
 
 def _asynchronous(opts: Any) -> bool:

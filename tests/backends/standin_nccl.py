@@ -1,0 +1,103 @@
+"""A stand-in for NCCL on the CPU: gloo moves data, and every rank adds round NCCL's ring by itself.
+
+It is what `zero_sim.backends.cuda` is, but for CUDA: all lines of `zero_sim.backends.nccl` and of
+what is around it run with it, in this process and in workers that import it. Of NCCL it has the
+order of addition, with a ring of any permutation, and that groups are bound to a device. It is not
+NCCL: nothing runs on streams, and nothing hangs that gloo would not hang at.
+
+Environment variables say what the machine is to be: `ZERO_SIM_TEST_GPUS`, their number;
+`ZERO_SIM_TEST_GPU_NAMES`, the kind of each rank's, with commas between; `ZERO_SIM_TEST_RING`, the
+ring of a world of as many ranks as it names, as ranks with commas between; of smaller groups what
+remains of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from zero_sim.backends import folding
+from zero_sim.backends.nccl import Nccl
+from zero_sim.backends.transports import put_transport
+
+NAME = "standin_nccl"
+
+
+class StandIn:
+    """Devices in name only."""
+
+    device_type = "cpu"
+    torch_name = NAME
+    binds = False
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+
+    def is_built(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return int(os.environ.get("ZERO_SIM_TEST_GPUS", "8"))
+
+    def version(self) -> tuple[int, ...]:
+        return (2, 30, 7)
+
+    def toolkit(self) -> str:
+        return "none"
+
+    def device_name(self, index: int) -> str:
+        names = os.environ.get("ZERO_SIM_TEST_GPU_NAMES", "stand-in").split(",")
+        return names[index % len(names)]
+
+    def device_id(self, index: int) -> str:
+        return f"uuid-{index}"
+
+    def use(self, index: int) -> None:
+        self.used.append(index)
+
+    def make_group(
+        self,
+        store: dist.Store,
+        rank: int,
+        *,
+        ranks: Sequence[int],
+        name: str,
+        timeout: timedelta,
+        device: torch.device,
+    ) -> Any:
+        assert device.index is not None
+        group = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+        group.options.global_ranks_in_group = list(ranks)
+        return group
+
+    def abort_all(self) -> None:
+        c10d._abort_process_group()
+
+    def synchronize(self) -> None:
+        pass
+
+
+def install() -> None:
+    """Be this process's `nccl`."""
+    put_transport("nccl", lambda: Nccl(StandIn()))
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, more: Any) -> Any:
+    return folding.make_group(options, transport="nccl", order=ring_order(options))
+
+
+def ring_order(options: Any) -> Any:
+    from zero_sim.sim.order_backends import NcclRing
+
+    return NcclRing()
+
+
+install()
