@@ -208,11 +208,13 @@ def _noted(act, made, on_refusal):
     return f"{tuple(result.shape)} {placements} {tuple(local.shape)} {local.dtype} {bits}"
 
 
-def run_batch(payload, seat):
+def run_batch(payload, real_rank):
     """Run programs on one rank of a team of gloo workers."""
     _quiet()
-    with seat.world(math.prod(payload["mesh"])):
-        return run_programs(payload["programs"], payload["mesh"], seat.rank, on_each=seat.alive)
+    with real_rank.world(math.prod(payload["mesh"])):
+        return run_programs(
+            payload["programs"], payload["mesh"], real_rank.rank, on_each=real_rank.alive
+        )
 
 
 def run_programs(programs, mesh_shape, rank, *, on_each=None, on_refusal=None):

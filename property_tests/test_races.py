@@ -133,4 +133,4 @@ def test_races(world, lent, other, name):
     race = caught.value
     assert race.access.writes == (kind == "write")
     # The flight lies in a buffer of its own run, at the same offset in its storage.
-    assert (race.access.start, race.access.stop) == expected_range(race.flight.tensor, theirs)
+    assert (race.access.start, race.access.stop) == expected_range(race.buffer.tensor, theirs)

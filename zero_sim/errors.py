@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero_sim.outside import printable
+from zero_sim.untrusted import printable
 
 
 class ZeroSimError(Exception):

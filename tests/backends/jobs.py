@@ -7,54 +7,54 @@ import torch
 import torch.distributed as dist
 
 
-def add_ranks(payload, seat):
-    with seat.world(payload["size"]):
-        total = torch.tensor([float(seat.rank)])
+def add_ranks(payload, real_rank):
+    with real_rank.world(payload["size"]):
+        total = torch.tensor([float(real_rank.rank)])
         dist.all_reduce(total)
         return {"total": total.item(), "pid": os.getpid(), "threads": torch.get_num_threads()}
 
 
-def exchange(payload, seat):
-    return seat.exchange({"rank": seat.rank}, size=payload["size"])
+def exchange(payload, real_rank):
+    return real_rank.exchange({"rank": real_rank.rank}, size=payload["size"])
 
 
-def make_subgroup(payload, seat):
-    with seat.world(2):
+def make_subgroup(payload, real_rank):
+    with real_rank.world(2):
         group = dist.new_group([0])
-        return 0 if seat.rank else dist.get_world_size(group)
+        return 0 if real_rank.rank else dist.get_world_size(group)
 
 
-def leave_a_collective_open(payload, seat):
-    with seat.world(2):
-        if seat.rank == 0:
+def leave_a_collective_open(payload, real_rank):
+    with real_rank.world(2):
+        if real_rank.rank == 0:
             # Not waited for: its other half never comes.
-            seat.kept = dist.all_reduce(torch.ones(1), async_op=True)
-        raise ValueError(f"rank {seat.rank} fails")
+            real_rank.kept = dist.all_reduce(torch.ones(1), async_op=True)
+        raise ValueError(f"rank {real_rank.rank} fails")
 
 
-def leave_at_once(payload, seat):
-    with seat.world(payload["size"]):
-        if seat.rank == 0:
+def leave_at_once(payload, real_rank):
+    with real_rank.world(payload["size"]):
+        if real_rank.rank == 0:
             raise ValueError("not for long")
 
 
-def die(payload, seat):
-    with seat.world(payload["size"]):
-        if seat.rank == 1:
+def die(payload, real_rank):
+    with real_rank.world(payload["size"]):
+        if real_rank.rank == 1:
             os._exit(7)
         dist.all_reduce(torch.ones(1))
 
 
-def hang(payload, seat):
-    with seat.world(payload["size"]):
-        if seat.rank == 1:
+def hang(payload, real_rank):
+    with real_rank.world(payload["size"]):
+        if real_rank.rank == 1:
             time.sleep(600)
         dist.all_reduce(torch.ones(1))
 
 
-def every_collective(payload, seat):
-    with seat.world(payload["size"], order=payload["order"]):
-        return collectives_of(seat.rank, payload["size"])
+def every_collective(payload, real_rank):
+    with real_rank.world(payload["size"], order=payload["order"]):
+        return collectives_of(real_rank.rank, payload["size"])
 
 
 def collectives_of(rank, size):

@@ -86,7 +86,7 @@ def test_a_nursery_that_ends_says_its_status(monkeypatch):
 def test_a_worker_that_dies_before_it_connects_says_its_status(tmp_path, monkeypatch, death, said):
     """It is not waited for."""
     tmp_path.joinpath("deadly.py").write_text(
-        "import os\nimport zero_sim.backends.nursery as nursery\n"
+        "import os\nimport zero_sim.backends.forkserver as nursery\n"
         f"nursery.Client = lambda *args, **kwargs: {death}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

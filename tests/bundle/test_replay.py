@@ -11,7 +11,7 @@ import pytest
 
 from zero_sim.bundle import read_bundle, replay_bundle, write_bundle
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.judge import conclude
+from zero_sim.judge import verdict
 from zero_sim.report.text import render_replay
 from zero_sim.run.runner import run_case
 from zero_sim.scenario.load import load_cases
@@ -86,7 +86,7 @@ def test_what_cannot_run_here_is_an_error(bundle, pool):
 
 
 def test_an_inconclusive_case_is_not_fixed(bundle, pool, monkeypatch):
-    monkeypatch.setattr(conclude, "_doubts", lambda scenario, judges: [bundle.findings[0]])
+    monkeypatch.setattr(verdict, "_doubts", lambda scenario, judges: [bundle.findings[0]])
     replayed = replay_bundle(bundle, pool=pool)
     assert (replayed.outcome, replayed.exit_status) == ("error", 3)
     assert "inconclusive now" in render_replay(replayed)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from zero_sim.cli.main import main
-from zero_sim.fuzz import campaign, corpus, crews
+from zero_sim.fuzz import batch_pool, campaign, corpus
 from zero_sim.fuzz.recheck import Rechecked
 from zero_sim.fuzz.records import BatchReport, Found
 from zero_sim.shrink import Key
@@ -20,7 +20,7 @@ FOUND = Found(
 )  # fmt: skip
 
 
-class Crew:
+class BatchPool:
     slots = 1
 
     def __init__(self):
@@ -42,9 +42,9 @@ class Crew:
 
 
 @pytest.fixture
-def crew(monkeypatch):
-    made = Crew()
-    monkeypatch.setattr(crews, "Crew", lambda pool, render: made)
+def pool(monkeypatch):
+    made = BatchPool()
+    monkeypatch.setattr(batch_pool, "BatchPool", lambda pool, render: made)
     return made
 
 
@@ -52,15 +52,15 @@ def fuzz(tmp_path, *options):
     return CliRunner().invoke(main, ["fuzz", "--corpus", str(tmp_path), *options])
 
 
-def test_nothing_found_is_0(tmp_path, crew):
+def test_nothing_found_is_0(tmp_path, pool):
     done = fuzz(tmp_path, "--cases", "60")
     assert done.exit_code == 0
     assert "60 cases" in done.output
     assert "0 distinct findings" in done.output
 
 
-def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, crew):
-    crew.outcome = {"found": (FOUND,), "keys": {"equality.grad|reduce|dense|values|": 4}}
+def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, pool):
+    pool.outcome = {"found": (FOUND,), "keys": {"equality.grad|reduce|dense|values|": 4}}
     done = fuzz(tmp_path, "--cases", "10", "--target", "a:b")
     assert done.exit_code == 1
     assert "FAIL  drawn" in done.output
@@ -69,22 +69,22 @@ def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, crew):
     assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --target a:b" in done.output
 
 
-def test_an_interrupt_is_130(tmp_path, crew):
-    crew.outcome = {"complete": False, "cases": 2}
+def test_an_interrupt_is_130(tmp_path, pool):
+    pool.outcome = {"complete": False, "cases": 2}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 130
     assert "everything so far is kept" in done.output
 
 
-def test_a_lost_batch_is_3(tmp_path, crew):
-    crew.outcome = {"complete": False, "lost": "gone"}
+def test_a_lost_batch_is_3(tmp_path, pool):
+    pool.outcome = {"complete": False, "lost": "gone"}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 3
     assert "was lost: gone" in done.output
 
 
-def test_json_is_one_object(tmp_path, crew):
-    crew.outcome = {"found": (FOUND,), "layouts": {"aligned": 2}}
+def test_json_is_one_object(tmp_path, pool):
+    pool.outcome = {"found": (FOUND,), "layouts": {"aligned": 2}}
     done = fuzz(tmp_path, "--cases", "10", "--json")
     data = json.loads(done.stdout)
     assert data["exit_status"] == done.exit_code == 1
@@ -92,57 +92,57 @@ def test_json_is_one_object(tmp_path, crew):
     assert data["layouts"]["aligned"] == 2
 
 
-def test_options_reach_the_batches(tmp_path, crew):
+def test_options_reach_the_batches(tmp_path, pool):
     fuzz(tmp_path, "--cases", "150", "--seed", "9", "--shard", "2/3", "--seconds", "50")
-    assert crew.job.index == 1
-    assert 0 < crew.job.seconds <= 50
+    assert pool.job.index == 1
+    assert 0 < pool.job.seconds <= 50
     assert (tmp_path / "batches-2-of-3.jsonl").exists()
 
 
 @pytest.mark.parametrize("options", [["--shard", "0/2"], ["--shard", "x"], ["--cases", "-1"]])
-def test_bad_options_are_2(tmp_path, crew, options):
+def test_bad_options_are_2(tmp_path, pool, options):
     assert fuzz(tmp_path, *options).exit_code == 2
 
 
-def test_a_table_of_pairs_on_demand(tmp_path, crew):
+def test_a_table_of_pairs_on_demand(tmp_path, pool):
     assert "shard ends between params" in fuzz(tmp_path, "--cases", "1", "--pairs").output
 
 
 class TestNoCase:
     """Nothing ran, so nothing was shown: 5."""
 
-    def test_no_cases_asked_for(self, tmp_path, crew):
+    def test_no_cases_asked_for(self, tmp_path, pool):
         done = fuzz(tmp_path, "--cases", "0")
         assert done.exit_code == 5
         assert "No case was run: --cases 0 leaves none." in done.output
 
-    def test_none_for_this_shard(self, tmp_path, crew):
+    def test_none_for_this_shard(self, tmp_path, pool):
         done = fuzz(tmp_path, "--cases", "50", "--shard", "2/2")
         assert done.exit_code == 5
         assert "--cases 50 leaves none for shard 2/2." in done.output
 
-    def test_no_time_for_one(self, tmp_path, crew):
-        crew.outcome = {"cases": 0, "complete": False}
+    def test_no_time_for_one(self, tmp_path, pool):
+        pool.outcome = {"cases": 0, "complete": False}
         done = fuzz(tmp_path, "--seconds", "1e-9")
         assert done.exit_code == 5
         assert "--seconds 1e-09 ran out before the first one. Try more." in done.output
 
-    def test_all_ran_earlier(self, tmp_path, crew):
+    def test_all_ran_earlier(self, tmp_path, pool):
         fuzz(tmp_path, "--cases", "50")
         done = fuzz(tmp_path, "--cases", "50")
         assert done.exit_code == 5
         assert "all 50 were run earlier. Try more --cases" in done.output
 
 
-def test_what_is_not_kept_is_shown_whole(tmp_path, crew):
+def test_what_is_not_kept_is_shown_whole(tmp_path, pool):
     found = replace(FOUND, bundle="", scenario="schema = 1\n", unkept="No space left on device")
-    crew.outcome = {"found": (found,)}
+    pool.outcome = {"found": (found,)}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 1
     assert "bundle      none: No space left on device; its case is\n    schema = 1\n" in done.output
 
 
-def test_a_full_disk_is_4(tmp_path, crew, monkeypatch):
+def test_a_full_disk_is_4(tmp_path, pool, monkeypatch):
     def full(self, line):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -153,10 +153,10 @@ def test_a_full_disk_is_4(tmp_path, crew, monkeypatch):
     assert "50 cases" in done.stdout
 
 
-def test_what_was_found_earlier_is_judged_again(tmp_path, crew, monkeypatch):
-    crew.outcome = {"found": (FOUND,), "keys": {"equality.grad|reduce|dense|values|": 1}}
+def test_what_was_found_earlier_is_judged_again(tmp_path, pool, monkeypatch):
+    pool.outcome = {"found": (FOUND,), "keys": {"equality.grad|reduce|dense|values|": 1}}
     fuzz(tmp_path, "--cases", "10")
-    crew.outcome = {}
+    pool.outcome = {}
     fixed = [Rechecked(found=FOUND, outcome="fixed")]
     monkeypatch.setattr(campaign, "recheck", lambda findings, *, target: fixed)
     done = fuzz(tmp_path, "--cases", "10")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from zero_sim.cost.hook_trace import readers_of, watch_pace
+from zero_sim.cost.hook_trace import readers_of, record_hooks
 
 
 def names_of(module):
@@ -49,34 +49,34 @@ def test_a_tied_param_has_all_its_readers():
 def test_gradients_and_modules_in_the_order_in_which_they_come():
     time = iter(range(100))
     module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    pace = watch_pace(module, names=names_of(module), clock=lambda: next(time))
-    pace.start(0, 0)
+    hook_trace = record_hooks(module, names=names_of(module), clock=lambda: next(time))
+    hook_trace.start(0, 0)
     module(module(torch.ones(1))).sum().backward()
-    pace.end(0)
-    assert [(set(s.names), s.time) for s in pace.begins[0]] == [
+    hook_trace.end(0)
+    assert [(set(s.names), s.time) for s in hook_trace.begins[0]] == [
         ({"0.weight"}, 1),
         ({"1.weight"}, 2),
     ]
-    assert [(set(s.names), s.time) for s in pace.arrivals[0, 0]] == [
+    assert [(set(s.names), s.time) for s in hook_trace.arrivals[0, 0]] == [
         ({"1.weight"}, 3),
         ({"0.weight"}, 4),
     ]
-    assert (pace.starts, pace.ends) == ({(0, 0): 0}, {0: 5})
+    assert (hook_trace.starts, hook_trace.ends) == ({(0, 0): 0}, {0: 5})
 
 
 def test_what_is_no_training_is_not_noted():
     module = nn.Linear(1, 1)
-    pace = watch_pace(module, names=names_of(module), clock=lambda: 0)
-    pace.start(0, 0)
-    pace.end(0)
+    hook_trace = record_hooks(module, names=names_of(module), clock=lambda: 0)
+    hook_trace.start(0, 0)
+    hook_trace.end(0)
     module(torch.ones(1)).sum().backward()
-    assert not pace.begins
-    assert not pace.arrivals
+    assert not hook_trace.begins
+    assert not hook_trace.arrivals
 
 
 def test_modules_are_noted_in_the_first_micro_batch():
     module = nn.Linear(1, 1)
-    pace = watch_pace(module, names=names_of(module), clock=lambda: 0)
-    pace.start(3, 1)
+    hook_trace = record_hooks(module, names=names_of(module), clock=lambda: 0)
+    hook_trace.start(3, 1)
     module(torch.ones(1))
-    assert not pace.begins
+    assert not hook_trace.begins

@@ -3,7 +3,7 @@
 import pytest
 
 from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.hook_trace import Pace, Sight
+from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.cost.overlap import check_overlap
 from zero_sim.mutants import find_mutants
 from zero_sim.scenario.spec import (
@@ -31,8 +31,8 @@ class Story:
     def __init__(self, *, group_size=2):
         self.group_size = group_size
         self.log = EventLog()
-        self.pace = Pace(lambda: len(self.log.moments))
-        self.pace.start(0, 0)
+        self.hook_trace = HookTrace(lambda: len(self.log.moments))
+        self.hook_trace.start(0, 0)
 
     def issue(self, kind, elems):
         size = self.group_size if kind == "reduce_scatter" else 2
@@ -48,15 +48,15 @@ class Story:
         self.log.note(0, "wait", record)
 
     def arrive(self, name):
-        self.pace._arrive(frozenset({name}), None)
+        self.hook_trace._arrive(frozenset({name}), None)
 
     def begin(self, step, *names):
-        sight = Sight(names=frozenset(names), time=self.pace.clock())
-        self.pace.begins.setdefault(step, []).append(sight)
+        event = HookEvent(names=frozenset(names), time=self.hook_trace.clock())
+        self.hook_trace.begins.setdefault(step, []).append(event)
 
     def found(self, **parts):
-        if 0 not in self.pace.ends:
-            self.pace.end(0)
+        if 0 not in self.hook_trace.ends:
+            self.hook_trace.end(0)
         scenario = Scenario(
             schema=1,
             model=parts.pop("model", ModelSpec(name="mlp")),
@@ -66,7 +66,7 @@ class Story:
         return [
             finding.message
             for finding in check_overlap(
-                self.log, {0: self.pace}, world_ranks=[0], sizes={0: SIZES}, scenario=scenario
+                self.log, {0: self.hook_trace}, world_ranks=[0], sizes={0: SIZES}, scenario=scenario
             )
         ]
 
@@ -147,9 +147,9 @@ def test_the_count_of_tokens_is_waited_for(divide_by, late):
         world=WorldSpec(size=2),
         system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by=divide_by),
     )
-    story.pace.end(0)
+    story.hook_trace.end(0)
     found = check_overlap(
-        story.log, {0: story.pace}, world_ranks=[0], sizes={0: sizes}, scenario=scenario
+        story.log, {0: story.hook_trace}, world_ranks=[0], sizes={0: sizes}, scenario=scenario
     )
     assert sum("waited for" in finding.message for finding in found) == late
 
@@ -157,7 +157,7 @@ def test_the_count_of_tokens_is_waited_for(divide_by, late):
 def gathered(story):
     story.arrive("a")
     records = [story.issue("all_gather", elems) for elems in (2, 2, 1)]
-    story.pace.end(0)
+    story.hook_trace.end(0)
     return records
 
 
@@ -174,7 +174,7 @@ def test_a_gather_that_is_waited_for_by_the_step():
     story = Story()
     story.arrive("a")
     story.wait(story.issue("all_gather", 2))
-    story.pace.end(0)
+    story.hook_trace.end(0)
     (message,) = story.found(overlap_grads=False, overlap_params=True)
     assert "1 of 1 gathers were waited for before the step of the optimizer came back" in message
 
@@ -193,10 +193,10 @@ def test_a_forward_that_waits_for_more_than_it_reads():
 
 def test_what_nobody_reads_may_be_waited_for_at_once():
     story = Story()
-    story.pace.unguarded = frozenset({"a"})
+    story.hook_trace.unguarded = frozenset({"a"})
     story.arrive("a")
     story.wait(story.issue("all_gather", 2))
-    story.pace.end(0)
+    story.hook_trace.end(0)
     assert not story.found(overlap_grads=False, overlap_params=True)
 
 
@@ -209,7 +209,7 @@ def copied(story, *, together):
     if not together:
         story.wait(records[0])
     story.issue("all_reduce", 4)
-    story.pace.end(0)
+    story.hook_trace.end(0)
     return story.found(**grads(redundancy=2))
 
 

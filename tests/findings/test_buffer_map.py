@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zero_sim.findings.buffer_map import PIECES_MAX, build_strip
-from zero_sim.findings.records import Finding, StripBucket, StripPiece, StripShard
+from zero_sim.findings.buffer_map import PIECES_MAX, build_buffer_map
+from zero_sim.findings.records import Finding, MappedBucket, MappedPiece, MappedShard
 from zero_sim.scenario.spec import ModelSpec, RunSpec, SystemSpec, WorldSpec
 from zero_sim.targets import Place
 from zero_sim.zero.optimizer import DistributedOptimizer
@@ -45,20 +45,20 @@ def found(param="w", *spans, rank=0):
 
 
 def strip_of(*findings, places=PLACES):
-    return build_strip(findings[0], found=findings, places=places)
+    return build_buffer_map(findings[0], found=findings, places=places)
 
 
 def test_buckets_shards_pieces_and_padding():
     strip = strip_of(found("w", (6, 8)))
     assert (strip.elems, strip.start, strip.stop) == (16, 0, 16)
-    assert strip.buckets == (StripBucket(index=0, start=0, stop=16),)
+    assert strip.buckets == (MappedBucket(index=0, start=0, stop=16),)
     assert strip.shards == (
-        StripShard(index=0, bucket=0, ranks=(0,), start=0, stop=8),
-        StripShard(index=1, bucket=0, ranks=(1,), start=8, stop=16),
+        MappedShard(index=0, bucket=0, ranks=(0,), start=0, stop=8),
+        MappedShard(index=1, bucket=0, ranks=(1,), start=8, stop=16),
     )
     assert strip.pieces[1:] == (
-        StripPiece(param="w", start=8, stop=10, param_start=8),
-        StripPiece(param="b", start=10, stop=14, param_start=0),
+        MappedPiece(param="w", start=8, stop=10, param_start=8),
+        MappedPiece(param="b", start=10, stop=14, param_start=0),
     )
     assert (strip.padding, strip.unowned) == (((14, 16),), ())
 
@@ -88,11 +88,11 @@ def test_a_gap_is_owned_by_no_rank():
 
 
 def test_without_word_of_padding_it_is_what_no_piece_covers():
-    untold = [
+    unreported = [
         place("w", 0, 4, 0, shard=0, span=(0, 8), bucket=(0, None, None), padding=None),
         place("b", 0, 2, 6, shard=0, span=(0, 8), bucket=(0, None, None), padding=None),
     ]
-    strip = strip_of(found("w", (0, 1)), places={0: untold})
+    strip = strip_of(found("w", (0, 1)), places={0: unreported})
     assert (strip.padding, strip.unowned, strip.elems) == (((4, 6),), (), 8)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from zero_sim.findings.dataflow import earliest_first, of_first_step, sort_and_merge
 from zero_sim.findings.records import Finding
-from zero_sim.judge.conclude import Account, conclude
-from zero_sim.judge.seen import Seen
+from zero_sim.judge.judge_report import JudgeReport
+from zero_sim.judge.verdict import Observations, reach_verdict
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec, WorldSpec
 
 PHASE_OF = {
@@ -30,7 +30,7 @@ def finding(check, *, step=0, rank=0, **more):
 
 def seen_with(*found):
     """What a judge saw that found this."""
-    return Seen(
+    return JudgeReport(
         world_ranks=(0,), first_step=0, has_started=True, compared_elems=1,
         nonzero_fraction_max=1.0, same_data=False, has_stepped=True, uncertified_step=None,
         unobserved=frozenset(), owed=Counter(), bad_step=found[0].step, findings=found,
@@ -67,7 +67,7 @@ def test_a_gradient_of_one_cell_comes_before_the_norm_that_another_has_from_it()
         topology=TopologySpec(tp=2), run=RunSpec(steps=1),
     )  # fmt: skip
     found = [finding("equality.norm", rank=0)], [finding("equality.grad", rank=1, step=0)]
-    result = conclude(scenario, Account(seen=[seen_with(*each) for each in found]))
+    result = reach_verdict(scenario, Observations(judged=[seen_with(*each) for each in found]))
     assert [each.check for each in result.findings] == ["equality.grad", "equality.norm"]
 
 
@@ -76,5 +76,5 @@ def test_a_step_of_one_cell_comes_before_a_later_one_of_another():
         schema=1, model=ModelSpec(name="mlp"), world=WorldSpec(size=2), run=RunSpec(steps=1)
     )
     found = finding("equality.loss", step=1), finding("equality.params", step=0, rank=1)
-    result = conclude(scenario, Account(seen=[seen_with(each) for each in found]))
+    result = reach_verdict(scenario, Observations(judged=[seen_with(each) for each in found]))
     assert [each.check for each in result.findings] == ["equality.params"]

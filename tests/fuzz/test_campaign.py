@@ -27,7 +27,7 @@ def found(check, seed):
     )  # fmt: skip
 
 
-class Crew:
+class BatchPool:
     """Passes every case, but for what is said of a batch."""
 
     def __init__(self, special=None, slots=1):
@@ -56,83 +56,88 @@ class Crew:
 
 
 def test_all_cases_are_asked_for(tmp_path):
-    crew = Crew()
-    tally = run_campaign(Plan(cases=120, corpus=tmp_path), crew=crew)
-    assert [job.cases for job in crew.jobs] == [50, 50, 20]
-    assert tally.cases == tally.verdicts["pass"] == 120
-    assert tally.grid.counts["aligned"] == 3
-    assert not tally.found
-    assert not tally.interrupted
+    batch_pool = BatchPool()
+    totals = run_campaign(Plan(cases=120, corpus=tmp_path), batch_pool=batch_pool)
+    assert [job.cases for job in batch_pool.jobs] == [50, 50, 20]
+    assert totals.cases == totals.verdicts["pass"] == 120
+    assert totals.grid.counts["aligned"] == 3
+    assert not totals.found
+    assert not totals.interrupted
 
 
 def test_shards_share_the_batches_out(tmp_path):
-    crews = [Crew() for _ in range(3)]
-    for number, crew in enumerate(crews, 1):
-        run_campaign(Plan(cases=400, shard=(number, 3), corpus=tmp_path), crew=crew)
-    alone = Crew()
-    run_campaign(Plan(cases=400, corpus=tmp_path), crew=alone)
-    seeds = sorted(job.seed for crew in crews for job in crew.jobs)
+    crews = [BatchPool() for _ in range(3)]
+    for number, batch_pool in enumerate(crews, 1):
+        run_campaign(Plan(cases=400, shard=(number, 3), corpus=tmp_path), batch_pool=batch_pool)
+    alone = BatchPool()
+    run_campaign(Plan(cases=400, corpus=tmp_path), batch_pool=alone)
+    seeds = sorted(job.seed for batch_pool in crews for job in batch_pool.jobs)
     assert seeds == sorted(job.seed for job in alone.jobs)
-    assert {len(crew.jobs) for crew in crews} == {2, 3}
+    assert {len(batch_pool.jobs) for batch_pool in crews} == {2, 3}
 
 
 def test_a_finding_is_known_to_later_batches_and_told_once(tmp_path):
-    crew = Crew({0: {"found": (found("a", 1),)}, 1: {"found": (found("a", 2), found("b", 2))}})
-    tally = run_campaign(Plan(cases=150, corpus=tmp_path), crew=crew)
-    assert [one.seed for one in tally.found] == [1, 2]
-    assert [len(job.known) for job in crew.jobs] == [0, 1, 2]
+    batch_pool = BatchPool(
+        {0: {"found": (found("a", 1),)}, 1: {"found": (found("a", 2), found("b", 2))}}
+    )
+    totals = run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=batch_pool)
+    assert [one.seed for one in totals.found] == [1, 2]
+    assert [len(job.known) for job in batch_pool.jobs] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("error", [BrokenProcessPool("gone"), CancelledError()])
 def test_a_worker_that_dies_costs_one_batch(tmp_path, error):
-    tally = run_campaign(Plan(cases=150, corpus=tmp_path), crew=Crew({1: error}))
-    assert tally.cases == 100
-    assert [lost.index for lost in tally.lost] == [1]
+    totals = run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=BatchPool({1: error}))
+    assert totals.cases == 100
+    assert [lost.index for lost in totals.lost] == [1]
 
 
 def test_an_error_of_ours_comes_through(tmp_path):
     with pytest.raises(UsageError):
-        run_campaign(Plan(cases=150, corpus=tmp_path), crew=Crew({0: UsageError("no such target")}))
+        run_campaign(
+            Plan(cases=150, corpus=tmp_path),
+            batch_pool=BatchPool({0: UsageError("no such target")}),
+        )
 
 
 def test_it_goes_on_where_it_was_and_repeats_what_was_lost_or_cut_short(tmp_path):
     cut = {"cases": 7, "complete": False, "found": (found("a", 3),)}
     first = run_campaign(
-        Plan(cases=200, corpus=tmp_path), crew=Crew({1: BrokenProcessPool(), 2: cut})
+        Plan(cases=200, corpus=tmp_path), batch_pool=BatchPool({1: BrokenProcessPool(), 2: cut})
     )
     assert first.interrupted
-    crew = Crew()
-    again = run_campaign(Plan(cases=200, corpus=tmp_path), crew=crew)
-    assert [job.index for job in crew.jobs] == [1, 2, 3]
+    batch_pool = BatchPool()
+    again = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=batch_pool)
+    assert [job.index for job in batch_pool.jobs] == [1, 2, 3]
     assert (again.cases, again.earlier_cases) == (200, 50)
     assert [one.key for one in again.found] == [Key("a")]
 
 
 def test_a_campaign_can_be_made_longer(tmp_path):
-    run_campaign(Plan(cases=70, corpus=tmp_path), crew=Crew())
-    crew = Crew()
-    tally = run_campaign(Plan(cases=150, corpus=tmp_path), crew=crew)
-    assert [job.index for job in crew.jobs] == [1, 2]
-    assert tally.cases == 150
+    run_campaign(Plan(cases=70, corpus=tmp_path), batch_pool=BatchPool())
+    batch_pool = BatchPool()
+    totals = run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=batch_pool)
+    assert [job.index for job in batch_pool.jobs] == [1, 2]
+    assert totals.cases == 150
 
 
 def test_an_interrupt_keeps_what_was_done(tmp_path):
-    class Interrupted(Crew):
+    class Interrupted(BatchPool):
         def submit(self, job):
             if job.index == 2:
                 raise KeyboardInterrupt
             return super().submit(job)
 
-    crew = Interrupted()
-    tally = run_campaign(Plan(cases=500, corpus=tmp_path), crew=crew)
-    assert tally.interrupted
-    assert crew.interrupted
-    assert tally.cases == 100
+    batch_pool = Interrupted()
+    totals = run_campaign(Plan(cases=500, corpus=tmp_path), batch_pool=batch_pool)
+    assert totals.interrupted
+    assert batch_pool.interrupted
+    assert totals.cases == 100
     assert len(open_corpus(tmp_path, head=HEAD).reports) == 2
 
 
 def test_it_stops_when_its_time_is_over(tmp_path):
-    assert run_campaign(Plan(seconds=0.0, corpus=tmp_path), crew=Crew()).batches == 0
+    assert run_campaign(Plan(seconds=0.0, corpus=tmp_path), batch_pool=BatchPool()).batches == 0
 
 
 @pytest.mark.parametrize("changes", [{"shard": (3, 2)}, {"shard": (0, 1)}, {"cases": -1}])
@@ -143,8 +148,8 @@ def test_plans_that_cannot_be(tmp_path, changes):
 
 def test_every_batch_is_told(tmp_path):
     lines = []
-    tell = lambda tally: lines.append(tally.progress(seconds=10.0))  # noqa: E731
-    run_campaign(Plan(cases=100, corpus=tmp_path), crew=Crew(), tell=tell)
+    tell = lambda totals: lines.append(totals.progress(seconds=10.0))  # noqa: E731
+    run_campaign(Plan(cases=100, corpus=tmp_path), batch_pool=BatchPool(), tell=tell)
     assert [line.partition(" a second")[0] for line in lines] == [
         "50 cases, 5.0",
         "100 cases, 10.0",
@@ -185,34 +190,34 @@ class TestEarlierFindings:
         monkeypatch.setattr(campaign, "recheck", judged)
         return outcomes
 
-    def run(self, tmp_path, crew):
-        return run_campaign(Plan(cases=150, corpus=tmp_path), crew=crew)
+    def run(self, tmp_path, batch_pool):
+        return run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=batch_pool)
 
     def test_one_that_fails_still_stays(self, tmp_path, come_to):
-        self.run(tmp_path, Crew({0: {"found": (found("a", 1),), "keys": {"a||||": 1}}}))
+        self.run(tmp_path, BatchPool({0: {"found": (found("a", 1),), "keys": {"a||||": 1}}}))
         come_to["a"] = "fails"
-        tally = self.run(tmp_path, again := Crew())
-        assert [one.outcome for one in tally.rechecked] == ["fails"]
-        assert [one.key for one in tally.found] == [Key("a")]
+        totals = self.run(tmp_path, again := BatchPool())
+        assert [one.outcome for one in totals.rechecked] == ["fails"]
+        assert [one.key for one in totals.found] == [Key("a")]
         assert not again.jobs
 
     def test_one_that_is_fixed_goes_and_its_batches_run_again(self, tmp_path, come_to):
         met = {0: {"found": (found("a", 1),), "keys": {"a||||": 1}}, 2: {"keys": {"a||||": 3}}}
-        self.run(tmp_path, Crew(met))
+        self.run(tmp_path, BatchPool(met))
         come_to["a"] = "fixed"
-        tally = self.run(tmp_path, again := Crew())
-        assert not tally.found
+        totals = self.run(tmp_path, again := BatchPool())
+        assert not totals.found
         assert [job.index for job in again.jobs] == [0, 2]
-        assert (tally.cases, tally.earlier_cases) == (150, 50)
-        last = self.run(tmp_path, Crew())
+        assert (totals.cases, totals.earlier_cases) == (150, 50)
+        last = self.run(tmp_path, BatchPool())
         assert (last.rechecked, last.found, last.earlier_cases) == ([], [], 150)
 
     def test_the_bundle_of_one_that_is_fixed_is_moved_aside(self, tmp_path, come_to):
         one = replace(found("a", 1), bundle="0123456789ab")
         (tmp_path / "bundles" / "0123456789ab").mkdir(parents=True)
-        self.run(tmp_path, Crew({0: {"found": (one,)}}))
+        self.run(tmp_path, BatchPool({0: {"found": (one,)}}))
         come_to["a"] = "fixed"
-        self.run(tmp_path, Crew())
+        self.run(tmp_path, BatchPool())
         assert [path.name for path in (tmp_path / "fixed").iterdir()] == ["0123456789ab"]
         assert not list((tmp_path / "bundles").iterdir())
 
@@ -229,18 +234,20 @@ class TestKilled:
     def test_a_worker_that_dies_leaves_what_it_met(self, tmp_path):
         corpus = open_corpus(tmp_path, head=HEAD)
         self.leave(corpus, 0)
-        tally = run_campaign(
-            Plan(cases=50, corpus=tmp_path), crew=Crew({0: BrokenProcessPool("gone")})
+        totals = run_campaign(
+            Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool({0: BrokenProcessPool("gone")})
         )
-        assert [one.key for one in tally.found] == [Key("a")]
+        assert [one.key for one in totals.found] == [Key("a")]
         assert open_corpus(tmp_path, head=HEAD).reports[0].found == (found("a", 1),)
         assert not corpus.unfinished(0).exists()
 
     def test_a_campaign_that_was_killed_leaves_it_to_the_next_one(self, tmp_path):
         self.leave(open_corpus(tmp_path, head=HEAD), 1)
-        tally = run_campaign(Plan(cases=100, corpus=tmp_path), crew=(crew := Crew()))
-        assert [one.key for one in tally.found] == [Key("a")]
-        assert [job.index for job in crew.jobs] == [0, 1]
+        totals = run_campaign(
+            Plan(cases=100, corpus=tmp_path), batch_pool=(batch_pool := BatchPool())
+        )
+        assert [one.key for one in totals.found] == [Key("a")]
+        assert [job.index for job in batch_pool.jobs] == [0, 1]
 
     def test_another_shard_leaves_it_alone(self, tmp_path):
         corpus = open_corpus(tmp_path, head=HEAD)
@@ -251,10 +258,12 @@ class TestKilled:
 
 def test_what_was_not_made_smaller_is_not_known_and_gives_way(tmp_path):
     met = replace(found("a", 1), as_met=True)
-    crew = Crew({0: {"found": (met,)}, 1: {"found": (found("a", 2),)}, 2: {"found": (met,)}})
-    tally = run_campaign(Plan(cases=200, corpus=tmp_path), crew=crew)
-    assert [one.seed for one in tally.found] == [2]
-    assert [len(job.known) for job in crew.jobs] == [0, 0, 1, 1]
+    batch_pool = BatchPool(
+        {0: {"found": (met,)}, 1: {"found": (found("a", 2),)}, 2: {"found": (met,)}}
+    )
+    totals = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=batch_pool)
+    assert [one.seed for one in totals.found] == [2]
+    assert [len(job.known) for job in batch_pool.jobs] == [0, 0, 1, 1]
 
 
 class TestNoRoom:
@@ -263,11 +272,11 @@ class TestNoRoom:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(corpus.Corpus, "_append", full)
-        crew = Crew({0: {"found": (found("a", 1),)}})
-        tally = run_campaign(Plan(cases=500, corpus=tmp_path), crew=crew)
-        assert len(crew.jobs) == 1
-        assert [one.key for one in tally.found] == [Key("a")]
-        assert isinstance(tally.unkept, EnvironmentProblem)
+        batch_pool = BatchPool({0: {"found": (found("a", 1),)}})
+        totals = run_campaign(Plan(cases=500, corpus=tmp_path), batch_pool=batch_pool)
+        assert len(batch_pool.jobs) == 1
+        assert [one.key for one in totals.found] == [Key("a")]
+        assert isinstance(totals.unkept, EnvironmentProblem)
 
     def test_half_a_line_is_taken_back(self, tmp_path):
         opened = open_corpus(tmp_path, head=HEAD)

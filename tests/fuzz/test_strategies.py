@@ -16,7 +16,7 @@ from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
 from zero_sim.fuzz.strategies import STEPS_MAX, faulty_scenarios, scenarios
 from zero_sim.reference.ranks import Ranks
-from zero_sim.run.cells import cells_of
+from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import segments_of
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
@@ -50,8 +50,8 @@ def test_what_they_say_of_params_they_say_of_some(cases):
     named = [case for case in cases if names_params(case)]
     assert {case.model.name for case in named} > {"params", "unusual", "transformer-260"}
     for case in named:
-        for cell in cells_of(case):
-            Ranks(cell.scenario, workload=build_workload(cell.scenario))
+        for dp_cp_group in dp_cp_groups_of(case):
+            Ranks(dp_cp_group.scenario, workload=build_workload(dp_cp_group.scenario))
 
 
 def names_params(case):

@@ -6,19 +6,19 @@ from typing import get_args
 import pytest
 import torch
 
-from zero_sim.judge import known_or_not as owing
+from zero_sim.judge import comparison as comparison
 from zero_sim.reference.bounding import bound_sum
 from zero_sim.scenario.spec import (
     DataSpec,
     FaultSpec,
     FreezeSpec,
-    GroupSpec,
     LossScaleSpec,
     ModelSpec,
     NanSpec,
     OptimizerName,
     OptimizerSpec,
     OrderName,
+    ParamGroupSpec,
     RunSpec,
     SystemSpec,
     TopologySpec,
@@ -105,7 +105,7 @@ def test_every_division(bounded, divide, sync):
         {"clip_norm": 0.01},
         {"clip_value": 0.001},
         {"loss_scale": LossScaleSpec(growth_interval=1), "clip_norm": 0.01},
-        {"groups": (GroupSpec(match="bias", lr=0.1),), "warmup_steps": 3},
+        {"groups": (ParamGroupSpec(match="bias", lr=0.1),), "warmup_steps": 3},
     ],
     ids=["clip-norm", "clip-value", "loss-scale", "groups"],
 )
@@ -369,5 +369,5 @@ def test_an_order_that_the_judge_believes_in_would_have_failed(judged, monkeypat
 
 
 def test_where_the_order_is_known_nothing_changes(judged, monkeypatch):
-    monkeypatch.setattr(owing, "OwesBounds", None)
+    monkeypatch.setattr(comparison, "BoundedComparison", None)
     assert judged().verdict == "pass"

@@ -148,13 +148,13 @@ def test_a_wrong_gradient_says_nothing_of_clipping(pool):
         def backward(self, loss, *, last_micro, rows):
             (loss * 2).backward()
 
-    class Shown(Target):
+    class RankDigests(Target):
         numerics = Numerics(grads_in_params=True, grads_told="after-division")
 
         def build(self, module, *, scenario, group):
             return Undivided(module, scenario, group, "fp32-quotient")
 
-    result = run_case(CASE, pool=pool, target=Shown("fp32-quotient"))
+    result = run_case(CASE, pool=pool, target=RankDigests("fp32-quotient"))
     assert result.findings
     assert not any("clip" in finding.detail for finding in result.findings)
 

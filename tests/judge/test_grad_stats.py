@@ -2,17 +2,17 @@
 
 import torch
 
-from zero_sim.judge.grad_stats import Tally, Told, check_measures
+from zero_sim.judge.grad_stats import PartStats, ReportedStats, check_measures
 from zero_sim.reference.gradient import measure
 
 GRADIENT = torch.tensor([3.0, 0.0, 4.0])
 
 
-def tallies(*spans):
+def part_stats(*spans):
     """One tally for each part of the gradient."""
     for start, stop in spans:
         seen = measure(GRADIENT[start:stop])
-        yield Tally(
+        yield PartStats(
             step=2,
             param="w",
             start=start,
@@ -22,32 +22,32 @@ def tallies(*spans):
         )
 
 
-def told(norm=5.0, zeros=1, terms=3):
-    return [Told(step=2, rank=7, norm=norm, zeros=zeros, terms=terms)]
+def reported(norm=5.0, zeros=1, terms=3):
+    return [ReportedStats(step=2, rank=7, norm=norm, zeros=zeros, terms=terms)]
 
 
 def test_what_is_true_is_no_finding():
-    assert not list(check_measures(tallies((0, 2), (2, 3)), told()))
+    assert not list(check_measures(part_stats((0, 2), (2, 3)), reported()))
 
 
 def test_copies_of_a_part_count_once():
-    assert not list(check_measures(tallies((0, 2), (0, 2), (2, 3)), told()))
+    assert not list(check_measures(part_stats((0, 2), (0, 2), (2, 3)), reported()))
 
 
 def test_a_wrong_norm():
-    (finding,) = check_measures(tallies((0, 2), (2, 3)), told(norm=6.0))
+    (finding,) = check_measures(part_stats((0, 2), (2, 3)), reported(norm=6.0))
     assert (finding.check, finding.step, finding.rank) == ("equality.norm", 2, 7)
     assert (finding.expected_value, finding.got_value) == ("5.0", "6.0")
 
 
 def test_wrong_zeros():
-    (finding,) = check_measures(tallies((0, 2), (2, 3)), told(zeros=0))
+    (finding,) = check_measures(part_stats((0, 2), (2, 3)), reported(zeros=0))
     assert finding.check == "equality.zeros"
 
 
 def test_nothing_is_said_where_a_part_is_missing():
-    assert not list(check_measures(tallies((0, 2)), told(norm=6.0)))
+    assert not list(check_measures(part_stats((0, 2)), reported(norm=6.0)))
 
 
 def test_nothing_is_said_of_what_is_not_told():
-    assert not list(check_measures(tallies((0, 2), (2, 3)), told(norm=None, zeros=None)))
+    assert not list(check_measures(part_stats((0, 2), (2, 3)), reported(norm=None, zeros=None)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_sim.run import seats
+from zero_sim.run import contexts
 from zero_sim.scenario.spec import (
     DataSpec,
     LossScaleSpec,
@@ -26,7 +26,7 @@ def spoil(monkeypatch):
     """Change the batches of those cells, or of those steps, that a function picks."""
 
     def patch(picks, change):
-        real = seats.build_workload
+        real = contexts.build_workload
 
         class Spoilt:
             def __init__(self, scenario):
@@ -40,7 +40,7 @@ def spoil(monkeypatch):
                     return change(self._inner, step=step, rank=rank, micro=micro)
                 return self._inner.batch(step=step, rank=rank, micro=micro)
 
-        monkeypatch.setattr(seats, "build_workload", Spoilt)
+        monkeypatch.setattr(contexts, "build_workload", Spoilt)
 
     return patch
 

@@ -5,10 +5,10 @@ import torch
 
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.judge import invariants
-from zero_sim.judge.exact import OwesBits
+from zero_sim.judge.exact import ExactComparison
 from zero_sim.judge.judge import Judge
 from zero_sim.reference import Reference
-from zero_sim.run import seats
+from zero_sim.run import contexts
 from zero_sim.scenario.spec import OptimizerSpec, ReloadSpec, RunSpec
 from zero_sim.targets.own import ZeroSimEngine, ZeroSimTarget
 
@@ -36,10 +36,10 @@ class TestFailures:
         assert_ours(judged(), "KeyError: 'lost'")
 
     def test_a_broken_judge_is_an_error(self, judged, monkeypatch):
-        monkeypatch.setattr(OwesBits, "compare_part", raising(RuntimeError("confused")))
+        monkeypatch.setattr(ExactComparison, "compare_part", raising(RuntimeError("confused")))
         assert_ours(judged(), "RuntimeError: confused")
 
-    @pytest.mark.parametrize("name", ["hear", "before_backward", "observe", "observe_params"])
+    @pytest.mark.parametrize("name", ["note_facts", "before_backward", "observe", "observe_params"])
     def test_wherever_the_judge_is_called(self, judged, monkeypatch, name):
         monkeypatch.setattr(Judge, name, raising(ValueError("confused")))
         assert_ours(judged(), "confused")
@@ -52,7 +52,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("name", ["build", "batch"])
     def test_a_broken_workload_is_an_error(self, judged, monkeypatch, name):
-        real = seats.build_workload
+        real = contexts.build_workload
 
         class Broken:
             def __init__(self, scenario):
@@ -70,7 +70,7 @@ class TestFailures:
             return getattr(self._inner, name)(*args, **named)
 
         setattr(Broken, name, fail)
-        monkeypatch.setattr(seats, "build_workload", Broken)
+        monkeypatch.setattr(contexts, "build_workload", Broken)
         assert_ours(judged(), "no data")
 
     def test_after_a_reload_too(self, judged, monkeypatch):
@@ -113,10 +113,10 @@ class TestFailures:
         right = ZeroSimEngine.params
 
         def forgetful(self):
-            told = dict(right(self))
+            reported = dict(right(self))
             if self._optimizer.inner.state:
-                told.pop("0.up.weight")
-            return told
+                reported.pop("0.up.weight")
+            return reported
 
         monkeypatch.setattr(ZeroSimEngine, "params", forgetful)
         result = judged()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from zero_sim.scenario.spec import (
-    GroupSpec,
     LossScaleSpec,
     ModelSpec,
     OptimizerSpec,
+    ParamGroupSpec,
     ReloadSpec,
     RunSpec,
     SystemSpec,
@@ -139,7 +139,7 @@ def test_the_param_and_the_element_are_named(judged, after_load):
 
 
 def test_settings_of_groups(judged, after_load):
-    optimizer = OptimizerSpec(groups=(GroupSpec(match="bias", lr=0.5),))
+    optimizer = OptimizerSpec(groups=(ParamGroupSpec(match="bias", lr=0.5),))
     assert judged(**{**CASE, "optimizer": optimizer}).verdict == "pass"
     after_load(lambda engine: engine._optimizer.base_lrs.reverse())
     result = judged(**{**CASE, "optimizer": optimizer})

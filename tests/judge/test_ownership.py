@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.ownership import Holders
-from zero_sim.reference import MemoryPlace
+from zero_sim.judge.ownership import Ownership
+from zero_sim.reference import MemoryLayout
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import Place
 
@@ -21,20 +21,20 @@ CASE = Scenario(
 def facts(start, stop):
     return Facts(
         places=(Place(param="w", start=start, stop=stop),),
-        addresses={"w": MemoryPlace(64, (1,))},
+        addresses={"w": MemoryLayout(64, (1,))},
         shapes={"w": (4,)},
     )
 
 
 def heard(*spans, held=(frozenset("w"),) * 2):
-    holders = Holders(CASE, held=held)
+    ownership = Ownership(CASE, held=held)
     for rank, span in enumerate(spans):
-        holders.hear(rank, facts(*span))
-    return holders
+        ownership.note_facts(rank, facts(*span))
+    return ownership
 
 
-def checks(holders):
-    return [found.check for found in holders.check(0, tell_parts=True)]
+def checks(ownership):
+    return [found.check for found in ownership.check(0, tell_parts=True)]
 
 
 def test_all_are_there_once_every_rank_has_told():
@@ -58,10 +58,10 @@ def test_what_is_owned_wrongly_says_what_a_target_declares():
 
 
 def test_a_shard_at_stage_0_says_what_a_target_declares():
-    holders = Holders(replace(CASE, system=SystemSpec(stage=0)), held=(frozenset("w"),) * 2)
+    ownership = Ownership(replace(CASE, system=SystemSpec(stage=0)), held=(frozenset("w"),) * 2)
     for rank, span in enumerate([(0, 2), (2, 4)]):
-        holders.hear(rank, facts(*span))
-    first, _ = holders.check(0, tell_parts=True)
+        ownership.note_facts(rank, facts(*span))
+    first, _ = ownership.check(0, tell_parts=True)
     assert "elements 2 to 4 of 4 belong to no rank" in first.message
     assert "every rank keeps all optimizer state" in first.message
     assert "declares Capabilities(stages=(1,))" in first.message
@@ -73,8 +73,8 @@ def test_parts_that_are_not_told_are_not_checked():
 
 def test_ranks_that_hold_the_same_share_it():
     held = (frozenset({"w", "a"}), frozenset({"w", "b"}))
-    holders = heard(held=held)
-    assert holders.sharings == [
+    ownership = heard(held=held)
+    assert ownership.sharings == [
         ((0,), frozenset("a")),
         ((0, 1), frozenset("w")),
         ((1,), frozenset("b")),

@@ -6,11 +6,11 @@ from tests.judge.pointing import WrongAnswers, first_finding
 from zero_sim.scenario.spec import (
     DataSpec,
     FreezeSpec,
-    GroupSpec,
     LossScaleSpec,
     ModelSpec,
     NanSpec,
     OptimizerSpec,
+    ParamGroupSpec,
     ReloadSpec,
     RunSpec,
     SystemSpec,
@@ -154,7 +154,7 @@ class TestOptimizer:
 
     def test_groups_that_are_merged(self, judged, broken):
         broken("P01")
-        groups = (GroupSpec(match="bias", lr=0.1),)
+        groups = (ParamGroupSpec(match="bias", lr=0.1),)
         finding = first_finding(judged(optimizer=OptimizerSpec(groups=groups)), "equality.master")
         assert not finding.param.endswith("bias")
 
@@ -206,8 +206,8 @@ class TestAnswers:
 
     def test_parts_that_are_no_longer_told(self, judged):
         def forgetful(engine, right):
-            told = list(right())
-            yield from told[1:] if engine._ddp.grads_reduced else told
+            reported = list(right())
+            yield from reported[1:] if engine._ddp.grads_reduced else reported
 
         finding = first_finding(judged(WrongAnswers(parts=forgetful)), "invariant.ownership")
         assert "gone: 0.up.weight" in finding.message

@@ -114,7 +114,7 @@ def test_the_score_counts_survivors(pool):
     score = score_of(trials, chosen, seconds=1.0)
     assert score.all.of == score.core.of == 2
     assert score.all.killed == sum(trial.killed for trial in trials)
-    assert {tally.name for tally in score.by_class} == {"LAYOUT", "NORM"}
+    assert {kills.name for kills in score.by_class} == {"LAYOUT", "NORM"}
     assert score.exit_status == (score.all.killed < 2)
     assert torch.get_num_threads() >= 1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.pytorch_suites import outcomes
 from tests.pytorch_suites.outcomes import Outcome, Record
-from tests.pytorch_suites.running import Told, run_suite
+from tests.pytorch_suites.running import ReportedStats, run_suite
 from tests.pytorch_suites.suites import Suite, find_suites
 from tests.pytorch_suites.worker import BACKENDS, BASELINE
 
@@ -101,20 +101,20 @@ def _run(suite: Suite, known: Record, options: argparse.Namespace) -> dict[str, 
     }
 
 
-def _say_how(suite: Suite, backend: str, came: Told) -> None:
+def _say_how(suite: Suite, backend: str, came: ReportedStats) -> None:
     passed = sum(outcome == outcomes.PASS for outcome in came.outcomes.values())
     seconds = sum(came.cpu_seconds.values())
     _say(f"{suite.name} {backend}: {passed} of {len(came.outcomes)} pass, {seconds:.0f} CPU s")
 
 
-def _say_one(suite: Suite, backend: str, test: str, came: Told) -> None:
+def _say_one(suite: Suite, backend: str, test: str, came: ReportedStats) -> None:
     outcome = came.outcomes[test]
     _say(f"# {suite.name} {backend} {test}: {outcome}, {came.cpu_seconds.get(test, 0)} CPU s")
     if outcome not in (outcomes.PASS, outcomes.SKIP):
         _say(came.details.get(test, ""))
 
 
-def _say_nothing(test: str, came: Told) -> None:
+def _say_nothing(test: str, came: ReportedStats) -> None:
     pass
 
 

@@ -22,7 +22,7 @@ IMPORT = "import_error"
 
 
 @dataclass(slots=True)
-class Told:
+class ReportedStats:
     """What came of the tests of one suite on one backend, by test."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
@@ -40,8 +40,8 @@ def run_suite(
     tests: Iterable[str] | None = None,
     *,
     limit_seconds: float,
-    tell: Callable[[str, Told], None] = lambda test, told: None,
-) -> Told:
+    tell: Callable[[str, ReportedStats], None] = lambda test, told: None,
+) -> ReportedStats:
     """Run tests one after another; a process goes on as long as no test ends it.
 
     Args:
@@ -51,7 +51,7 @@ def run_suite(
         limit_seconds: How long one may take; its process is killed then.
         tell: Called after each test, with its name and all that came so far.
     """
-    told, left = Told(), None if tests is None else list(tests)
+    told, left = ReportedStats(), None if tests is None else list(tests)
     while left is None or left:
         worker = _Worker(suite, backend)
         first = worker.next_line(limit_seconds)
@@ -71,7 +71,7 @@ def run_suite(
     return told
 
 
-def _note_next(told: Told, worker: _Worker, left: list[str], limit_seconds: float) -> bool:
+def _note_next(told: ReportedStats, worker: _Worker, left: list[str], limit_seconds: float) -> bool:
     """Note the outcome of the next test; whether the process goes on."""
     line, name = worker.next_line(limit_seconds), left.pop(0)
     if isinstance(line, dict):

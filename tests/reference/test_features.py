@@ -10,14 +10,14 @@ import torch
 
 from zero_sim.errors import ScenarioError, UsageError
 from zero_sim.reference import Reference, SumSite, SumSpan
-from zero_sim.reference.placement import MemoryPlace
+from zero_sim.reference.placement import MemoryLayout
 from zero_sim.scenario.spec import (
     DataSpec,
     FreezeSpec,
-    GroupSpec,
     LossScaleSpec,
     NanSpec,
     OptimizerSpec,
+    ParamGroupSpec,
     SystemSpec,
     WorldSpec,
 )
@@ -293,8 +293,8 @@ class TestGroups:
     def test_first_suffix_that_matches_wins(self, make_scenario, inject):
         """`unused`, without a gradient, decays by lr * decay: 1 - 1/4; `w` has lr 1/8."""
         groups = (
-            GroupSpec(match="sed", lr=0.5, weight_decay=0.5),
-            GroupSpec(match="", lr=0.125),
+            ParamGroupSpec(match="sed", lr=0.5, weight_decay=0.5),
+            ParamGroupSpec(match="", lr=0.125),
         )
         result = Reference(
             make_scenario(size=1, optim=sgd(groups=groups)), workload=inject([[[2.0]]])
@@ -304,7 +304,10 @@ class TestGroups:
 
     def test_zero_is_a_setting(self, make_scenario, inject):
         """lr 0 and decay 0 of a group are not the optimizer's."""
-        groups = (GroupSpec(match="w", lr=0.0), GroupSpec(match="unused", weight_decay=0.0))
+        groups = (
+            ParamGroupSpec(match="w", lr=0.0),
+            ParamGroupSpec(match="unused", weight_decay=0.0),
+        )
         result = Reference(
             make_scenario(size=1, optim=sgd(groups=groups, weight_decay=0.5)),
             workload=inject([[[2.0]]]),
@@ -314,7 +317,7 @@ class TestGroups:
 
     def test_warmup_scales_every_group(self, make_scenario, inject):
         """Factors 1/2, 1, 1: w = 1 - 1/2 - 1 - 1; the group at a quarter of that."""
-        spec = sgd(warmup_steps=2, groups=(GroupSpec(match="w", lr=0.25),), weight_decay=1.0)
+        spec = sgd(warmup_steps=2, groups=(ParamGroupSpec(match="w", lr=0.25),), weight_decay=1.0)
         reference = Reference(make_scenario(size=1, optim=spec), workload=inject([[[0.0]]]))
         seen = []
         for _ in range(3):
@@ -346,12 +349,12 @@ class TestContinueAs:
         """Placed anew or not, as one uninterrupted run."""
         scenario = make_scenario(name, dtype="bf16", optim=OptimizerSpec(lr=0.1))
         one, two = (Reference(scenario, workload=build_workload(scenario)) for _ in range(2))
-        places = [{"0.up.weight": MemoryPlace(address, (8, 1))} for address in (4, 20)]
+        places = [{"0.up.weight": MemoryLayout(address, (8, 1))} for address in (4, 20)]
         for reference in (one, two):
-            reference.place(places)
+            reference.set_addresses(places)
             reference.step()
         two.continue_as(scenario)
-        two.place(places)
+        two.set_addresses(places)
         one.step()
         left, right = all_bits(one.step()), all_bits((two.step(), two.step())[1])
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -11,7 +11,7 @@ from zero_sim.reference.division import Division
 from zero_sim.reference.following import Follower, Update
 from zero_sim.reference.gradient import measure
 from zero_sim.reference.stepping import Stepper
-from zero_sim.scenario.spec import GroupSpec, OptimizerName, OptimizerSpec
+from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 
 PLAIN = Update(division=Division(how="post", count=3), scale=None, lr_factor=1.0)
 
@@ -69,7 +69,7 @@ def test_it_clips_by_value():
 
 
 def test_its_name_decides_its_group():
-    spec = OptimizerSpec(name="sgd", lr=1.0, groups=(GroupSpec(match="w", lr=0.5),))
+    spec = OptimizerSpec(name="sgd", lr=1.0, groups=(ParamGroupSpec(match="w", lr=0.5),))
     assert stepped(spec, torch.tensor([3.0]))[0] == [-0.5]
 
 

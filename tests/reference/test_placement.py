@@ -7,9 +7,9 @@ from torch.nn import functional
 
 from zero_sim.reference.placement import (
     ADDRESS_MODULUS_BYTES,
-    MemoryPlace,
-    place_of,
-    place_params,
+    MemoryLayout,
+    memory_layout_of,
+    move_params,
 )
 
 
@@ -18,16 +18,16 @@ from zero_sim.reference.placement import (
 def test_a_param_moves_to_the_address_with_its_values(dtype, address):
     param = nn.Parameter(torch.arange(15).reshape(3, 5).to(dtype))
     before = param.detach().clone()
-    wanted = MemoryPlace(address, (5, 1))
-    place_params({"w": param}, {"w": wanted})
-    assert place_of(param) == wanted
+    wanted = MemoryLayout(address, (5, 1))
+    move_params({"w": param}, {"w": wanted})
+    assert memory_layout_of(param) == wanted
     assert torch.equal(param.detach(), before)
 
 
 def test_a_param_that_is_not_named_or_has_no_elements_stays():
     stays, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
     place = stays.data_ptr()
-    place_params({"stays": stays, "empty": empty}, {"empty": MemoryPlace(4, (1,))})
+    move_params({"stays": stays, "empty": empty}, {"empty": MemoryLayout(4, (1,))})
     assert stays.data_ptr() == place
 
 
@@ -42,7 +42,7 @@ def test_equal_addresses_give_equal_products_on_one_row():
         view = flat[start:].view(outputs, inputs)
         view.copy_(weight)
         alone = nn.Parameter(weight)
-        place_params({"w": alone}, {"w": place_of(view)})
+        move_params({"w": alone}, {"w": memory_layout_of(view)})
         assert torch.equal(functional.linear(row, alone), functional.linear(row, view))
 
 
@@ -50,6 +50,6 @@ def test_equal_addresses_give_equal_products_on_one_row():
 def test_a_param_takes_the_strides_too(strides):
     values = torch.arange(6.0).view(2, 3)
     param = nn.Parameter(values.clone())
-    place_params({"w": param}, {"w": MemoryPlace(8, strides)})
-    assert place_of(param) == MemoryPlace(8, strides)
+    move_params({"w": param}, {"w": MemoryLayout(8, strides)})
+    assert memory_layout_of(param) == MemoryLayout(8, strides)
     assert torch.equal(param.detach(), values)

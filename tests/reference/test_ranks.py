@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_sim.errors import ScenarioError
-from zero_sim.reference.placement import MemoryPlace
+from zero_sim.reference.placement import MemoryLayout
 from zero_sim.reference.ranks import Ranks
 from zero_sim.reference.replay import isolated
 from zero_sim.scenario.spec import FreezeSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
@@ -62,10 +62,10 @@ def test_values_are_cast_into_the_params_of_all_ranks():
     ranks = ranks_of(case(model={"dtype": "bf16"}))
     like = ranks.params()
     places = [
-        {name: MemoryPlace(64 * (rank + 1), param.stride()) for name, param in like.items()}
+        {name: MemoryLayout(64 * (rank + 1), param.stride()) for name, param in like.items()}
         for rank in range(3)
     ]
-    ranks.place(places)
+    ranks.set_addresses(places)
     ranks.write({name: torch.full(param.shape, 1 / 3) for name, param in like.items()}, scales={})
     third = torch.tensor(1 / 3).to(torch.bfloat16)
     assert all(bool((param == third).all()) for param in ranks.params().values())

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from zero_sim.findings.records import Strip, StripBucket, StripPiece, StripShard
+from zero_sim.findings.records import BufferMap, MappedBucket, MappedPiece, MappedShard
 
 
 def make_strip(*, shards=4, shard_elems=6, padding=2, names=("w", "b"), differ=((5, 7),), start=0):
@@ -16,18 +16,18 @@ def make_strip(*, shards=4, shard_elems=6, padding=2, names=("w", "b"), differ=(
     for name, low, high in zip(names, bounds, bounds[1:], strict=False):
         cuts = [low, *(c for c in range(0, elems, shard_elems) if low < c < high), high]
         pieces += [
-            StripPiece(param=name, start=a, stop=b, param_start=a - low)
+            MappedPiece(param=name, start=a, stop=b, param_start=a - low)
             for a, b in itertools.pairwise(cuts)
         ]
-    return Strip(
+    return BufferMap(
         check="equality.grad",
         buffer=0,
         elems=elems,
         start=start,
         stop=elems,
-        buckets=(StripBucket(index=0, start=0, stop=elems),),
+        buckets=(MappedBucket(index=0, start=0, stop=elems),),
         shards=tuple(
-            StripShard(
+            MappedShard(
                 index=i, bucket=0, ranks=(i,), start=i * shard_elems, stop=(i + 1) * shard_elems
             )
             for i in range(shards)

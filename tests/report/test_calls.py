@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.findings.records import Finding, StripBucket
+from zero_sim.findings.records import Finding, MappedBucket
 from zero_sim.report.calls import calls_near, render_calls
 from zero_sim.sim import CollectiveRecord, EventLog
 
@@ -123,7 +123,7 @@ class TestMissing:
         )
 
     def test_fewer_reductions_than_buckets_of_one_size(self, even_strip):
-        two = (StripBucket(index=0, start=0, stop=12), StripBucket(index=1, start=12, stop=24))
+        two = (MappedBucket(index=0, start=0, stop=12), MappedBucket(index=1, start=12, stop=24))
         strip = replace(even_strip(), buckets=two)
         said = self.missing(strip, ("all_reduce", 12), flat_offset=13)
         assert said == (

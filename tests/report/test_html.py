@@ -13,7 +13,7 @@ from zero_sim.findings.records import Evidence, Finding
 from zero_sim.report.html import render_page, write_page
 from zero_sim.report.html_tables import values_table
 from zero_sim.report.markup import Markup, element, escaped
-from zero_sim.report.svg_strip import strip_pictures
+from zero_sim.report.svg_buffer_map import buffer_map_pictures
 from zero_sim.scenario.spec import ModelSpec, Scenario
 from zero_sim.sim import CollectiveRecord, EventLog
 
@@ -203,7 +203,7 @@ class TestStripPicture:
     @pytest.mark.parametrize("at", [0, 499_999, 999_999])
     def test_one_element_of_a_million_is_marked_inside_the_picture(self, even_strip, at):
         strip = even_strip(shards=4, shard_elems=250_000, differ=((at, at + 1),))
-        rects = re.findall(r'<rect[^>]*class="differs"[^>]*>', strip_pictures(strip))
+        rects = re.findall(r'<rect[^>]*class="differs"[^>]*>', buffer_map_pictures(strip))
         assert len(rects) == 2  # the whole, and its surroundings
         for rect in rects:
             x, width = (float(re.search(rf' {k}="([\d.]+)%"', rect)[1]) for k in ("x", "width"))
@@ -213,7 +213,7 @@ class TestStripPicture:
         assert re.search(r"svg rect\.differs \{[^}]*stroke-width: 3", render_page([bundle()]))
 
     def test_it_has_no_width_of_its_own(self, even_strip):
-        picture = strip_pictures(even_strip())
+        picture = buffer_map_pictures(even_strip())
         assert '<svg width="100%"' in picture
         assert "viewBox" not in picture
         boxes = re.findall(r'<rect[^>]*?x="([^"]*)"[^>]*?width="([^"]*)"', picture)
@@ -221,7 +221,7 @@ class TestStripPicture:
         assert all(value.endswith("%") for box in boxes for value in box)
 
     def test_what_does_not_fit_into_a_box_is_cut_off_by_it(self, even_strip):
-        picture = strip_pictures(even_strip(names=("a.long.name.of.a.param", "b")))
+        picture = buffer_map_pictures(even_strip(names=("a.long.name.of.a.param", "b")))
         assert re.search(r'<svg x="[\d.]+%" y="70" width="[\d.]+%" height="22"><text', picture)
 
     def test_where_everything_differs_words_stand_before_it(self, bundle, even_strip):
@@ -237,7 +237,7 @@ class TestStripPicture:
         assert "The buffer as a picture" not in text
 
     def test_a_small_one_is_one_picture(self, even_strip):
-        assert strip_pictures(even_strip()).count('class="strip"') == 1
+        assert buffer_map_pictures(even_strip()).count('class="strip"') == 1
 
 
 class TestMarkup:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.run import seats
+from zero_sim.run import contexts
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
@@ -87,7 +87,7 @@ def test_a_model_without_params_is_an_error_that_says_so(judged):
 
 
 def test_params_on_two_devices_are_an_error_that_names_both(judged, monkeypatch):
-    real = seats.build_workload
+    real = contexts.build_workload
 
     class TwoDevices:
         def __init__(self, scenario):
@@ -104,7 +104,7 @@ def test_params_on_two_devices_are_an_error_that_names_both(judged, monkeypatch)
                 module.extra = nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
             return module
 
-    monkeypatch.setattr(seats, "build_workload", TwoDevices)
+    monkeypatch.setattr(contexts, "build_workload", TwoDevices)
     result = judged()
     assert result.verdict == "error"
     assert "extra" in result.error
@@ -178,7 +178,7 @@ class TestEmptyPasses:
     """A case that could not have failed is not reported as a plain pass."""
 
     def test_the_same_data_without_having_asked(self, judged, monkeypatch):
-        real = seats.build_workload
+        real = contexts.build_workload
 
         class SameData:
             def __init__(self, scenario):
@@ -190,7 +190,7 @@ class TestEmptyPasses:
             def batch(self, *, step, rank, micro):
                 return self._inner.batch(step=step, rank=0, micro=micro)
 
-        monkeypatch.setattr(seats, "build_workload", SameData)
+        monkeypatch.setattr(contexts, "build_workload", SameData)
         result = judged()
         assert result.verdict == "inconclusive"
         assert [finding.check for finding in result.findings] == ["guard.same-data"]
@@ -199,7 +199,7 @@ class TestEmptyPasses:
         assert judged(data=DataSpec(ranks="same"), world=WorldSpec(size=2)).verdict == "pass"
 
     def test_gradients_that_are_mostly_zero(self, judged, monkeypatch):
-        real = seats.build_workload
+        real = contexts.build_workload
 
         class Faint:
             def __init__(self, scenario):
@@ -212,7 +212,7 @@ class TestEmptyPasses:
                 batch = self._inner.batch(step=step, rank=rank, micro=micro)
                 return Batch(inputs=batch.inputs * 0, targets=batch.targets)
 
-        monkeypatch.setattr(seats, "build_workload", Faint)
+        monkeypatch.setattr(contexts, "build_workload", Faint)
         result = judged(model=ModelSpec(name="params", shapes=((5,), (7,))))
         assert result.verdict == "inconclusive"
         assert [finding.check for finding in result.findings] == ["guard.zero-gradients"]

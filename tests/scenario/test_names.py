@@ -7,9 +7,9 @@ import pytest
 from zero_sim.scenario.names import check_names, matching_groups, with_known_names
 from zero_sim.scenario.spec import (
     FreezeSpec,
-    GroupSpec,
     ModelSpec,
     OptimizerSpec,
+    ParamGroupSpec,
     Scenario,
     TopologySpec,
 )
@@ -18,7 +18,7 @@ NAMES = ["up.weight", "up.bias", "down.weight"]
 
 
 def groups(*endings):
-    return tuple(GroupSpec(match=ending, lr=0.5) for ending in endings)
+    return tuple(ParamGroupSpec(match=ending, lr=0.5) for ending in endings)
 
 
 def case(*, freeze=(), optimizer=(), shared=(), tied=()):

@@ -19,7 +19,13 @@ from zero_sim.scenario import (
 )
 from zero_sim.scenario.fields import field_paths, type_at
 from zero_sim.scenario.rules import BOUNDS, RULES, check_scenario
-from zero_sim.scenario.spec import FreezeSpec, GroupSpec, LossScaleSpec, ReloadSpec, TopologySpec
+from zero_sim.scenario.spec import (
+    FreezeSpec,
+    LossScaleSpec,
+    ParamGroupSpec,
+    ReloadSpec,
+    TopologySpec,
+)
 
 MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
 PARAMS = Scenario(schema=1, model=ModelSpec(name="params", shapes=((3,),)))
@@ -132,7 +138,7 @@ def test_known_mistakes_silence_the_rules_that_read_them() -> None:
         ),
         (
             "optimizer.groups[0].lr",
-            {"optimizer": OptimizerSpec(groups=(GroupSpec(match="x", lr=-1.0),))},
+            {"optimizer": OptimizerSpec(groups=(ParamGroupSpec(match="x", lr=-1.0),))},
         ),
         ("data.loss", {"data": DataSpec(loss="sum"), "model": ModelSpec(name="digits")}),
         ("system.redundancy", {"system": SystemSpec(redundancy=3)}),

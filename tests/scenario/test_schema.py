@@ -84,7 +84,7 @@ def test_entries_of_lists_have_theirs() -> None:
     fault = SCHEMA["$defs"]["FaultSpec"]["properties"]
     assert (fault["call"]["minimum"], fault["call"]["maximum"]) == (0, 10**9)
     assert fault["bit"]["maximum"] == 63
-    assert SCHEMA["$defs"]["GroupSpec"]["properties"]["lr"]["minimum"] == 0
+    assert SCHEMA["$defs"]["ParamGroupSpec"]["properties"]["lr"]["minimum"] == 0
 
 
 def test_matrix_lists_every_path_that_may_vary() -> None:

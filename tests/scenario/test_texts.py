@@ -12,7 +12,7 @@ from zero_sim.errors import ScenarioError
 from zero_sim.scenario import ModelSpec, OptimizerSpec, Scenario
 from zero_sim.scenario.load import load_cases, parse_cases
 from zero_sim.scenario.rules import check_scenario
-from zero_sim.scenario.spec import GroupSpec, TopologySpec
+from zero_sim.scenario.spec import ParamGroupSpec, TopologySpec
 from zero_sim.scenario.texts import DESCRIPTION_CHARS_MAX, NAME_CHARS_MAX
 
 MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
@@ -45,7 +45,9 @@ def test_lengths() -> None:
 
 
 def test_every_string_is_looked_at() -> None:
-    optimizer = OptimizerSpec(groups=(GroupSpec(match="a", lr=1.0), GroupSpec(match="\x1b", lr=1)))
+    optimizer = OptimizerSpec(
+        groups=(ParamGroupSpec(match="a", lr=1.0), ParamGroupSpec(match="\x1b", lr=1))
+    )
     topology = TopologySpec(shared=("\n",))
     found = paths_of(optimizer=optimizer, topology=topology)
     assert {"topology.shared[0]", "optimizer.groups[1].match"} <= set(found)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_sim.findings.records import CaseResult, Finding, Strip, StripBucket, StripShard
+from zero_sim.findings.records import BufferMap, CaseResult, Finding, MappedBucket, MappedShard
 from zero_sim.shrink import Key, key_of, may_become, may_shrink
 
 
@@ -15,14 +15,14 @@ def strip(*differ, buckets=2, shards=2, shard_elems=4, padding=()):
     """A buffer of some buckets, of some shards each."""
     of_bucket = shards * shard_elems
     places = [(bucket, shard) for bucket in range(buckets) for shard in range(shards)]
-    return Strip(
+    return BufferMap(
         check="a", buffer=0, elems=buckets * of_bucket, start=0, stop=buckets * of_bucket,
         buckets=tuple(
-            StripBucket(index=i, start=i * of_bucket, stop=(i + 1) * of_bucket)
+            MappedBucket(index=i, start=i * of_bucket, stop=(i + 1) * of_bucket)
             for i in range(buckets)
         ),
         shards=tuple(
-            StripShard(
+            MappedShard(
                 index=shard, bucket=bucket, ranks=(shard,),
                 start=bucket * of_bucket + shard * shard_elems,
                 stop=bucket * of_bucket + (shard + 1) * shard_elems,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_sim.sim.call import Call
-from zero_sim.sim.contract.own_call import check_call
+from zero_sim.sim.contract.single_call import check_call
 
 
 def test_nobody_writes_into_a_call():

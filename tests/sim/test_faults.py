@@ -388,7 +388,7 @@ class TestExcused:
 
             def program(rank):
                 if rank == 0:
-                    with world.excused():
+                    with world.pause_clock():
                         stall_clock.passes(times=3)
                 dist.barrier()
                 return rank
@@ -400,7 +400,7 @@ class TestExcused:
 
             def program(rank):
                 if rank == 0:
-                    with world.excused(), world.excused(False):
+                    with world.pause_clock(), world.pause_clock(False):
                         while stall_clock.runs_out():
                             pass
                 dist.barrier()
@@ -413,7 +413,7 @@ class TestExcused:
 
             def program(rank):
                 if rank == 0:
-                    with world.excused():
+                    with world.pause_clock():
                         pass
                     while stall_clock.runs_out():
                         pass

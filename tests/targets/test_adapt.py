@@ -191,7 +191,7 @@ def test_a_reload_of_an_engine_that_cannot_save_is_refused(pool):
 def test_an_engine_is_told_of_the_last_micro_batch_before_its_forward(pool):
     calls = []
 
-    class Told(Least):
+    class ReportedStats(Least):
         def start_micro_batch(self, *, last):
             calls.append(last)
 
@@ -199,7 +199,11 @@ def test_an_engine_is_told_of_the_last_micro_batch_before_its_forward(pool):
             assert calls[-1] == last_micro
             loss.backward()
 
-    judge(pool, Target(Told, capabilities="everything"), run=RunSpec(steps=1, micro_batches=2))
+    judge(
+        pool,
+        Target(ReportedStats, capabilities="everything"),
+        run=RunSpec(steps=1, micro_batches=2),
+    )
     assert sorted(calls) == [False] * 3 + [True] * 3
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import (
 )
 from typing import Any, Generic, Protocol, TypeVar
 
-from zero_sim.backends.lifeline import end_with_parent
+from zero_sim.backends.parent_watchdog import end_with_parent
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.host.signals import ENDING, FROM_OWNER, leave_to_owner
 from zero_sim.host.warnings_once import tell_once
@@ -84,32 +84,32 @@ class Processes:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._hands = [_Hand[Any]() for _ in range(slots)]
+        self._workers = [_Worker[Any]() for _ in range(slots)]
 
     @property
     def has_free(self) -> bool:
         """Whether any is at no call."""
-        return any(hand.is_free for hand in self._hands)
+        return any(worker.is_free for worker in self._workers)
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
         """Begin a call on a process that is free."""
-        return next(hand for hand in self._hands if hand.is_free).submit(call, *arguments)
+        return next(worker for worker in self._workers if worker.is_free).submit(call, *arguments)
 
     def prepare(self, call: Callable[..., object], *arguments: object) -> None:
         """Make it here, where what is wrong is raised, and in every process."""
         call(*arguments)
         # A process that dies is replaced when it is given its next call.
-        wait([hand.submit(call, *arguments) for hand in self._hands])
+        wait([worker.submit(call, *arguments) for worker in self._workers])
 
     def interrupt(self) -> None:
         """Send every process at work an interrupt."""
-        for hand in self._hands:
-            hand.interrupt()
+        for worker in self._workers:
+            worker.interrupt()
 
     def close(self) -> None:
         """End the processes, which are idle now or to be given up."""
-        for hand in self._hands:
-            hand.close()
+        for worker in self._workers:
+            worker.close()
 
 
 class Cluster:
@@ -182,7 +182,7 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, CancelledError) or bool(names & {"BrokenExecutor", "KilledWorker"})
 
 
-class _Hand(Generic[Answer]):
+class _Worker(Generic[Answer]):
     """A process of its own, and a new one in its place if it dies; to be closed."""
 
     # A pool breaks as a whole if a process of it dies, so each is a pool of one.

@@ -33,11 +33,11 @@ _START_SECONDS = 120.0
 _STACK_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
 """How long nobody may connect before it is looked whether those that are to come still run."""
-_NURSERY = """
+_FORKSERVER = """
 import json, sys
 path = json.loads(sys.stdin.readline())
 sys.path[:] = [*path, *(each for each in sys.path if each not in path)]
-from zero_sim.backends.nursery import main
+from zero_sim.backends.forkserver import main
 main()
 """
 """Workers import what this process can, from where it does; a `-m` would add the current folder."""
@@ -73,7 +73,7 @@ class _Worker:
 
 
 @dataclass(kw_only=True, slots=True)
-class Seat:
+class JobRank:
     """The one worker that a process of a larger job keeps."""
 
     rank: int
@@ -106,7 +106,7 @@ class Teams:
         backend: What the workers speak, `gloo` or `nccl`.
         preload: Modules to import before the workers are forked.
         teams_open_max: The least recently used team ends when there would be more.
-        seat: Where workers are part of a larger job: which; None where each team is all of it.
+        job_rank: Where workers are part of a larger job: which; None where each team is all of it.
 
     Example:
         >>> with Teams(backend="gloo") as teams:  # doctest: +SKIP
@@ -119,10 +119,10 @@ class Teams:
         backend: str = "gloo",
         preload: Sequence[str] = ("zero_sim.backends.worker",),
         teams_open_max: int = TEAMS_OPEN_MAX,
-        seat: Seat | None = None,
+        job_rank: JobRank | None = None,
     ) -> None:
         self._backend = backend
-        self._seat = seat
+        self._job_rank = job_rank
         self._teams_open_max = teams_open_max
         self._teams: dict[int, _Team] = {}
         self._numbers = itertools.count()
@@ -134,12 +134,12 @@ class Teams:
         self._listener.bind(address)
         self._listener.listen()
         self._store = None
-        if seat is None:
+        if job_rank is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # One thread a process: ranks share the cores, and the count decides the bits of a product.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._nursery = subprocess.Popen(
-            [sys.executable, "-P", "-c", _NURSERY],
+        self._forkserver = subprocess.Popen(
+            [sys.executable, "-P", "-c", _FORKSERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **threads},
@@ -182,7 +182,9 @@ class Teams:
         """
         team = self._team(size)
         message = {"op": "run", "job": job, "payload": {**payload, "number": next(self._numbers)}}
-        endings = _broadcast(team, message, timeout_seconds=timeout_seconds, seat=self._seat)
+        endings = _broadcast(
+            team, message, timeout_seconds=timeout_seconds, job_rank=self._job_rank
+        )
         if any(self.ends_with(ending) for ending in endings.values()):
             deaths = self.renew(size)
             endings = {rank: _with_status(end, deaths[rank]) for rank, end in endings.items()}
@@ -203,16 +205,16 @@ class Teams:
         return {} if team is None else self._end(team)
 
     def close(self) -> None:
-        """End every worker and the nursery."""
-        # Where the nursery has ended, nobody is left to ask how its workers did.
+        """End every worker and the fork server."""
+        # Where the fork server has ended, nobody is left to ask how its workers did.
         with contextlib.suppress(EnvironmentProblem):
             for team in self._teams.values():
                 self._end(team)
         self._teams.clear()
-        with self._nursery:
-            assert self._nursery.stdin is not None
+        with self._forkserver:
+            assert self._forkserver.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                self._nursery.stdin.close()
+                self._forkserver.stdin.close()
         self._listener.close()
         self._folder.cleanup()
 
@@ -226,7 +228,7 @@ class Teams:
         return team
 
     def _start(self, size: int) -> _Team:
-        first = 0 if self._seat is None else self._seat.rank
+        first = 0 if self._job_rank is None else self._job_rank.rank
         pids = [self._ask({"fork": {"rank": first + rank}})["pid"] for rank in range(size)]
         try:
             workers = self._connect(pids, first=first)
@@ -260,12 +262,16 @@ class Teams:
 
     def _meeting(self, size: int) -> dict[str, Any]:
         """Where workers find each other: the store, how many they are, and which team it is."""
-        if self._seat is None:
+        if self._job_rank is None:
             assert self._store is not None
             store = [self._store.host, self._store.port]
             return {"store": store, "size": size, "team": next(self._numbers)}
-        seat = self._seat
-        return {"store": list(seat.store), "size": seat.size, "team": f"job-{seat.generation}"}
+        job_rank = self._job_rank
+        return {
+            "store": list(job_rank.store),
+            "size": job_rank.size,
+            "team": f"job-{job_rank.generation}",
+        }
 
     def _connect(self, pids: Sequence[int], *, first: int) -> list[_Worker]:
         """Wait until every worker has connected.
@@ -308,19 +314,19 @@ class Teams:
         return statuses
 
     def _say(self, message: object) -> None:
-        assert self._nursery.stdin is not None
+        assert self._forkserver.stdin is not None
         # Where it has ended, the next question tells.
         with contextlib.suppress(BrokenPipeError):
-            self._nursery.stdin.write(json.dumps(message) + "\n")
+            self._forkserver.stdin.write(json.dumps(message) + "\n")
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._nursery.stdout is not None
+        assert self._forkserver.stdout is not None
         self._say(message)
-        answer = self._nursery.stdout.readline()
+        answer = self._forkserver.stdout.readline()
         if not answer:
             raise EnvironmentProblem(
                 "expected the process that starts workers to answer, but it ended with "
-                f"{_how(self._nursery.wait())}. Its error output stands above."
+                f"{_how(self._forkserver.wait())}. Its error output stands above."
             )
         return json.loads(answer)
 
@@ -342,7 +348,7 @@ def _broadcast(
     message: Mapping[str, Any],
     *,
     timeout_seconds: float,
-    seat: Seat | None = None,
+    job_rank: JobRank | None = None,
 ) -> dict[int, Ending]:
     """Send a message to all workers and wait for an ending of each; arguments as for `Teams`."""
     endings: dict[int, Ending] = {}
@@ -357,18 +363,20 @@ def _broadcast(
     is_lost = bool(endings)
     while pending:
         left = deadline - time.monotonic()
-        if seat is not None and not is_lost and seat.is_lost():
+        if job_rank is not None and not is_lost and job_rank.is_lost():
             is_lost = True
             deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
             continue
-        ready = wait(list(pending), timeout=max(0.0, left if seat is None else min(left, _LOOK)))
+        ready = wait(
+            list(pending), timeout=max(0.0, left if job_rank is None else min(left, _LOOK))
+        )
         if not ready:
-            if seat is not None and left > 0:
+            if job_rank is not None and left > 0:
                 continue
             endings.update(_ask_where(pending))
             break
         for connection in ready:
-            ending = _receive(pending[connection], with_listening=seat is not None)
+            ending = _receive(pending[connection], with_listening=job_rank is not None)
             if ending is None:
                 if not is_lost:
                     deadline = time.monotonic() + timeout_seconds
@@ -380,8 +388,8 @@ def _broadcast(
             if (ending.how == "died" or ending.gave_up) and not is_lost:
                 is_lost = True
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
-    if seat is not None and any(end.how != "done" or end.gave_up for end in endings.values()):
-        seat.note_lost()
+    if job_rank is not None and any(end.how != "done" or end.gave_up for end in endings.values()):
+        job_rank.note_lost()
     return endings
 
 

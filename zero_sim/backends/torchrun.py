@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_sim.backends.real import RealRank
-from zero_sim.backends.team import Ending, Seat, Teams
+from zero_sim.backends.team import Ending, JobRank, Teams
 from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 
@@ -33,9 +33,9 @@ def place() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def be_there(payload: Mapping[str, Any], seat: RealRank) -> list[str]:
+def be_there(payload: Mapping[str, Any], real_rank: RealRank) -> list[str]:
     """Say what is fixed about the transport of a worker; a job."""
-    return list(seat.transport.notes(payload["processes"]))
+    return list(real_rank.transport.notes(payload["processes"]))
 
 
 def _is_second(problem: str) -> bool:
@@ -73,8 +73,8 @@ class LaunchedJob:
         )
         find_transport(backend).check()
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._seat = Seat(rank=rank, size=self.count, store=address)
-        self._teams = Teams(backend=backend, preload=preload, seat=self._seat)
+        self._job_rank = JobRank(rank=rank, size=self.count, store=address)
+        self._teams = Teams(backend=backend, preload=preload, job_rank=self._job_rank)
         self._number = 0
         try:
             endings = self.run(_IDLE, {}, stall_seconds=start_seconds)
@@ -119,7 +119,7 @@ class LaunchedJob:
         endings = [Ending(**each["ending"]) for each in told]
         if any(self._teams.ends_with(each) for each in endings):
             self._teams.renew(1)
-            self._seat.generation += 1
+            self._job_rank.generation += 1
         return endings
 
     def close(self, *, in_order: bool) -> None:
@@ -135,8 +135,8 @@ class LaunchedJob:
             self._exchange(None, about="end")
 
     def _watch(self, key: str) -> None:
-        self._seat.is_lost = lambda: self._store.check([key])
-        self._seat.note_lost = lambda: self._store.set(key, "")
+        self._job_rank.is_lost = lambda: self._store.check([key])
+        self._job_rank.note_lost = lambda: self._store.set(key, "")
 
     def _exchange(self, what: Any, *, about: str) -> list[Any]:
         return self._own.exchange(what, size=self.count, about=f"all {about}")

@@ -44,7 +44,7 @@ def serve(connection: Connection, *, rank: int) -> None:
     """
     torch.set_num_threads(1)
     torch.get_num_threads()
-    # What the nursery imported stays; walking through it again and again would cost every job.
+    # What the fork server imported stays; walking through it again and again would cost every job.
     gc.freeze()
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     sending = threading.Lock()
@@ -68,14 +68,14 @@ def serve(connection: Connection, *, rank: int) -> None:
                 jobs.put(message)
 
     threading.Thread(target=listen, name="listen", daemon=True).start()
-    seat: RealRank | None = None
+    real_rank: RealRank | None = None
 
     def tick() -> None:
         while True:
             time.sleep(_TICK_SECONDS)
-            if seat is not None and seat.is_setting_up:
+            if real_rank is not None and real_rank.is_setting_up:
                 answer({"op": "alive"})
-            elif seat is not None and seat.is_listening:
+            elif real_rank is not None and real_rank.is_listening:
                 answer({"op": "listening"})
 
     threading.Thread(target=tick, name="tick", daemon=True).start()
@@ -83,8 +83,8 @@ def serve(connection: Connection, *, rank: int) -> None:
         message = jobs.get()
         if message["op"] == "join":
             try:
-                seat = _join(message, rank=rank)
-                seat.on_sign = lambda: answer({"op": "alive"})
+                real_rank = _join(message, rank=rank)
+                real_rank.on_sign = lambda: answer({"op": "alive"})
             except (EnvironmentProblem, RankGone) as error:
                 # Of those that could not join, the first is the one that says why.
                 first = isinstance(error, EnvironmentProblem)
@@ -92,41 +92,41 @@ def serve(connection: Connection, *, rank: int) -> None:
                 continue
             answer({"op": "joined"})
             continue
-        assert seat is not None
-        answer(_run(message, seat))
+        assert real_rank is not None
+        answer(_run(message, real_rank))
 
 
 def _join(message: Mapping[str, Any], *, rank: int) -> RealRank:
     host, port = message["store"]
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     own = dist.PrefixStore(f"team-{message['team']}", store)
-    seat = RealRank(backend=message["backend"], rank=rank, store=own)
+    real_rank = RealRank(backend=message["backend"], rank=rank, store=own)
     try:
-        seat.transport.prepare(os.environ)
-        seat.transport.take_device(local_rank_of(rank=rank))
-        identity = dict(seat.transport.identity())
+        real_rank.transport.prepare(os.environ)
+        real_rank.transport.take_device(local_rank_of(rank=rank))
+        identity = dict(real_rank.transport.identity())
     except EnvironmentProblem:
-        seat.withdraw(["identity"])
+        real_rank.withdraw(["identity"])
         raise
-    check_alike(seat.exchange(identity, size=message["size"], about="identity"))
-    return seat
+    check_alike(real_rank.exchange(identity, size=message["size"], about="identity"))
+    return real_rank
 
 
-def _run(message: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
+def _run(message: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
     module, _, name = message["job"].partition(":")
-    seat.begin(message["payload"]["number"])
+    real_rank.begin(message["payload"]["number"])
     try:
-        result = getattr(importlib.import_module(module), name)(message["payload"], seat)
+        result = getattr(importlib.import_module(module), name)(message["payload"], real_rank)
     # The job's failure is its result; the worker itself goes on.
     except Exception as error:  # noqa: BLE001
         return {
             "op": "raised",
             "error": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),
-            "spoilt": seat.is_spoilt,
+            "spoilt": real_rank.is_spoilt,
         }
-    gave_up = bool(seat.last_words)
-    return {"op": "done", "result": result, "gave_up": gave_up, "spoilt": seat.is_spoilt}
+    gave_up = bool(real_rank.last_words)
+    return {"op": "done", "result": result, "gave_up": gave_up, "spoilt": real_rank.is_spoilt}
 
 
 def stack_of(thread: int) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_sim.bundle.decode import Unfit, integers
+from zero_sim.bundle.decode import InvalidField, integers
 from zero_sim.errors import ScenarioError
 from zero_sim.findings.describe import EVIDENCE_ELEMS_MAX
-from zero_sim.findings.records import Evidence, Finding, Strip
+from zero_sim.findings.records import BufferMap, Evidence, Finding
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
@@ -56,10 +56,10 @@ def check_case(text: str, scenario: Scenario, *, seed: int) -> None:
         seed: The seed that is said beside it.
 
     Raises:
-        Unfit: One of them was changed.
+        InvalidField: One of them was changed.
     """
     if seed != scenario.run.seed:
-        raise Unfit(
+        raise InvalidField(
             f"seed: expected {scenario.run.seed}, that of the scenario, got {seed}: this is not "
             "the bundle that was written"
         )
@@ -67,9 +67,9 @@ def check_case(text: str, scenario: Scenario, *, seed: int) -> None:
         (written,) = parse_cases(text, source="case.toml", stem="case")
     except (ScenarioError, ValueError) as error:
         first = str(error).splitlines()[-1].strip()
-        raise Unfit(f"case.toml: expected the case of this bundle, got: {first}") from None
+        raise InvalidField(f"case.toml: expected the case of this bundle, got: {first}") from None
     if _anonymous(written) != _anonymous(scenario):
-        raise Unfit(
+        raise InvalidField(
             "case.toml: expected the case of bundle.json, got another one: this is not the bundle "
             "that was written. To change a case, copy the file elsewhere"
         )
@@ -84,104 +84,111 @@ def check_finding(finding: Finding, *, where: str, rank_stop: int) -> None:
         rank_stop: One past the last rank of the largest world.
 
     Raises:
-        Unfit: A name or number that no finding has.
+        InvalidField: A name or number that no finding has.
     """
     if not _CHECK.fullmatch(finding.check) or len(finding.check) > _CHECK_CHARS_MAX:
-        raise Unfit(f"{where}.check: expected the name of a check, got {finding.check[:80]!r}")
+        raise InvalidField(
+            f"{where}.check: expected the name of a check, got {finding.check[:80]!r}"
+        )
     for name in _COUNTS:
         value = getattr(finding, name)
         if value is not None and value < 0:
-            raise Unfit(f"{where}.{name}: expected at least 0, got {value}")
+            raise InvalidField(f"{where}.{name}: expected at least 0, got {value}")
     if finding.rank is not None:
         integers([finding.rank], stop=rank_stop, where=f"{where}.rank")
     if any(axis < 0 for axis in finding.index or ()):
-        raise Unfit(f"{where}.index: expected at least 0 in each, got {list(finding.index or ())}")
+        raise InvalidField(
+            f"{where}.index: expected at least 0 in each, got {list(finding.index or ())}"
+        )
     _check_spans(finding.differ_spans, where=f"{where}.differ_spans")
 
 
-def check_strip(strip: Strip, *, rank_stop: int) -> None:
-    """Check a strip by itself.
+def check_buffer_map(buffer_map: BufferMap, *, rank_stop: int) -> None:
+    """Check a buffer map by itself.
 
     Raises:
-        Unfit: A part of it lies outside the buffer, or a rank outside the world.
+        InvalidField: A part of it lies outside the buffer, or a rank outside the world.
     """
-    if not 0 <= strip.start < strip.stop <= strip.elems:
-        raise Unfit(
-            f"strip: expected a part of {strip.elems} elements, got {strip.start} to {strip.stop}"
+    if not 0 <= buffer_map.start < buffer_map.stop <= buffer_map.elems:
+        raise InvalidField(
+            f"strip: expected a part of {buffer_map.elems} elements, got {buffer_map.start} to "
+            f"{buffer_map.stop}"
         )
-    integers(list(strip.differ_ranks), stop=rank_stop, where="strip.differ_ranks")
-    for shard in strip.shards:
+    integers(list(buffer_map.differ_ranks), stop=rank_stop, where="strip.differ_ranks")
+    for shard in buffer_map.shards:
         if not shard.ranks:
-            raise Unfit("strip.shards: expected a rank or more for each, got none")
+            raise InvalidField("strip.shards: expected a rank or more for each, got none")
         integers(list(shard.ranks), stop=rank_stop, where="strip.shards")
-    for parts in (strip.buckets, strip.shards):
+    for parts in (buffer_map.buckets, buffer_map.shards):
         for part in parts:
             if part.index < 0:
-                raise Unfit(f"strip: expected indices of at least 0, got {part.index}")
+                raise InvalidField(f"strip: expected indices of at least 0, got {part.index}")
     for name in ("buckets", "shards", "pieces"):
-        spans = [(part.start, part.stop) for part in getattr(strip, name)]
+        spans = [(part.start, part.stop) for part in getattr(buffer_map, name)]
         _check_spans(spans, where=f"strip.{name}")
     for name in ("padding", "unowned", "differ"):
-        _check_spans(getattr(strip, name), where=f"strip.{name}")
+        _check_spans(getattr(buffer_map, name), where=f"strip.{name}")
 
 
 def check_evidence(evidence: Evidence, *, where: str) -> None:
     """Check what was compared.
 
     Raises:
-        Unfit: The sides are not what a comparison keeps.
+        InvalidField: The sides are not what a comparison keeps.
     """
     if evidence.start < 0:
-        raise Unfit(f"{where}.start: expected at least 0, got {evidence.start}")
+        raise InvalidField(f"{where}.start: expected at least 0, got {evidence.start}")
     sides = evidence.expected, evidence.got
     for side in sides:
         if side.ndim != 1 or side.numel() > EVIDENCE_ELEMS_MAX:
-            raise Unfit(
+            raise InvalidField(
                 f"{where}: expected tensors of one dimension, of at most {EVIDENCE_ELEMS_MAX} "
                 f"elements, got shape {tuple(side.shape)}"
             )
         if side.is_complex() or side.dtype == torch.bool:
-            raise Unfit(f"{where}: expected tensors of numbers, got {_dtype(side)}")
+            raise InvalidField(f"{where}: expected tensors of numbers, got {_dtype(side)}")
     if sides[0].dtype != sides[1].dtype or sides[0].numel() != sides[1].numel():
         got = " and ".join(f"{side.numel()} of {_dtype(side)}" for side in sides)
-        raise Unfit(f"{where}: expected two sides of one length and dtype, got {got}")
+        raise InvalidField(f"{where}: expected two sides of one length and dtype, got {got}")
 
 
 def check_call(record: CollectiveRecord, *, where: str) -> None:
     """Check the numbers of a call.
 
     Raises:
-        Unfit: One is negative.
+        InvalidField: One is negative.
     """
     for name in ("sequence", "elems", "elem_bytes", "line", "output_elems"):
         if getattr(record, name) < 0:
-            raise Unfit(f"{where}.{name}: expected at least 0, got {getattr(record, name)}")
+            raise InvalidField(f"{where}.{name}: expected at least 0, got {getattr(record, name)}")
 
 
 def check_moment(moment: Moment, log: EventLog, *, where: str) -> None:
     """Check a moment beside the call that it is of, and the moments before it.
 
     Raises:
-        Unfit: There is no such call, it is not of its rank, or time runs backwards.
+        InvalidField: There is no such call, it is not of its rank, or time runs backwards.
     """
     integers([moment.record], stop=len(log.collectives), where=f"{where}.record")
     rank = log.collectives[moment.record].rank
     if moment.rank != rank:
-        raise Unfit(f"{where}.rank: expected {rank}, the call's, got {moment.rank}")
+        raise InvalidField(f"{where}.rank: expected {rank}, the call's, got {moment.rank}")
     least = log.moments[-1].tick if log.moments else 0
     if moment.tick < least:
-        raise Unfit(f"{where}.tick: expected at least {least}, got {moment.tick}")
+        raise InvalidField(f"{where}.tick: expected at least {least}, got {moment.tick}")
 
 
 def check_logs(logs: Sequence[EventLog], scenario: Scenario) -> None:
     """Check that there is a log for no more worlds than the case runs in.
 
     Raises:
-        Unfit: There are more.
+        InvalidField: There are more.
     """
     most = len(world_sizes(scenario))
     if len(logs) > most:
-        raise Unfit(f"worlds: expected at most {most}, which the case runs in, got {len(logs)}")
+        raise InvalidField(
+            f"worlds: expected at most {most}, which the case runs in, got {len(logs)}"
+        )
 
 
 def _anonymous(scenario: Scenario) -> Scenario:
@@ -191,7 +198,7 @@ def _anonymous(scenario: Scenario) -> Scenario:
 def _check_spans(spans: Sequence[tuple[int, int]], *, where: str) -> None:
     for start, stop in spans:
         if not 0 <= start <= stop:
-            raise Unfit(f"{where}: expected spans from 0 on, got {start} to {stop}")
+            raise InvalidField(f"{where}: expected spans from 0 on, got {start} to {stop}")
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -21,7 +21,7 @@ _WORDS: dict[type, str] = {
 }
 
 
-class Unfit(Exception):
+class InvalidField(Exception):
     """A value is not what was expected; the message says where and what."""
 
 
@@ -39,7 +39,7 @@ def record_of(
         besides: Fields that are never in a file.
 
     Raises:
-        Unfit: A field is missing, unknown or of another type.
+        InvalidField: A field is missing, unknown or of another type.
     """
     hints = {name: hint for name, hint in _hints(cls).items() if name not in besides}
     given = typed(value, dict, where=where).keys()
@@ -53,15 +53,17 @@ def fields_of(value: object, names: Collection[str], *, where: str) -> Mapping[s
     """A JSON object that has exactly these fields.
 
     Raises:
-        Unfit: It is none, or has others.
+        InvalidField: It is none, or has others.
     """
     table = typed(value, dict, where=where)
     for name in names:
         if name not in table:
-            raise Unfit(f"{where}: expected a field {name!r}, got none")
+            raise InvalidField(f"{where}: expected a field {name!r}, got none")
     for name in table:
         if name not in names:
-            raise Unfit(f"{where}: expected the fields {', '.join(names)}, got {name!r} as well")
+            raise InvalidField(
+                f"{where}: expected the fields {', '.join(names)}, got {name!r} as well"
+            )
     return table
 
 
@@ -69,13 +71,13 @@ def typed(value: object, kind: type[Record], *, where: str) -> Record:
     """A value that is of one plain type, `True` being no integer.
 
     Raises:
-        Unfit: It is of another.
+        InvalidField: It is of another.
     """
     if type(value) is not kind:
         got = _WORDS.get(type(value), "a number")
-        raise Unfit(f"{where}: expected {_WORDS[kind]}, got {got}")
+        raise InvalidField(f"{where}: expected {_WORDS[kind]}, got {got}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise Unfit(f"{where}: expected an integer of at most 64 bits, got a larger one")
+        raise InvalidField(f"{where}: expected an integer of at most 64 bits, got a larger one")
     return value
 
 
@@ -83,12 +85,12 @@ def integers(value: object, *, stop: int, where: str) -> list[int]:
     """A list of integers from 0 up to but without `stop`.
 
     Raises:
-        Unfit: It is none.
+        InvalidField: It is none.
     """
     found = typed(value, list, where=where)
     for index, item in enumerate(found):
         if not 0 <= typed(item, int, where=f"{where}[{index}]") < stop:
-            raise Unfit(f"{where}[{index}]: expected 0 to {stop - 1}, got {item}")
+            raise InvalidField(f"{where}[{index}]: expected 0 to {stop - 1}, got {item}")
     return found
 
 
@@ -117,13 +119,13 @@ def _checked(value: object, hint: object, where: str) -> object:
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if value not in choices:
-            raise Unfit(f"{where}: expected one of {', '.join(choices)}, got {value!r}")
+            raise InvalidField(f"{where}: expected one of {', '.join(choices)}, got {value!r}")
         return value
     if typing.get_origin(hint) is tuple:
         inner, *rest = typing.get_args(hint)
         items = typed(value, list, where=where)
         if rest != [...] and len(items) != 1 + len(rest):
-            raise Unfit(f"{where}: expected {1 + len(rest)} values, got {len(items)}")
+            raise InvalidField(f"{where}: expected {1 + len(rest)} values, got {len(items)}")
         return tuple(_checked(item, inner, f"{where}[{i}]") for i, item in enumerate(items))
     assert isinstance(hint, type), hint
     if dataclasses.is_dataclass(hint):

@@ -9,9 +9,9 @@ from pathlib import Path
 from zero_sim.bundle.records import Bundle
 from zero_sim.errors import UsageError
 from zero_sim.host.files import unwritten, write_whole
-from zero_sim.outside import printable
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.texts import DESCRIPTION_CHARS_MAX
+from zero_sim.untrusted import printable
 
 
 def frozen_path(bundle: Bundle, *, folder: Path, name: str = "", force: bool = False) -> Path:

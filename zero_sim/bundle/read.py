@@ -17,16 +17,16 @@ from torch import Tensor
 
 import zero_sim
 from zero_sim.bundle.check import (
+    check_buffer_map,
     check_call,
     check_case,
     check_evidence,
     check_finding,
     check_logs,
     check_moment,
-    check_strip,
     world_sizes,
 )
-from zero_sim.bundle.decode import Unfit, fields_of, integers, record_of, typed
+from zero_sim.bundle.decode import InvalidField, fields_of, integers, record_of, typed
 from zero_sim.bundle.records import (
     BUNDLE_FILE,
     CASE_FILE,
@@ -40,12 +40,12 @@ from zero_sim.bundle.records import (
     bundle_id,
 )
 from zero_sim.errors import BundleError
-from zero_sim.findings.records import Evidence, Finding, Strip, Verdict
-from zero_sim.outside import NESTING_MAX, Unreadable, nests_too_deep, printable, read_regular
+from zero_sim.findings.records import BufferMap, Evidence, Finding, Verdict
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
 from zero_sim.targets import target_names
+from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, printable, read_regular
 
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
@@ -140,7 +140,7 @@ def read_bundle(path: Path) -> Bundle:
     """
     try:
         return _read(path)
-    except Unfit as unfit:
+    except InvalidField as unfit:
         raise BundleError(
             printable(f"{path}: {unfit}. Try to write the bundle anew with `zero-sim run`.")
         ) from None
@@ -163,16 +163,16 @@ def _read(path: Path) -> Bundle:
         for i, entry in enumerate(typed(head["findings"], list, where="findings"))
     ]
     if not findings:
-        raise Unfit("findings: expected at least one, got none")
+        raise InvalidField("findings: expected at least one, got none")
     name = typed(head["id"], str, where="id")
     target = _target(head.get("target", ""))
     if name != (own := bundle_id(scenario, findings[0], target=target)):
-        raise Unfit(
+        raise InvalidField(
             f"id: expected {own}, which goes with the scenario and the first finding, got {name!r}"
         )
     verdict: Verdict = "fail"
     if head["verdict"] != verdict:
-        raise Unfit(f"verdict: expected {verdict!r}, got {head['verdict']!r}")
+        raise InvalidField(f"verdict: expected {verdict!r}, got {head['verdict']!r}")
     rank_stop = max(world_sizes(scenario))
     for index, finding in enumerate(findings):
         check_finding(finding, where=f"findings[{index}]", rank_stop=rank_stop)
@@ -182,8 +182,8 @@ def _read(path: Path) -> Bundle:
         findings[index] = dataclasses.replace(findings[index], evidence=evidence)
     strip = None
     if head.get("strip") is not None:
-        strip = record_of(Strip, head["strip"], where="strip")
-        check_strip(strip, rank_stop=rank_stop)
+        strip = record_of(BufferMap, head["strip"], where="strip")
+        check_buffer_map(strip, rank_stop=rank_stop)
     notes = typed(head["notes"], list, where="notes")
     environment = record_of(Environment, head["environment"], where="environment")
     # Another version hashes others.
@@ -205,29 +205,31 @@ def _read(path: Path) -> Bundle:
 def _target(value: object) -> str:
     text = typed(value, str, where="target")
     if text and (len(text) > _TARGET_CHARS_MAX or not _TARGET.fullmatch(text)):
-        raise Unfit(f"target: expected a name such as module:name, got {text[:20]!r}")
+        raise InvalidField(f"target: expected a name such as module:name, got {text[:20]!r}")
     return text
 
 
 def _day(value: object) -> str:
     text = typed(value, str, where="written")
     if text and not _DAY.fullmatch(text):
-        raise Unfit(f"written: expected a day such as 2026-07-31, got {text[:20]!r}")
+        raise InvalidField(f"written: expected a day such as 2026-07-31, got {text[:20]!r}")
     return text
 
 
 def _read_head(path: Path) -> Mapping[str, object]:
     table = _parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), BUNDLE_FILE)
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise Unfit(f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else')
+        raise InvalidField(
+            f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else'
+        )
     version = typed(table.get("version"), int, where="version")
     if version > VERSION:
-        raise Unfit(
+        raise InvalidField(
             f"version: expected at most {VERSION}, got {version}: a newer zero_sim wrote it. "
             "Upgrade zero_sim to read it"
         )
     if version != VERSION:
-        raise Unfit(f"version: expected {VERSION}, got {version}")
+        raise InvalidField(f"version: expected {VERSION}, got {version}")
     later = [name for name in _LATER_FIELDS if name in table]
     return fields_of(table, (*_FIELDS, *later), where=BUNDLE_FILE)
 
@@ -237,14 +239,16 @@ def _read_file(path: Path, *, bytes_max: int) -> bytes:
         # A link could show a reader what lies elsewhere on the machine.
         return read_regular(path, bytes_max=bytes_max, follow=False)
     except Unreadable as reason:
-        raise Unfit(f"expected to read {path.name}, got: {reason}") from None
+        raise InvalidField(f"expected to read {path.name}, got: {reason}") from None
 
 
 def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Unfit(f"{where}: expected UTF-8 text, got byte {data[error.start]:#04x}") from None
+        raise InvalidField(
+            f"{where}: expected UTF-8 text, got byte {data[error.start]:#04x}"
+        ) from None
 
 
 def _read_files(path: Path, table: object) -> dict[str, bytes]:
@@ -252,16 +256,18 @@ def _read_files(path: Path, table: object) -> dict[str, bytes]:
     named = typed(table, dict, where="files")
     needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
     if not needed <= named.keys() <= known:
-        raise Unfit(f"files: expected {', '.join(sorted(known))}, got {', '.join(sorted(named))}")
+        raise InvalidField(
+            f"files: expected {', '.join(sorted(known))}, got {', '.join(sorted(named))}"
+        )
     found: dict[str, bytes] = {}
     for file, facts in named.items():
         facts = fields_of(facts, ("bytes", "sha256"), where=f"files.{file}")
         size = typed(facts["bytes"], int, where=f"files.{file}.bytes")
         data = _read_file(path / file, bytes_max=FILE_BYTES_MAX)
         if len(data) != size:
-            raise Unfit(f"expected {size} bytes in {file}, got {len(data)}")
+            raise InvalidField(f"expected {size} bytes in {file}, got {len(data)}")
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-            raise Unfit(f"expected {file} as it was written, got one that was changed since")
+            raise InvalidField(f"expected {file} as it was written, got one that was changed since")
         found[file] = data
     return found
 
@@ -270,9 +276,9 @@ def _parse(data: bytes, where: str) -> object:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Unfit(f"{where}: expected JSON, got an error: {error}") from None
+        raise InvalidField(f"{where}: expected JSON, got an error: {error}") from None
     if nests_too_deep(value):
-        raise Unfit(f"{where}: expected JSON, got more than {NESTING_MAX} levels of it")
+        raise InvalidField(f"{where}: expected JSON, got more than {NESTING_MAX} levels of it")
     return value
 
 
@@ -283,7 +289,7 @@ def _scenario(path: Path, raw: object) -> Scenario:
         where = printable(f"{path}: expected a valid scenario in {BUNDLE_FILE}, got:")
         raise BundleError(f"{where}\n{lines}")
     if scenario.system.target not in target_names():
-        raise Unfit(
+        raise InvalidField(
             f"scenario.system.target: expected a registered target ({', '.join(target_names())}), "
             f"got {scenario.system.target!r}"
         )
@@ -298,7 +304,9 @@ def _evidence(
         try:
             tensors = load(files[TENSORS_FILE])
         except (SafetensorError, ValueError, KeyError) as error:
-            raise Unfit(f"{TENSORS_FILE}: expected safetensors, got an error: {error}") from None
+            raise InvalidField(
+                f"{TENSORS_FILE}: expected safetensors, got an error: {error}"
+            ) from None
     found: dict[int, Evidence] = {}
     for i, entry in enumerate(typed(table, list, where="evidence")):
         where = f"evidence[{i}]"
@@ -306,7 +314,9 @@ def _evidence(
         (index,) = integers([facts["finding"]], stop=finding_count, where=f"{where}.finding")
         sides = [tensors.get(f"{index}.{side}") for side in ("expected", "got")]
         if sides[0] is None or sides[1] is None:
-            raise Unfit(f"{where}: expected {index}.expected and {index}.got in {TENSORS_FILE}")
+            raise InvalidField(
+                f"{where}: expected {index}.expected and {index}.got in {TENSORS_FILE}"
+            )
         start = typed(facts["start"], int, where=f"{where}.start")
         found[index] = Evidence(start=start, expected=sides[0], got=sides[1])
         check_evidence(found[index], where=where)
@@ -322,7 +332,7 @@ def _logs(
     ]
     turns = typed(_parse(files[TURNS_FILE], TURNS_FILE), list, where=TURNS_FILE)
     if len(turns) != len(worlds):
-        raise Unfit(f"{TURNS_FILE}: expected {len(worlds)} lists, got {len(turns)}")
+        raise InvalidField(f"{TURNS_FILE}: expected {len(worlds)} lists, got {len(turns)}")
     logs = tuple(EventLog() for _ in worlds)
     check_logs(logs, scenario)
     sizes = world_sizes(scenario)
@@ -337,7 +347,7 @@ def _logs(
     for i, (world, log) in enumerate(zip(worlds, logs, strict=True)):
         counts = (len(log.collectives), len(log.moments), len(log.turns))
         if counts != (world.calls, world.moments, world.turns):
-            raise Unfit(
+            raise InvalidField(
                 f"worlds[{i}]: expected {world.calls} calls, {world.moments} moments and "
                 f"{world.turns} turns, got {counts[0]}, {counts[1]} and {counts[2]}"
             )
@@ -345,7 +355,7 @@ def _logs(
             integers([world.refused], stop=len(log.collectives), where=f"worlds[{i}].refused")
         log.refused = world.refused
         if is_hashed and log.digest(with_faults=False) != world.digest:
-            raise Unfit(
+            raise InvalidField(
                 f"worlds[{i}].digest: expected that of the events, got {world.digest[:80]!r}: this "
                 "is not the bundle that was written"
             )
@@ -371,7 +381,7 @@ def _add_event(
         whole = event | {"group": name, "group_ranks": []}
         record = record_of(CollectiveRecord, whole, where=where)._replace(group_ranks=ranks)
         if record.rank not in ranks:
-            raise Unfit(f"{where}.rank: expected one of the group's, got {record.rank}")
+            raise InvalidField(f"{where}.rank: expected one of the group's, got {record.rank}")
         check_call(record, where=where)
         log.collectives.append(record)
     elif kind == "moment":
@@ -379,4 +389,4 @@ def _add_event(
         check_moment(moment, log, where=where)
         log.moments.append(moment)
     else:
-        raise Unfit(f"{where}.event: expected group, call or moment, got {kind!r}")
+        raise InvalidField(f"{where}.event: expected group, call or moment, got {kind!r}")

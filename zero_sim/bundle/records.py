@@ -13,7 +13,7 @@ import numpy
 import torch
 
 import zero_sim
-from zero_sim.findings.records import Finding, Strip, Verdict
+from zero_sim.findings.records import BufferMap, Finding, Verdict
 from zero_sim.scenario.dump import to_chosen_data
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
@@ -77,7 +77,7 @@ class Bundle:
     environment: Environment
     logs: tuple[EventLog, ...]
     """The event log of each world that the case ran in."""
-    strip: Strip | None = None
+    strip: BufferMap | None = None
     """The flat buffer of the first finding that lies in one."""
     target: str = ""
     """`module:name` of the system under test where it was imported; empty where the scenario names

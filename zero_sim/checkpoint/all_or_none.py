@@ -35,7 +35,7 @@ _RECORD, _ERROR, _MORE = b"r", b"e", b"m"
 """What a message is, its first byte; the last asks for the rest of what is longer than a frame."""
 
 
-class Team:
+class Coordinator:
     """The ranks of a group, one of which is this one.
 
     Args:
@@ -74,7 +74,7 @@ class Team:
         """
         return [json.loads(message[1:]) for message in self._exchange(action, what=what)]
 
-    def settle(
+    def gather_and_decide(
         self, action: Callable[[], Any], decide: Callable[[list[Any]], Any], *, what: str
     ) -> Any:
         """As `attempt`; let rank 0 decide on every rank's record, and return what it decided.
@@ -109,7 +109,7 @@ class Team:
             sent.wait()
         return json.loads(_open(answer, what=what, error=error))
 
-    def tell(self, action: Callable[[], bytes], *, what: str) -> bytes:
+    def share_first(self, action: Callable[[], bytes], *, what: str) -> bytes:
         """Return on every rank what rank 0 gets, and fail on every rank if that fails.
 
         Args:

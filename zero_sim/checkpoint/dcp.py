@@ -93,7 +93,7 @@ def write_own(plan: SavePlan) -> list[FileRecord]:
         for index, (entry, tensor) in pieces.items()
     ]
     writer = _open_writer(plan)
-    rank = plan.team.rank
+    rank = plan.coordinator.rank
     # The writer names a rank's file by the place of its plan among all.
     own = writer.prepare_global_plan([WritePlan([])] * rank + [WritePlan(items)])[rank]
     written: dict[str, list[tuple[int, int, Entry]]] = {}

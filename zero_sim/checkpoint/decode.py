@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeVar, get_args
 
 from zero_sim.checkpoint.files import check_layout
+from zero_sim.checkpoint.invalid_field import InvalidField
 from zero_sim.checkpoint.manifest import (
     FORMAT,
     NO_SETTINGS,
@@ -29,7 +30,6 @@ from zero_sim.checkpoint.manifest import (
     WorldRecord,
     digest_content,
 )
-from zero_sim.checkpoint.unfit import Unfit
 from zero_sim.checkpoint.values import SAFETENSORS_DTYPES, decode_value, find_dtype
 from zero_sim.errors import CheckpointError, UsageError
 from zero_sim.zero.scaler import LossScaler
@@ -86,7 +86,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         check_layout(manifest, "content")
     except RecursionError as error:
         raise CheckpointError(f"Expected a manifest in {where} but got lists too deep.") from error
-    except Unfit as unfit:
+    except InvalidField as unfit:
         raise CheckpointError(
             f"Expected {unfit.path} in {where} to be {unfit.expected} but got {unfit.got}."
         ) from unfit
@@ -136,15 +136,17 @@ def _check_params(manifest: Manifest, path: str) -> None:
         # Without elements a param is in no optimizer.
         if has_elements and param.group not in groups:
             expected = f"an index into the {len(groups)} groups"
-            raise Unfit(f"{where}.group", expected, _show(param.group))
+            raise InvalidField(f"{where}.group", expected, _show(param.group))
         if not has_elements and param.group is not None:
-            raise Unfit(f"{where}.group", "null for a param without elements", _show(param.group))
+            raise InvalidField(
+                f"{where}.group", "null for a param without elements", _show(param.group)
+            )
         if not has_elements and param.state:
-            raise Unfit(f"{where}.state", "empty for a param without elements", "entries")
+            raise InvalidField(f"{where}.state", "empty for a param without elements", "entries")
         _check_unlike((entry.key for entry in param.state), f"{where}.state")
     unused = set(groups) - {param.group for param in manifest.params}
     if unused:
-        raise Unfit(f"{path}.groups[{min(unused)}]", "the group of a param", "one of none")
+        raise InvalidField(f"{path}.groups[{min(unused)}]", "the group of a param", "one of none")
 
 
 def _read_world(value: Any, path: str) -> WorldRecord:
@@ -173,7 +175,7 @@ def _read_state(value: Any, path: str) -> StateRecord:
     if dtype is not None:
         _one_of(dtype, SAFETENSORS_DTYPES, f"{path}.dtype")
         if table["value"] is not None:
-            raise Unfit(f"{path}.value", "null beside a dtype", _show(table["value"]))
+            raise InvalidField(f"{path}.value", "null beside a dtype", _show(table["value"]))
     _check_encoded(table["value"], f"{path}.value")
     return StateRecord(key=_text(table["key"], f"{path}.key"), dtype=dtype, value=table["value"])
 
@@ -194,7 +196,7 @@ def _read_group(value: Any, path: str) -> dict[str, Any]:
     for name, setting in settings.items():
         where = _name(name, f"{path}.settings")
         if name in NO_SETTINGS:
-            raise Unfit(where, "a setting", "what torch keeps beside them")
+            raise InvalidField(where, "a setting", "what torch keeps beside them")
         _check_encoded(setting, where)
     _check_encoded(table["base_lr"], f"{path}.base_lr")
     return table
@@ -203,14 +205,16 @@ def _read_group(value: Any, path: str) -> dict[str, Any]:
 def _read_scaler(value: Any, path: str) -> ScalerRecord:
     table = _table(value, ScalerRecord.__dataclass_fields__, path)
     if type(table["scale"]) is not float:
-        raise Unfit(f"{path}.scale", "a number", _show(table["scale"]))
+        raise InvalidField(f"{path}.scale", "a number", _show(table["scale"]))
     counts = {
         name: _whole(table[name], f"{path}.{name}") for name in ("good_steps", "growth_interval")
     }
     try:
         LossScaler(scale=table["scale"], **counts)
     except UsageError as error:
-        raise Unfit(path, "the state of a loss scaler", f"what it refuses: {error}") from error
+        raise InvalidField(
+            path, "the state of a loss scaler", f"what it refuses: {error}"
+        ) from error
     return ScalerRecord(scale=table["scale"], **counts)
 
 
@@ -239,7 +243,7 @@ def _read_piece(value: Any, path: str) -> PieceRecord:
 def _read_range(value: Any, path: str) -> tuple[int, int]:
     ends = _list(value, _whole, path)
     if len(ends) != 2:
-        raise Unfit(path, "two numbers of bytes", f"{len(ends)} values")
+        raise InvalidField(path, "two numbers of bytes", f"{len(ends)} values")
     return ends[0], ends[1]
 
 
@@ -253,7 +257,7 @@ def _check_encoded(value: Any, path: str, *, depth: int = 0) -> None:
             _whole(value, path, least=-_INTEGER_STOP)
         case float():
             if not math.isfinite(value):
-                raise Unfit(path, "a number that 64 bits hold", _show(value))
+                raise InvalidField(path, "a number that 64 bits hold", _show(value))
         case str():
             _text(value, path)
         case list() if depth < _DEPTH_MAX:
@@ -269,14 +273,14 @@ def _check_encoded(value: Any, path: str, *, depth: int = 0) -> None:
             digits = 2 * dtype.itemsize
             what = f"{digits} hexadecimal digits"
             if len(_matching(bits, _HEX, what, f"{path}.bits")) != digits:
-                raise Unfit(f"{path}.bits", what, _show(bits))
+                raise InvalidField(f"{path}.bits", what, _show(bits))
             if name == "bool" and bits not in ("00", "01"):
-                raise Unfit(f"{path}.bits", "00 or 01, as of a bool", _show(bits))
+                raise InvalidField(f"{path}.bits", "00 or 01, as of a bool", _show(bits))
             meant = str(decode_value(value).item())
             if shown != meant:
-                raise Unfit(f"{path}.value", f"{meant!r}, as its bits say", _show(shown))
+                raise InvalidField(f"{path}.value", f"{meant!r}, as its bits say", _show(shown))
         case _:
-            raise Unfit(path, expected, _show(value))
+            raise InvalidField(path, expected, _show(value))
 
 
 def _table(value: Any, names: Collection[str], path: str) -> dict[str, Any]:
@@ -284,28 +288,30 @@ def _table(value: Any, names: Collection[str], path: str) -> dict[str, Any]:
     table = _object(value, path)
     for name in names:
         if name not in table:
-            raise Unfit(f"{path}.{name}", "there", "nothing")
+            raise InvalidField(f"{path}.{name}", "there", "nothing")
     for name in table:
         if name not in names:
-            raise Unfit(path, f"made of {', '.join(names)}", f"{_show(name)} as well")
+            raise InvalidField(path, f"made of {', '.join(names)}", f"{_show(name)} as well")
     return table
 
 
 def _object(value: Any, path: str) -> dict[str, Any]:
     if type(value) is not dict:
-        raise Unfit(path, "an object", _show(value))
+        raise InvalidField(path, "an object", _show(value))
     return value
 
 
 def _list(value: Any, read: Callable[[Any, str], T], path: str) -> tuple[T, ...]:
     if type(value) is not list:
-        raise Unfit(path, "a list", _show(value))
+        raise InvalidField(path, "a list", _show(value))
     return tuple([read(item, f"{path}[{index}]") for index, item in enumerate(value)])
 
 
 def _whole(value: Any, path: str, *, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _INTEGER_STOP:
-        raise Unfit(path, f"a whole number of at least {least} that 64 bits hold", _show(value))
+        raise InvalidField(
+            path, f"a whole number of at least {least} that 64 bits hold", _show(value)
+        )
     return value
 
 
@@ -313,7 +319,7 @@ def _text(value: Any, path: str) -> str:
     # What is not printable would reach terminals through messages; so would a name of a megabyte.
     if type(value) is not str or not value.isprintable() or len(value) > _TEXT_CHARS_MAX:
         expected = f"at most {_TEXT_CHARS_MAX} printable characters"
-        raise Unfit(path, expected, _show(value))
+        raise InvalidField(path, expected, _show(value))
     return value
 
 
@@ -324,23 +330,23 @@ def _name(name: str, path: str) -> str:
 
 def _matching(value: Any, pattern: re.Pattern[str], expected: str, path: str) -> str:
     if type(value) is not str or not pattern.fullmatch(value):
-        raise Unfit(path, expected, _show(value))
+        raise InvalidField(path, expected, _show(value))
     return value
 
 
 def _one_of(value: Any, choices: Collection[Any], path: str) -> Any:
     if type(value) is not str or value not in choices:
-        raise Unfit(path, f"one of {', '.join(choices)}", _show(value))
+        raise InvalidField(path, f"one of {', '.join(choices)}", _show(value))
     return value
 
 
 def _shape(value: Any, path: str) -> tuple[int, ...]:
     shape = _list(value, _whole, path)
     if len(shape) > _DIMS_MAX:
-        raise Unfit(path, f"at most {_DIMS_MAX} sizes, as torch allows", f"{len(shape)}")
+        raise InvalidField(path, f"at most {_DIMS_MAX} sizes, as torch allows", f"{len(shape)}")
     # A size of 0 does not take back what the others come to.
     if math.prod(size for size in shape if size) >= _INTEGER_STOP:
-        raise Unfit(path, "sizes of fewer than 2^63 elements", ascii(shape)[:80])
+        raise InvalidField(path, "sizes of fewer than 2^63 elements", ascii(shape)[:80])
     return shape
 
 
@@ -348,7 +354,7 @@ def _check_unlike(items: Iterable[Hashable], path: str) -> None:
     seen: set[Hashable] = set()
     for index, item in enumerate(items):
         if item in seen:
-            raise Unfit(f"{path}[{index}]", "unlike those before", _show(item))
+            raise InvalidField(f"{path}[{index}]", "unlike those before", _show(item))
         seen.add(item)
 
 

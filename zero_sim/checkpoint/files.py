@@ -19,8 +19,8 @@ from zero_sim.checkpoint.entries import (
     build_whole,
     list_entries,
 )
+from zero_sim.checkpoint.invalid_field import InvalidField
 from zero_sim.checkpoint.manifest import FileRecord, Manifest
-from zero_sim.checkpoint.unfit import Unfit
 from zero_sim.layout import Span
 
 INDEX_NAME: Final = ".metadata"
@@ -41,18 +41,18 @@ def check_layout(manifest: Manifest, path: str) -> None:
         path: Of its content, for messages.
 
     Raises:
-        Unfit: If a record of a file is not what any save writes.
+        InvalidField: If a record of a file is not what any save writes.
     """
     tensors = manifest.describe_tensors()
     names: set[str] = set()
     for index, file in enumerate(manifest.files):
         where = f"{path}.files[{index}]"
         if file.name in names:
-            raise Unfit(f"{where}.name", "another than those before", repr(file.name))
+            raise InvalidField(f"{where}.name", "another than those before", repr(file.name))
         names.add(file.name)
         if not _belongs(file.name, manifest):
             expected = f"the name of a file of form {manifest.form!r}, as its ranks would write it"
-            raise Unfit(f"{where}.name", expected, ascii(file.name)[:80])
+            raise InvalidField(f"{where}.name", expected, ascii(file.name)[:80])
         if file.name == INDEX_NAME:
             _check_index(manifest, file, where)
             continue
@@ -61,13 +61,17 @@ def check_layout(manifest: Manifest, path: str) -> None:
             _check_containers(file, where, tensors=tensors)
             continue
         if file.containers:
-            raise Unfit(f"{where}.containers", "empty for a file without", "some")
+            raise InvalidField(f"{where}.containers", "empty for a file without", "some")
         entries = list_entries(file, tensors)
         size_bytes = len(build_header(entries)) + sum(entry.size_bytes for entry in entries)
         if file.size_bytes != size_bytes:
-            raise Unfit(f"{where}.size_bytes", f"{size_bytes}, by its pieces", str(file.size_bytes))
+            raise InvalidField(
+                f"{where}.size_bytes", f"{size_bytes}, by its pieces", str(file.size_bytes)
+            )
     if manifest.form == "dcp" and INDEX_NAME not in names:
-        raise Unfit(f"{path}.files", f"files with {INDEX_NAME} among them, as of DCP", "none")
+        raise InvalidField(
+            f"{path}.files", f"files with {INDEX_NAME} among them, as of DCP", "none"
+        )
 
 
 def _belongs(name: str, manifest: Manifest) -> bool:
@@ -90,31 +94,31 @@ def _check_pieces(
     file: FileRecord, path: str, *, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
 ) -> None:
     if not file.pieces:
-        raise Unfit(f"{path}.pieces", "what the file holds", "nothing")
+        raise InvalidField(f"{path}.pieces", "what the file holds", "nothing")
     keys: set[str] = set()
     for index, piece in enumerate(file.pieces):
         where = f"{path}.pieces[{index}]"
         if (piece.param, piece.tensor) not in tensors:
             expected = "a tensor of params or module"
-            raise Unfit(where, expected, f"{piece.tensor!r} of {piece.param!r}")
+            raise InvalidField(where, expected, f"{piece.tensor!r} of {piece.param!r}")
         shape, dtype = tensors[piece.param, piece.tensor]
         entry = build_whole(param=piece.param, tensor=piece.tensor, shape=shape, dtype=dtype)
         is_module = piece.tensor in ("frozen", "buffer")
         if is_module != (file.name == MODULE_NAME) and file.name != CONSOLIDATED_NAME:
             expected = "not trained" if file.name == MODULE_NAME else "trained"
-            raise Unfit(f"{where}.tensor", f"{expected} in {file.name}", repr(piece.tensor))
+            raise InvalidField(f"{where}.tensor", f"{expected} in {file.name}", repr(piece.tensor))
         if file.name not in (CONSOLIDATED_NAME, MODULE_NAME):
             if not piece.start < piece.stop <= entry.numel:
                 got = f"[{piece.start}, {piece.stop})"
-                raise Unfit(where, f"a span of {entry.numel} elements", got)
+                raise InvalidField(where, f"a span of {entry.numel} elements", got)
             span = Span(piece.start, piece.stop)
             entry = build_part(param=piece.param, tensor=piece.tensor, span=span, dtype=dtype)
         if piece != entry.piece:
             wanted = f"{entry.piece.key!r}, {entry.piece.start} to {entry.piece.stop}"
             got = f"{ascii(piece.key)[:80]}, {piece.start} to {piece.stop}"
-            raise Unfit(where, wanted, got)
+            raise InvalidField(where, wanted, got)
         if piece.key in keys:
-            raise Unfit(f"{where}.key", "another than those before", repr(piece.key))
+            raise InvalidField(f"{where}.key", "another than those before", repr(piece.key))
         keys.add(piece.key)
 
 
@@ -124,23 +128,27 @@ def _check_containers(
     """Check that containers lie one behind the other, each not much longer than its tensor."""
     if len(file.containers) != len(file.pieces):
         expected, got = f"{len(file.pieces)} containers, one a piece", str(len(file.containers))
-        raise Unfit(f"{path}.containers", expected, got)
+        raise InvalidField(f"{path}.containers", expected, got)
     reached = 0
     held = zip(list_entries(file, tensors), file.containers, strict=True)
     for index, (entry, (start, stop)) in enumerate(held):
         least, most = reached + entry.size_bytes, reached + entry.size_bytes + AROUND_BYTES_MAX
         if start != reached or not least < stop <= most:
             expected = f"from {reached} to after {least} and at most {most}"
-            raise Unfit(f"{path}.containers[{index}]", expected, f"from {start} to {stop}")
+            raise InvalidField(f"{path}.containers[{index}]", expected, f"from {start} to {stop}")
         reached = stop
     if file.size_bytes != reached:
-        raise Unfit(f"{path}.size_bytes", f"{reached}, by its containers", str(file.size_bytes))
+        raise InvalidField(
+            f"{path}.size_bytes", f"{reached}, by its containers", str(file.size_bytes)
+        )
 
 
 def _check_index(manifest: Manifest, file: FileRecord, path: str) -> None:
     if file.pieces or file.containers:
-        raise Unfit(path, f"without pieces, as {INDEX_NAME} holds none", "some")
+        raise InvalidField(path, f"without pieces, as {INDEX_NAME} holds none", "some")
     pieces = [piece for other in manifest.files for piece in other.pieces]
     most = _INDEX_AROUND_BYTES + sum(_INDEX_PIECE_BYTES + 8 * len(piece.key) for piece in pieces)
     if file.size_bytes > most:
-        raise Unfit(f"{path}.size_bytes", f"at most {most}, by its pieces", str(file.size_bytes))
+        raise InvalidField(
+            f"{path}.size_bytes", f"at most {most}, by its pieces", str(file.size_bytes)
+        )

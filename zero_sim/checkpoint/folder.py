@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from zero_sim import outside
+from zero_sim import untrusted
 from zero_sim.checkpoint.manifest import MANIFEST_NAME
 from zero_sim.errors import CheckpointError
-from zero_sim.outside import Unreadable
+from zero_sim.untrusted import Unreadable
 
 MANIFEST_BYTES_MAX: Final = 1 << 28
 """Of a million pieces; what is longer is not even read."""
@@ -124,7 +124,7 @@ def open_regular(path: Path) -> BinaryIO:
             a checkpoint, or are read without end.
     """
     try:
-        return outside.open_regular(path, follow=False)
+        return untrusted.open_regular(path, follow=False)
     except Unreadable as reason:
         raise CheckpointError(
             f"Expected to read {path} but got {reason}. If it is a link of yours, try a copy with "

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_sim.checkpoint.all_or_none import Team
-from zero_sim.checkpoint.dcp_index import check_index
-from zero_sim.checkpoint.decode import decode_manifest
-from zero_sim.checkpoint.files import INDEX_NAME
-from zero_sim.checkpoint.fit import (
+from zero_sim.checkpoint.all_or_none import Coordinator
+from zero_sim.checkpoint.compatibility import (
     find_optimizer_problems,
     find_param_problems,
     find_span_problems,
 )
+from zero_sim.checkpoint.dcp_index import check_index
+from zero_sim.checkpoint.decode import decode_manifest
+from zero_sim.checkpoint.files import INDEX_NAME
 from zero_sim.checkpoint.folder import Folder, read_manifest
 from zero_sim.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -80,25 +80,25 @@ def load(
         CheckpointError: On all ranks, if anything is wrong with the checkpoint, or it does not fit;
             lists everything found. The run is as it was before.
     """
-    team = Team(ddp.group, device=ddp.buffers[0].device)
+    coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
     ddp.finish_param_gather()
-    folder, data = _find_checkpoint(path, team=team)
-    params = _list_all_params(ddp, team=team)
+    folder, data = _find_checkpoint(path, coordinator=coordinator)
+    params = _list_all_params(ddp, coordinator=coordinator)
     decoded: list[Manifest] = []
 
     def check() -> list[dict[str, str]]:
         manifest = decode_manifest(data, where=str(folder / MANIFEST_NAME))
         # First what can be told from the manifest: files are as long as it says.
         _check_fit(folder, manifest, ddp, optimizer, params, weights_only=weights_only)
-        if team.rank == 0:
+        if coordinator.rank == 0:
             _check_spans(folder, manifest)
-        _check_files(folder, manifest, team=team)
+        _check_files(folder, manifest, coordinator=coordinator)
         decoded.append(manifest)
         return [] if weights_only else _cast_votes(manifest, optimizer)
 
-    ballots = team.share(check, what=WHAT)
+    ballots = coordinator.share(check, what=WHAT)
     manifest, groups = decoded[0], _match_groups(ballots)
-    loaded = team.attempt(
+    loaded = coordinator.attempt(
         lambda: _read_tensors(folder, manifest, ddp, optimizer, weights_only=weights_only),
         what=WHAT,
     )
@@ -107,7 +107,9 @@ def load(
         _commit_optimizer(loaded, manifest, optimizer, groups=groups)
 
 
-def _find_checkpoint(path: str | os.PathLike[str], *, team: Team) -> tuple[Path, bytes]:
+def _find_checkpoint(
+    path: str | os.PathLike[str], *, coordinator: Coordinator
+) -> tuple[Path, bytes]:
     """Find it on rank 0 for all: ranks must not see two checkpoints while one is replaced.
 
     Returns:
@@ -118,13 +120,13 @@ def _find_checkpoint(path: str | os.PathLike[str], *, team: Team) -> tuple[Path,
         folder = Folder.at(path).find()
         return os.fsencode(folder) + b"\0" + read_manifest(folder)
 
-    name, _, data = team.tell(read, what=WHAT).partition(b"\0")
+    name, _, data = coordinator.share_first(read, what=WHAT).partition(b"\0")
     return Path(os.fsdecode(name)), data
 
 
-def _check_files(folder: Path, manifest: Manifest, *, team: Team) -> None:
+def _check_files(folder: Path, manifest: Manifest, *, coordinator: Coordinator) -> None:
     """Check this rank's part of the files; the others check the rest."""
-    records = manifest.files[team.rank :: team.size]
+    records = manifest.files[coordinator.rank :: coordinator.size]
     problems = [check_file(folder / record.name, record=record) for record in records]
     found = [problem for problem in problems if problem is not None]
     if found:
@@ -143,12 +145,14 @@ def _check_spans(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _list_all_params(ddp: DistributedDataParallel, *, team: Team) -> tuple[ParamRecord, ...]:
+def _list_all_params(
+    ddp: DistributedDataParallel, *, coordinator: Coordinator
+) -> tuple[ParamRecord, ...]:
     """Return the trained params of all ranks, on all ranks."""
     params = list_params(ddp)
     if not ddp.has_parts:
         return params
-    merged = team.settle(
+    merged = coordinator.gather_and_decide(
         lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT
     )
     return tuple(build_param(record) for record in merged)

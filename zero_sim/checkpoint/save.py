@@ -1,8 +1,8 @@
 """Saving: every rank says what it owns, the ranks agree who writes what, and one gives the name.
 
 [Note: together]
-Whatever can fail on one rank runs inside `Team.attempt`, so that all ranks fail with it and none
-waits for another. Nothing is renamed before all have written.
+Whatever can fail on one rank runs inside `Coordinator.attempt`, so that all ranks fail with it
+and none waits for another. Nothing is renamed before all have written.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def save_async(
         path, ddp=ddp, optimizer=optimizer, form="sharded", copy=True, check_free=_check_free
     )
     handle = SaveHandle(plan)
-    if plan.team.rank == 0:
+    if plan.coordinator.rank == 0:
         _under_way[plan.folder.final] = handle
     return handle
 
@@ -168,9 +168,11 @@ def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
         CheckpointError: On all ranks, if anything fails on one; then nothing is left.
     """
     try:
-        plan.team.settle(write, lambda written: _publish(plan, written), what=WHAT)
+        plan.coordinator.gather_and_decide(
+            write, lambda written: _publish(plan, written), what=WHAT
+        )
     except CheckpointError:
-        if plan.team.rank == 0:
+        if plan.coordinator.rank == 0:
             plan.folder.discard()
         raise
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 
-from zero_sim.checkpoint.all_or_none import Team
+from zero_sim.checkpoint.all_or_none import Coordinator
 from zero_sim.checkpoint.folder import Folder
 from zero_sim.checkpoint.manifest import Form, ParamRecord, WorldRecord, build_param
 from zero_sim.checkpoint.snapshot import Piece, Snapshot, merge_reports, take_snapshot
@@ -25,7 +25,7 @@ WHAT = "Checkpoint not saved"
 class SavePlan:
     """One save, as agreed; the same on all ranks but for the snapshot."""
 
-    team: Team
+    coordinator: Coordinator
     folder: Folder
     form: Form
     snapshot: Snapshot
@@ -38,7 +38,7 @@ class SavePlan:
     @property
     def pieces(self) -> dict[tuple[str, Span], Piece]:
         """What this rank writes."""
-        mine = set(self.find_pieces(self.team.rank))
+        mine = set(self.find_pieces(self.coordinator.rank))
         held = {(piece.param, piece.span): piece for piece in self.snapshot.pieces}
         return {where: piece for where, piece in held.items() if where in mine}
 
@@ -74,7 +74,7 @@ def agree_on_save(
     Raises:
         CheckpointError: On all ranks, if anything fails on one.
     """
-    team = Team(ddp.group, device=ddp.buffers[0].device)
+    coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
     ddp.finish_param_gather()
 
     begun: list[tuple[Folder, Snapshot]] = []
@@ -102,10 +102,10 @@ def agree_on_save(
             ],
         }
 
-    agreed = team.settle(begin, divide, what=WHAT)
+    agreed = coordinator.gather_and_decide(begin, divide, what=WHAT)
     folder, snapshot = begun[0]
     return SavePlan(
-        team=team,
+        coordinator=coordinator,
         folder=folder,
         form=form,
         snapshot=snapshot,

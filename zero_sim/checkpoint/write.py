@@ -38,7 +38,7 @@ def write_own_files(plan: SavePlan) -> list[FileRecord]:
     files = []
     if tensors:
         # Padded with zeros, so that a listing in string order is in rank order.
-        name = f"rank-{plan.team.rank:05d}-of-{plan.team.size:05d}.safetensors"
+        name = f"rank-{plan.coordinator.rank:05d}-of-{plan.coordinator.size:05d}.safetensors"
         files.append(_write_file(plan.folder.saving / name, tensors))
     return files + write_module_file(plan)
 
@@ -46,7 +46,7 @@ def write_own_files(plan: SavePlan) -> list[FileRecord]:
 def write_module_file(plan: SavePlan) -> list[FileRecord]:
     """Write frozen params and buffers, if there are any and this is rank 0."""
     tensors = _list_module(plan)
-    if plan.team.rank != 0 or not tensors:
+    if plan.coordinator.rank != 0 or not tensors:
         return []
     return [_write_file(plan.folder.saving / MODULE_NAME, tensors)]
 
@@ -57,7 +57,7 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     Raises:
         Exception: On rank 0, if it cannot write, once it has received everything.
     """
-    if plan.team.rank != 0:
+    if plan.coordinator.rank != 0:
         _send_own(plan)
         return []
     attempt = _Attempt()
@@ -110,9 +110,9 @@ class _Attempt:
 
 def _send_own(plan: SavePlan) -> None:
     """Send this rank's pieces in the order in which rank 0 wants them."""
-    pieces, own = plan.pieces, plan.find_pieces(plan.team.rank)
+    pieces, own = plan.pieces, plan.find_pieces(plan.coordinator.rank)
     works = [
-        plan.team.start_sending(pieces[where].tensors[entry.piece.tensor])
+        plan.coordinator.start_sending(pieces[where].tensors[entry.piece.tensor])
         for entry in sort_entries(_list_whole(plan.params))
         for where in own
         if where[0] == entry.piece.param
@@ -126,7 +126,7 @@ def _collect_whole(
 ) -> Iterator[tuple[Entry, Tensor]]:
     """Yield whole tensors in file order; of those that are gathered one is in memory at a time."""
     owners: dict[str, list[tuple[int, Span]]] = {}
-    for rank in range(plan.team.size):
+    for rank in range(plan.coordinator.size):
         for name, span in plan.find_pieces(rank):
             owners.setdefault(name, []).append((rank, span))
     own = plan.pieces
@@ -135,13 +135,15 @@ def _collect_whole(
             yield entry, module[entry]
             continue
         record = entry.piece
-        whole = torch.empty(record.stop, dtype=find_dtype(entry.dtype), device=plan.team.device)
+        whole = torch.empty(
+            record.stop, dtype=find_dtype(entry.dtype), device=plan.coordinator.device
+        )
         for rank, span in owners.get(record.param, []):
             part = whole[span.start : span.stop]
-            if rank == plan.team.rank:
+            if rank == plan.coordinator.rank:
                 part.copy_(own[record.param, span].tensors[record.tensor])
             else:
-                plan.team.receive(part, rank=rank)
+                plan.coordinator.receive(part, rank=rank)
         yield entry, whole
 
 

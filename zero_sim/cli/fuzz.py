@@ -21,11 +21,11 @@ from zero_sim.cli.parts import (
 )
 from zero_sim.host.packages import packages_needed
 from zero_sim.host.terminal import takes_codes
-from zero_sim.outside import printable
 from zero_sim.report.commands import replay_command
+from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from zero_sim.fuzz.campaign import Plan, Tally
+    from zero_sim.fuzz.campaign import CampaignTotals, Plan
 
 EXIT_FOUND = 1
 EXIT_LOST = 3
@@ -110,8 +110,8 @@ def fuzz(
     then everything so far is kept.
     """
     with packages_needed():
+        from zero_sim.fuzz.batch_pool import open_batch_pool
         from zero_sim.fuzz.campaign import Plan, run_campaign
-        from zero_sim.fuzz.crews import open_crew
         from zero_sim.report.text import render_case
     plan = Plan(
         target=target,
@@ -125,18 +125,18 @@ def fuzz(
     progress = _Progress(started)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with out, open_crew(render=render_case, jobs=jobs, scheduler=scheduler) as crew:
-        tally = run_campaign(plan, crew=crew, tell=progress.tell)
+    with out, open_batch_pool(render=render_case, jobs=jobs, scheduler=scheduler) as batch_pool:
+        totals = run_campaign(plan, batch_pool=batch_pool, tell=progress.tell)
     progress.clear()
     elapsed = time.monotonic() - started
-    status = _status(tally)
-    if tally.unkept is not None:
-        click.echo(f"Error: {tally.unkept}", err=True)
+    status = _status(totals)
+    if totals.unkept is not None:
+        click.echo(f"Error: {totals.unkept}", err=True)
     if as_json:
         facts = {"seconds": elapsed, "corpus": str(plan.corpus), "exit_status": status}
-        echo_report({**tally.as_dict(), **facts})
+        echo_report({**totals.as_dict(), **facts})
     else:
-        _show(tally, plan=plan, elapsed=elapsed, pairs=pairs)
+        _show(totals, plan=plan, elapsed=elapsed, pairs=pairs)
     ctx.exit(status)
 
 
@@ -149,23 +149,23 @@ def _fresh_folder(target: str, *, seed: int) -> Path:
     return DEFAULT_CORPUS / f"{words}-{seed}-{number}"
 
 
-def _status(tally: Tally) -> int:
-    if tally.interrupted:
+def _status(totals: CampaignTotals) -> int:
+    if totals.interrupted:
         return EXIT_INTERRUPTED
-    if tally.found:
+    if totals.found:
         return EXIT_FOUND
-    if tally.unkept is not None:
-        return tally.unkept.exit_status
-    if tally.is_empty:
+    if totals.unkept is not None:
+        return totals.unkept.exit_status
+    if totals.is_empty:
         return EXIT_NOTHING_SELECTED
-    return EXIT_LOST if tally.lost else 0
+    return EXIT_LOST if totals.lost else 0
 
 
-def _why_empty(tally: Tally, plan: Plan) -> str:
+def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
     """Why a campaign ran no case, and what to try."""
-    if tally.earlier_cases:
+    if totals.earlier_cases:
         return (
-            f"all {tally.earlier_cases} were run earlier. Try more --cases, another --seed, or "
+            f"all {totals.earlier_cases} were run earlier. Try more --cases, another --seed, or "
             "another --corpus"
         )
     if not any(plan.batches()):
@@ -181,19 +181,19 @@ class _Progress:
 
     def __init__(self, started: float) -> None:
         self._started = started
-        self._told = started
+        self._shown_at = started
         self._known = 0
 
-    def tell(self, tally: Tally) -> None:
+    def tell(self, totals: CampaignTotals) -> None:
         """Show how far it is."""
         now = time.monotonic()
-        line = tally.progress(seconds=now - self._started)
+        line = totals.progress(seconds=now - self._started)
         if takes_codes(sys.stderr):
             click.echo(f"\r\x1b[K{line}", err=True, nl=False)
-        elif now - self._told >= self.LINE_SECONDS or len(tally.found) > self._known:
+        elif now - self._shown_at >= self.LINE_SECONDS or len(totals.found) > self._known:
             click.echo(line, err=True)
-            self._told = now
-        self._known = len(tally.found)
+            self._shown_at = now
+        self._known = len(totals.found)
 
     def clear(self) -> None:
         """Leave an empty line on a terminal."""
@@ -209,9 +209,9 @@ _OUTCOMES = {
 }
 
 
-def _show_rechecked(tally: Tally, *, plan: Plan) -> None:
+def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
     """Say what came of what earlier runs found."""
-    for one in tally.rechecked:
+    for one in totals.rechecked:
         found, said = one.found, f": {one.said}" if one.said else ""
         line = (
             f"Found earlier, {_OUTCOMES[one.outcome]}{said}\n  {found.key.check}: {found.message}"
@@ -221,10 +221,10 @@ def _show_rechecked(tally: Tally, *, plan: Plan) -> None:
         click.echo(printable(f"{line}\n", lines=True))
 
 
-def _show(tally: Tally, *, plan: Plan, elapsed: float, pairs: bool) -> None:
-    _show_rechecked(tally, plan=plan)
-    for found in tally.found:
-        count = sum(count for key, count in tally.keys.items() if found.is_met_by(key))
+def _show(totals: CampaignTotals, *, plan: Plan, elapsed: float, pairs: bool) -> None:
+    _show_rechecked(totals, plan=plan)
+    for found in totals.found:
+        count = sum(count for key, count in totals.keys.items() if found.is_met_by(key))
         click.echo(printable(f"{found.text}\n  smallest    {found.size}", lines=True))
         click.echo(f"  met         in {count} cases, first in case {found.case} of {found.seed}")
         if found.bundle:
@@ -236,14 +236,14 @@ def _show(tally: Tally, *, plan: Plan, elapsed: float, pairs: bool) -> None:
             why = f"none: {found.unkept}" if found.unkept else "none of such a finding"
             click.echo(f"  bundle      {why}; its case is\n{indent(found.scenario, '    ')}")
         click.echo("")
-    for lost in tally.lost:
+    for lost in totals.lost:
         what = f"Batch {lost.index} (seed {lost.seed}) was lost: {lost.lost}"
         click.echo(printable(what, lines=True))
     if pairs:
-        click.echo(tally.grid.table() + "\n")
-    verdicts = ", ".join(f"{count} {name}" for name, count in sorted(tally.verdicts.items()))
-    click.echo(f"{tally.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
-    if tally.is_empty and not tally.interrupted and tally.unkept is None:
-        click.echo(f"No case was run: {_why_empty(tally, plan)}.")
-    if tally.interrupted:
+        click.echo(totals.grid.table() + "\n")
+    verdicts = ", ".join(f"{count} {name}" for name, count in sorted(totals.verdicts.items()))
+    click.echo(f"{totals.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
+    if totals.is_empty and not totals.interrupted and totals.unkept is None:
+        click.echo(f"No case was run: {_why_empty(totals, plan)}.")
+    if totals.interrupted:
         click.echo("Interrupted; everything so far is kept. Give --corpus to go on from it.")

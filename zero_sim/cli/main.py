@@ -45,8 +45,8 @@ from zero_sim.host.frames import show_error
 from zero_sim.host.packages import packages_needed
 from zero_sim.host.signals import at_second, heard_name, interrupt, listening
 from zero_sim.host.warnings_once import telling_once
-from zero_sim.outside import printable
 from zero_sim.report.commands import replay_command, run_command
+from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.cli.session import Judge
@@ -96,11 +96,11 @@ class _Commands(click.Group):
             click.echo(printable(f"Error: {failed}", lines=True), err=True)
             ctx.exit(failed.exit_status)
         except SystemExit as ended:
-            told = (
+            message = (
                 "Error: expected the command to come to its end, got code under test that ended "
                 f"the process with {ended.code!r}:\n{show_error(ended)}"
             )
-            click.echo(printable(told, lines=True), err=True)
+            click.echo(printable(message, lines=True), err=True)
             ctx.exit(UsageError.exit_status)
 
 

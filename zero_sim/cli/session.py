@@ -223,12 +223,12 @@ class Session:
             return
         from zero_sim.report.junit import TestCase, case_of, file_of, junit_xml, write_junit
 
-        told = zip(self.selected, self.results, self.texts, strict=False)
+        rows = zip(self.selected, self.results, self.texts, strict=False)
         cases = [
             case_of(
                 result, scenario=self._as_asked(case.scenario), source=str(case.source), text=text
             )
-            for case, result, text in told
+            for case, result, text in rows
         ]
         left = [
             TestCase(name=case.id, source=str(case.source), outcome="skipped", message="not run")

@@ -13,7 +13,7 @@ import click
 from zero_sim.cli.parts import a_number
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
-from zero_sim.outside import printable
+from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.script.launch import Settings

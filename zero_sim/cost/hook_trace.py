@@ -17,7 +17,7 @@ Clock = Callable[[], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sight:
+class HookEvent:
     """Something that was seen."""
 
     names: frozenset[str]
@@ -26,7 +26,7 @@ class Sight:
 
 
 @dataclass(slots=True, eq=False)
-class Pace:
+class HookTrace:
     """What one rank did between its calls.
 
     Args:
@@ -38,9 +38,9 @@ class Pace:
     unguarded: frozenset[str] = frozenset()
     starts: dict[tuple[int, int], int] = field(default_factory=dict)
     """When each micro-batch began, by step and micro-batch."""
-    arrivals: dict[tuple[int, int], list[Sight]] = field(default_factory=dict)
+    arrivals: dict[tuple[int, int], list[HookEvent]] = field(default_factory=dict)
     """The gradients of each micro-batch."""
-    begins: dict[int, list[Sight]] = field(default_factory=dict)
+    begins: dict[int, list[HookEvent]] = field(default_factory=dict)
     """The modules that ran in the first micro-batch of a step, each as it began for the first time.
     """
     ends: dict[int, int] = field(default_factory=dict)
@@ -61,18 +61,18 @@ class Pace:
 
     def _arrive(self, names: frozenset[str], grad: Tensor) -> None:
         if self._now is not None:
-            sight = Sight(names=names, time=self.clock())
-            self.arrivals.setdefault(self._now, []).append(sight)
+            event = HookEvent(names=names, time=self.clock())
+            self.arrivals.setdefault(self._now, []).append(event)
 
     def _begin(self, names: frozenset[str], module: nn.Module, args: object) -> None:
         if self._now is None or self._now[1] or module in self._begun:
             return
         self._begun.add(module)
-        sight = Sight(names=names, time=self.clock())
-        self.begins.setdefault(self._now[0], []).append(sight)
+        event = HookEvent(names=names, time=self.clock())
+        self.begins.setdefault(self._now[0], []).append(event)
 
 
-def watch_pace(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock) -> Pace:
+def record_hooks(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock) -> HookTrace:
     """Put hooks on a module's params and on the modules that read them.
 
     Args:
@@ -81,15 +81,15 @@ def watch_pace(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock) 
         clock: The log's.
     """
     readers = readers_of(module, names=names)
-    pace = Pace(clock, unguarded=readers.get(None, frozenset()))
+    hook_trace = HookTrace(clock, unguarded=readers.get(None, frozenset()))
     for param, name in names.items():
         if param.requires_grad:
-            param.register_hook(partial(pace._arrive, frozenset({name})))
+            param.register_hook(partial(hook_trace._arrive, frozenset({name})))
     for reader, read in readers.items():
         if reader is not None:
             # First, before whatever the system does when a module begins.
-            reader.register_forward_pre_hook(partial(pace._begin, read), prepend=True)
-    return pace
+            reader.register_forward_pre_hook(partial(hook_trace._begin, read), prepend=True)
+    return hook_trace
 
 
 def readers_of(

@@ -31,7 +31,7 @@ from itertools import chain, islice, pairwise
 from operator import attrgetter
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, bucket_forms, in_words
-from zero_sim.cost.hook_trace import Pace, Sight
+from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
@@ -58,7 +58,7 @@ class _Rank:
     """What is known of one rank."""
 
     world_rank: int
-    pace: Pace
+    hook_trace: HookTrace
     calls: Sequence[_Timed]
     """In its program's order."""
     forms: Sequence[BucketForm]
@@ -92,7 +92,7 @@ class _Rank:
 
 def check_overlap(
     log: EventLog,
-    paces: Mapping[int, Pace],
+    hook_traces: Mapping[int, HookTrace],
     *,
     world_ranks: Sequence[int],
     sizes: Mapping[int, Sequence[ParamSize]],
@@ -102,7 +102,7 @@ def check_overlap(
 
     Args:
         log: Of the world.
-        paces: What each rank of the group did between its calls, by rank.
+        hook_traces: What each rank of the group did between its calls, by rank.
         world_ranks: Its ranks, as findings name them.
         sizes: What each of them trains, by rank.
         scenario: The case as that group sees it.
@@ -110,15 +110,15 @@ def check_overlap(
     Returns:
         The first finding, if there is any: one of the earliest step.
     """
-    if not paces:
+    if not hook_traces:
         return  # The log of a case that overlaps nothing need not be walked through.
     found: list[Finding] = []
     issues = [time for time, moment in enumerate(log.moments) if moment.what == "issue"]
     calls = _calls_of_ranks(log)
-    for index, pace in paces.items():
+    for index, hook_trace in hook_traces.items():
         rank = _Rank(
             world_rank=world_ranks[index],
-            pace=pace,
+            hook_trace=hook_trace,
             calls=calls.get(world_ranks[index], ()),
             forms=_by_registration(sizes[index], scenario=scenario, rank=index),
             scenario=scenario,
@@ -155,7 +155,7 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
         return
     run, sync = rank.scenario.run, rank.scenario.system.sync
     stage = rank.scenario.system.stage
-    for (step, micro), arrivals in rank.pace.arrivals.items():
+    for (step, micro), arrivals in rank.hook_trace.arrivals.items():
         if not (sync == "every" or micro == run.micro_batches - 1):
             continue
         if stage < 3:
@@ -168,9 +168,9 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
 
 
 def _check_issued(
-    rank: _Rank, *, step: int, micro: int, arrivals: Sequence[Sight]
+    rank: _Rank, *, step: int, micro: int, arrivals: Sequence[HookEvent]
 ) -> Iterator[Finding]:
-    start, stop = rank.pace.starts[step, micro], arrivals[-1].time
+    start, stop = rank.hook_trace.starts[step, micro], arrivals[-1].time
     made = rank.issued_in(start, stop)
     issued: dict[Call, list[int]] = {}
     for call in made:
@@ -194,7 +194,7 @@ def _check_issued(
 
 def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[Finding]:
     """Nothing that backward reduces is waited for before its last gradient."""
-    start = rank.pace.starts[step, micro]
+    start = rank.hook_trace.starts[step, micro]
     made = rank.issued_in(start, stop)
     early = Counter(call.call for call in made if call.waited < stop)
     early &= Counter(form.sum_call for form in rank.forms)
@@ -215,12 +215,12 @@ def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[F
 
 def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[Finding]:
     """No reduction is waited for before the next one is to be issued, or the last gradient came."""
-    start = rank.pace.starts[step, micro]
+    start = rank.hook_trace.starts[step, micro]
     sums = {form.sum_call for form in rank.forms}
     made = [call for call in rank.issued_in(start, stop) if call.call in sums]
-    arrived = rank.pace.arrivals[step, micro]
+    arrived = rank.hook_trace.arrivals[step, micro]
     for call, following in pairwise(made):
-        if any(call.waited < sight.time < following.issued for sight in arrived):
+        if any(call.waited < event.time < following.issued for event in arrived):
             yield rank.finding(
                 f"{in_words(call.call)} was waited for before a gradient of micro-batch {micro} "
                 f"arrived that came before the next reduction",
@@ -235,7 +235,7 @@ def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterat
 def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator[Finding]:
     """The sums over copies of the shards, which follow the last gradient."""
     left = Counter(form.copies_call for form in rank.forms if form.copies_call is not None)
-    stop = rank.pace.starts.get((step, micro + 1), rank.pace.ends[step])
+    stop = rank.hook_trace.starts.get((step, micro + 1), rank.hook_trace.ends[step])
     copies: list[_Timed] = []
     for call in rank.issued_in(start, stop):
         if left[call.call]:
@@ -249,15 +249,17 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
             step=step,
             phase=Phase.REDUCE,
             param=None,
-            span=(rank.pace.starts[step, micro], stop),
+            span=(rank.hook_trace.starts[step, micro], stop),
         )
 
 
-def _due(rank: _Rank, *, step: int, arrivals: Sequence[Sight]) -> Iterator[tuple[int, BucketForm]]:
+def _due(
+    rank: _Rank, *, step: int, arrivals: Sequence[HookEvent]
+) -> Iterator[tuple[int, BucketForm]]:
     """The buckets that are due within a backward, and with which arrival each became so."""
     spans = rank.scenario.model.freeze
     frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
-    when = {name: index for index, sight in enumerate(arrivals) for name in sight.names}
+    when = {name: index for index, event in enumerate(arrivals) for name in event.names}
     due = -1
     for form in reversed(rank.forms):
         for name in form.names_with_elems:
@@ -273,29 +275,29 @@ def _check_gathers(rank: _Rank) -> Iterator[Finding]:
     """Every step's gathers, up to the first forward of the next."""
     if not overlaps_params(rank.scenario.system):
         return
-    pace = rank.pace
-    for step, end in pace.ends.items():
-        begun = rank.issued_in(pace.starts[step, 0], end)
+    hook_trace = rank.hook_trace
+    for step, end in hook_trace.ends.items():
+        begun = rank.issued_in(hook_trace.starts[step, 0], end)
         gathers = [call for call in begun if call.call[0] in _GATHERS]
         # What blocks own of each other's params has to be there before a gather can start.
         spreads = sum(form.spread_call is not None for form in rank.forms)
-        read = set(pace.unguarded)
-        for sight in (Sight(names=frozenset(), time=end), *pace.begins.get(step + 1, ())):
-            waited = sum(call.waited < sight.time for call in gathers) - spreads
+        read = set(hook_trace.unguarded)
+        for event in (HookEvent(names=frozenset(), time=end), *hook_trace.begins.get(step + 1, ())):
+            waited = sum(call.waited < event.time for call in gathers) - spreads
             needed = sum(not read.isdisjoint(form.names_with_elems) for form in rank.forms)
             if waited > needed:
-                where = f"the forward that reads {_some(sorted(sight.names))} began"
+                where = f"the forward that reads {_some(sorted(event.names))} began"
                 yield rank.finding(
                     f"{waited} of {len(gathers) - spreads} gathers were waited for before "
-                    f"{where if sight.names else 'the step of the optimizer came back'}, where "
+                    f"{where if event.names else 'the step of the optimizer came back'}, where "
                     f"modules that began before it needed {needed}",
                     step=step,
                     phase=Phase.GATHER,
                     param=None,
-                    span=(pace.starts[step, 0], sight.time),
+                    span=(hook_trace.starts[step, 0], event.time),
                 )
                 return
-            read |= sight.names
+            read |= event.names
 
 
 def _some(names: Sequence[str]) -> str:

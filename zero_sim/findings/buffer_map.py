@@ -1,4 +1,4 @@
-"""The strip of a finding: the flat buffer in which it lies, put together from what its owners tell.
+"""The buffer map of a finding: the flat buffer that it lies in, built from what its owners report.
 
 Integers and names only; `zero_sim.report` draws it.
 """
@@ -10,11 +10,11 @@ from itertools import chain
 from typing import NamedTuple
 
 from zero_sim.findings.compare import SPANS_MAX
-from zero_sim.findings.records import Finding, Strip, StripBucket, StripPiece, StripShard
+from zero_sim.findings.records import BufferMap, Finding, MappedBucket, MappedPiece, MappedShard
 from zero_sim.targets import Place
 
 PIECES_MAX = 512
-"""Pieces told of in one strip; of a larger buffer, those around the first difference."""
+"""Pieces told of in one buffer map; of a larger buffer, those around the first difference."""
 
 DIFFER_MAX = 512
 """Spans marked in one strip."""
@@ -22,10 +22,10 @@ DIFFER_MAX = 512
 Span = tuple[int, int]
 
 
-def build_strip(
+def build_buffer_map(
     first: Finding, *, found: Sequence[Finding], places: Mapping[int, Sequence[Place]]
-) -> Strip | None:
-    """The strip of a finding.
+) -> BufferMap | None:
+    """The buffer map of a finding.
 
     Args:
         first: The finding to show.
@@ -55,7 +55,7 @@ def build_strip(
     elems = max(bucket.stop for bucket in buckets)
     start, stop = _window(pieces, differ=_flat([first], pieces) or differ, elems=elems)
     whole = (start, stop) == (0, elems)
-    return Strip(
+    return BufferMap(
         check=first.check,
         buffer=buffer,
         elems=elems,
@@ -86,13 +86,13 @@ class _Located(NamedTuple):
 
 
 def _locate(rank: int, place: Place) -> Iterator[_Located]:
-    told = (place.flat_start, place.bucket, place.shard, place.shard_start, place.shard_stop)
-    known = [value for value in told if value is not None]
-    if len(known) == len(told):
+    reported = (place.flat_start, place.bucket, place.shard, place.shard_start, place.shard_stop)
+    known = [value for value in reported if value is not None]
+    if len(known) == len(reported):
         yield _Located(rank, place, *known)
 
 
-def _pieces(inside: Iterable[_Located]) -> list[StripPiece]:
+def _pieces(inside: Iterable[_Located]) -> list[MappedPiece]:
     spans = {
         (
             at.flat_start,
@@ -103,13 +103,13 @@ def _pieces(inside: Iterable[_Located]) -> list[StripPiece]:
         for at in inside
     }
     return [
-        StripPiece(param=param, start=start, stop=stop, param_start=param_start)
+        MappedPiece(param=param, start=start, stop=stop, param_start=param_start)
         for start, stop, param, param_start in sorted(spans)
         if start < stop
     ]
 
 
-def _buckets(inside: Iterable[_Located]) -> list[StripBucket]:
+def _buckets(inside: Iterable[_Located]) -> list[MappedBucket]:
     spans: dict[int, Span] = {}
     for at in inside:
         start, stop = at.place.bucket_start, at.place.bucket_stop
@@ -117,41 +117,41 @@ def _buckets(inside: Iterable[_Located]) -> list[StripBucket]:
             start, stop = at.shard_start, at.shard_stop
         known = spans.get(at.bucket, (start, stop))
         spans[at.bucket] = (min(start, known[0]), max(stop, known[1]))
-    return [StripBucket(index=i, start=a, stop=b) for i, (a, b) in sorted(spans.items())]
+    return [MappedBucket(index=i, start=a, stop=b) for i, (a, b) in sorted(spans.items())]
 
 
-def _shards(inside: Iterable[_Located]) -> list[StripShard]:
+def _shards(inside: Iterable[_Located]) -> list[MappedShard]:
     ranks: dict[tuple[int, int, int, int], list[int]] = {}
     for at in inside:
         holders = ranks.setdefault((at.shard_start, at.shard_stop, at.bucket, at.shard), [])
         if at.rank not in holders:
             holders.append(at.rank)
     return [
-        StripShard(index=shard, bucket=bucket, ranks=tuple(ranks[key]), start=start, stop=stop)
+        MappedShard(index=shard, bucket=bucket, ranks=tuple(ranks[key]), start=start, stop=stop)
         for key in sorted(ranks)
         for start, stop, bucket, shard in [key]
     ]
 
 
 def _gaps(
-    places: Sequence[Place], pieces: Sequence[StripPiece], buckets: Sequence[StripBucket]
+    places: Sequence[Place], pieces: Sequence[MappedPiece], buckets: Sequence[MappedBucket]
 ) -> tuple[list[Span], list[Span]]:
     """What no piece covers: padding, and what should have an owner and has none."""
     covered = _merged((piece.start, piece.stop) for piece in pieces)
     gaps = _without(_merged((bucket.start, bucket.stop) for bucket in buckets), covered)
-    told = [
+    reported = [
         (place.padding_start, place.bucket_stop)
         for place in places
         if place.padding_start is not None and place.bucket_stop is not None
     ]
     # Who does not tell of padding has said nothing of where it must not be.
-    padding = _merged(told) if len(told) == len(places) else gaps
+    padding = _merged(reported) if len(reported) == len(places) else gaps
     return padding, _without(gaps, padding)
 
 
-def _flat(found: Iterable[Finding], pieces: Sequence[StripPiece]) -> list[Span]:
+def _flat(found: Iterable[Finding], pieces: Sequence[MappedPiece]) -> list[Span]:
     """Where in the buffer the elements lie that differ."""
-    of_param: dict[str, list[StripPiece]] = {}
+    of_param: dict[str, list[MappedPiece]] = {}
     for piece in pieces:
         of_param.setdefault(piece.param, []).append(piece)
     return _merged(
@@ -164,7 +164,7 @@ def _flat(found: Iterable[Finding], pieces: Sequence[StripPiece]) -> list[Span]:
     )
 
 
-def _place_span(span: Span, pieces: Sequence[StripPiece]) -> list[Span]:
+def _place_span(span: Span, pieces: Sequence[MappedPiece]) -> list[Span]:
     found: list[Span] = []
     left = [span]
     for piece in pieces:
@@ -179,7 +179,7 @@ def _place_span(span: Span, pieces: Sequence[StripPiece]) -> list[Span]:
     return found + [(start + shift, stop + shift) for start, stop in left if start + shift >= 0]
 
 
-def _window(pieces: Sequence[StripPiece], *, differ: Sequence[Span], elems: int) -> Span:
+def _window(pieces: Sequence[MappedPiece], *, differ: Sequence[Span], elems: int) -> Span:
     if len(pieces) <= PIECES_MAX:
         return 0, elems
     at = sum(piece.start <= differ[0][0] for piece in pieces) - 1
@@ -189,7 +189,7 @@ def _window(pieces: Sequence[StripPiece], *, differ: Sequence[Span], elems: int)
     return start, elems if high == len(pieces) else pieces[high - 1].stop
 
 
-def _meets(part: StripBucket | StripShard | StripPiece, start: int, stop: int) -> bool:
+def _meets(part: MappedBucket | MappedShard | MappedPiece, start: int, stop: int) -> bool:
     return part.start < stop and start < part.stop
 
 

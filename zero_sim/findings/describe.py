@@ -90,7 +90,7 @@ _SAID = {
 """What checks each thing that an engine says of a step."""
 
 
-def said(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
+def misreported(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
     """Something that the engine says of the step is not so."""
     return Finding(
         check=_SAID[name],
@@ -102,7 +102,7 @@ def said(name: str, step: int, rank: int, *, expected: object, got: object) -> F
     )
 
 
-def said_outside(
+def misreported_range(
     name: str, step: int, rank: int, *, ends: tuple[float, float], got: float
 ) -> Finding:
     """Something that the engine says of the step does not lie where it must."""

@@ -98,7 +98,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StripBucket:
+class MappedBucket:
     """A bucket in the strip."""
 
     index: int
@@ -107,7 +107,7 @@ class StripBucket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StripShard:
+class MappedShard:
     """A shard of a bucket, and who holds it."""
 
     index: int
@@ -118,7 +118,7 @@ class StripShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StripPiece:
+class MappedPiece:
     """A part of a param that lies inside one shard."""
 
     param: str
@@ -129,7 +129,7 @@ class StripPiece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strip:
+class BufferMap:
     """A flat buffer in which a finding lies: integers and names to draw it from.
 
     All spans are half-open and count elements from the start of the buffer.
@@ -143,9 +143,9 @@ class Strip:
     start: int
     stop: int
     """The part of it that is told of here; the whole, unless there is too much in it."""
-    buckets: tuple[StripBucket, ...]
-    shards: tuple[StripShard, ...]
-    pieces: tuple[StripPiece, ...]
+    buckets: tuple[MappedBucket, ...]
+    shards: tuple[MappedShard, ...]
+    pieces: tuple[MappedPiece, ...]
     """In buffer order."""
     padding: tuple[tuple[int, int], ...]
     """What belongs to no param."""
@@ -186,7 +186,7 @@ class CaseResult:
     """Digest of the event log: equal for two runs of one seed."""
     error: str = ""
     """Why the case was not judged; for verdict `error`."""
-    strip: Strip | None = None
+    strip: BufferMap | None = None
     """The flat buffer of the first finding that lies in one."""
     logs: tuple[EventLog, ...] = field(default=(), compare=False, repr=False)
     """The event log of each world that the case ran in; kept where it failed, or on demand."""

@@ -155,7 +155,7 @@ class _Batch:
             self.keys[key] += 1
             self.failed.append((self.cases, scenario, key))
             if key not in self.met:
-                self.met[key] = self._told(key, self.cases, scenario, result, as_met=True)
+                self.met[key] = self._describe(key, self.cases, scenario, result, as_met=True)
                 self._keep()
         self.cases += 1
 
@@ -213,7 +213,7 @@ class _Batch:
     def _written(
         self, key: Key, case: int, scenario: Scenario, result: CaseResult, *, complete: bool
     ) -> Found:
-        found = replace(self._told(key, case, scenario, result), complete=complete)
+        found = replace(self._describe(key, case, scenario, result), complete=complete)
         if result.verdict != "fail":
             return found
         target = self.job.target if ":" in self.job.target else ""
@@ -224,7 +224,7 @@ class _Batch:
             return replace(found, unkept=error.strerror or str(error))
         return replace(found, bundle=path.name)
 
-    def _told(
+    def _describe(
         self, key: Key, case: int, scenario: Scenario, result: CaseResult, *, as_met: bool = False
     ) -> Found:
         first = result.findings[0].message if result.findings else result.error

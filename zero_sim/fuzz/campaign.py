@@ -12,9 +12,9 @@ from pathlib import Path
 
 from zero_sim.backends.pool import is_lost
 from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.fuzz.batch_pool import BatchPool
 from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
 from zero_sim.fuzz.coverage import NAMES, Grid, pairs_count
-from zero_sim.fuzz.crews import Crew
 from zero_sim.fuzz.recheck import Rechecked, recheck
 from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
 from zero_sim.host.files import unwritten
@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class CampaignTotals:
     """What has come of a campaign so far, earlier runs of it included."""
 
     cases: int = 0
@@ -179,8 +179,11 @@ class Tally:
 
 
 def run_campaign(
-    plan: Plan, *, crew: Crew, tell: Callable[[Tally], None] = lambda tally: None
-) -> Tally:
+    plan: Plan,
+    *,
+    batch_pool: BatchPool,
+    tell: Callable[[CampaignTotals], None] = lambda totals: None,
+) -> CampaignTotals:
     """Run a campaign, or go on with one that its corpus holds.
 
     It goes on past findings; those of earlier runs are judged again first, and are gone where they
@@ -189,7 +192,7 @@ def run_campaign(
 
     Args:
         plan: What to do.
-        crew: Who does it.
+        batch_pool: Who does it.
         tell: Called after each batch with what there is so far.
 
     Raises:
@@ -198,9 +201,11 @@ def run_campaign(
         EnvironmentProblem: There is no room for the corpus.
     """
     head = Head(seed=plan.seed, target=plan.target, cases=BATCH_CASES, shard=plan.shard)
-    run = _Run(plan=plan, crew=crew, tell=tell, corpus=open_corpus(plan.corpus, head=head))
+    run = _Run(
+        plan=plan, batch_pool=batch_pool, tell=tell, corpus=open_corpus(plan.corpus, head=head)
+    )
     run.run()
-    return run.tally
+    return run.totals
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,10 +213,10 @@ class _Run:
     """A campaign while it runs."""
 
     plan: Plan
-    crew: Crew
-    tell: Callable[[Tally], None]
+    batch_pool: BatchPool
+    tell: Callable[[CampaignTotals], None]
     corpus: Corpus
-    tally: Tally = field(default_factory=Tally)
+    totals: CampaignTotals = field(default_factory=CampaignTotals)
     done: set[int] = field(default_factory=set)
     """Batches that an earlier run completed."""
     pending: dict[Future[BatchReport], Job] = field(default_factory=dict)
@@ -219,11 +224,11 @@ class _Run:
 
     def recheck(self) -> None:
         """Judge again what earlier runs found, and let go of what is fixed."""
-        earlier = Tally()
+        earlier = CampaignTotals()
         for report in self.corpus.reports:
             earlier.note(report.found)
         for one in recheck(earlier.found, target=self.plan.target):
-            self.tally.rechecked.append(one)
+            self.totals.rechecked.append(one)
             if one.outcome == "fixed":
                 try:
                     self.corpus.append_fixed(one.found)
@@ -235,36 +240,36 @@ class _Run:
         for report in self.corpus.reports:
             if report.complete and report.asked >= self.plan.cases_of(report.index) > 0:
                 self.done.add(report.index)
-                self.tally.take(report)
+                self.totals.take(report)
                 continue
             # Findings stand, but its cases will be counted when they all ran.
-            self.tally.note(report.found)
-        self.tally.earlier_cases = self.tally.cases
+            self.totals.note(report.found)
+        self.totals.earlier_cases = self.totals.cases
 
     def run(self) -> None:
         try:
-            self.crew.prepare(self.plan.target)
+            self.batch_pool.prepare(self.plan.target)
             self.recheck()
         except KeyboardInterrupt:
-            self.tally.interrupted = True
+            self.totals.interrupted = True
         self.remember()
         try:
             # What is imported and judged again does not count.
             self.started = time.monotonic()
             self._all_batches()
         except KeyboardInterrupt:
-            self.tally.interrupted = True
-        if self.tally.interrupted:
+            self.totals.interrupted = True
+        if self.totals.interrupted:
             self._wind_up()
 
     def _all_batches(self) -> None:
         batches = self.plan.batches()
         while True:
-            while len(self.pending) < self.crew.slots and not self._is_over():
+            while len(self.pending) < self.batch_pool.slots and not self._is_over():
                 job = self._next_job(batches)
                 if job is None:
                     break
-                self.pending[self.crew.submit(job)] = job
+                self.pending[self.batch_pool.submit(job)] = job
             if not self.pending:
                 return
             finished, _ = wait(self.pending, return_when=FIRST_COMPLETED)
@@ -273,7 +278,7 @@ class _Run:
 
     def _is_over(self) -> bool:
         left = self._seconds_left()
-        is_stopped = self.tally.interrupted or self.tally.unkept is not None
+        is_stopped = self.totals.interrupted or self.totals.unkept is not None
         return is_stopped or (left is not None and left <= 0)
 
     def _seconds_left(self) -> float | None:
@@ -291,7 +296,7 @@ class _Run:
                 cases=cases,
                 target=self.plan.target,
                 bundles=str(self.plan.bundles),
-                known=tuple(found for found in self.tally.found if not found.as_met),
+                known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),
                 unfinished=str(self.corpus.unfinished(index)),
             )
@@ -306,16 +311,16 @@ class _Run:
         try:
             self.corpus.append(report)
         except OSError as error:
-            self.tally.unkept = unwritten("a corpus", self.corpus.folder, error)
-        self.tally.take(report)
+            self.totals.unkept = unwritten("a corpus", self.corpus.folder, error)
+        self.totals.take(report)
         out_of_time = job.seconds is not None and (self._seconds_left() or 0.0) <= 0
         if not report.complete and not report.lost and not out_of_time:
-            self.tally.interrupted = True
-        self.tell(self.tally)
+            self.totals.interrupted = True
+        self.tell(self.totals)
 
     def _wind_up(self) -> None:
         """Wait a little for what still runs, and keep what comes of it."""
-        self.crew.interrupt()
+        self.batch_pool.interrupt()
         # A second interrupt ends the waiting.
         with contextlib.suppress(KeyboardInterrupt):
             wait(self.pending, timeout=INTERRUPT_SECONDS)
@@ -329,7 +334,7 @@ class _Run:
     def _keep_unfinished(self, job: Job) -> None:
         left = self.corpus.read_unfinished(job.index)
         if left is not None:
-            self.tally.note(left.found)
+            self.totals.note(left.found)
 
 
 def _report(future: Future[BatchReport], job: Job) -> BatchReport:

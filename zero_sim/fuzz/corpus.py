@@ -24,7 +24,7 @@ from typing import Any
 from zero_sim.errors import UsageError
 from zero_sim.fuzz.records import BatchReport, Found
 from zero_sim.host.files import unwritten, write_whole
-from zero_sim.outside import (
+from zero_sim.untrusted import (
     NESTING_MAX,
     Unreadable,
     nests_too_deep,

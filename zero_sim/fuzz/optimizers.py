@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import (
-    GroupSpec,
     LossScaleSpec,
     ModelName,
     ModelSpec,
     OptimizerName,
     OptimizerSpec,
+    ParamGroupSpec,
 )
 from zero_sim.shrink.size import params_of
 from zero_sim.workloads import EXACT_MODELS
@@ -94,7 +94,9 @@ def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
 
 
 @st.composite
-def param_groups(draw: st.DrawFn, *, model: ModelSpec, decay: bool = True) -> tuple[GroupSpec, ...]:
+def param_groups(
+    draw: st.DrawFn, *, model: ModelSpec, decay: bool = True
+) -> tuple[ParamGroupSpec, ...]:
     """One or two param groups that params of a model fall into.
 
     Args:
@@ -104,7 +106,9 @@ def param_groups(draw: st.DrawFn, *, model: ModelSpec, decay: bool = True) -> tu
     """
     chosen = _ENDINGS.get(model.name, ("bias", "weight"))[: draw(st.integers(1, 2))]
     groups = tuple(
-        GroupSpec(match=ending, lr=draw(_SETTINGS), weight_decay=draw(_SETTINGS) if decay else None)
+        ParamGroupSpec(
+            match=ending, lr=draw(_SETTINGS), weight_decay=draw(_SETTINGS) if decay else None
+        )
         for ending in chosen
     )
     return matching_groups(groups, [name for name, _ in params_of(model)])

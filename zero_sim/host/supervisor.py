@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from zero_sim.host.frames import show_frames
 from zero_sim.host.signals import ENDING
 from zero_sim.host.terminal import takes_codes
-from zero_sim.outside import printable
+from zero_sim.untrusted import printable
 
 EXIT_ENDED = 2
 EXIT_KILLED = 4

@@ -26,11 +26,11 @@ from torch import Tensor
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
-from zero_sim.judge.grad_stats import Tally, Told
-from zero_sim.judge.group import Group
+from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
-from zero_sim.judge.seen import Seen, with_shown
-from zero_sim.judge.shown import Shown
+from zero_sim.judge.judge_report import JudgeReport, with_digests
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.rank_digests import RankDigests
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.copies import state_copies
@@ -38,7 +38,7 @@ from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
 
-class OwesBounds:
+class BoundedComparison:
     """Holds a group to what every order of addition gives.
 
     See [Note: what is owed where the order is not known].
@@ -50,7 +50,7 @@ class OwesBounds:
 
     steps_unseen = False
 
-    def __init__(self, group: Group, *, reference: BoundedReference) -> None:
+    def __init__(self, group: JudgedGroup, *, reference: BoundedReference) -> None:
         self._group = group
         self._comparer = group.comparer
         self._reference = reference
@@ -65,8 +65,8 @@ class OwesBounds:
         self._width = Width()
         self._unfollowed = ""
         self._copies: list[Copy] = []
-        self._tallies: list[Tally] = []
-        self._sayings: list[Told] = []
+        self._part_stats: list[PartStats] = []
+        self._reported_stats: list[ReportedStats] = []
         world, system = group.scenario.world, group.scenario.system
         self._replica_count = world.size if system.stage == 0 else state_copies(system)
 
@@ -78,21 +78,21 @@ class OwesBounds:
         """
         return self.uncertified_step is None or step <= self.uncertified_step
 
-    def place(self, addresses: Sequence[Addresses]) -> None:
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Tell where each rank's working params lie, before the first step.
 
         Args:
             addresses: By rank.
         """
-        self._reference.place(addresses)
+        self._reference.set_addresses(addresses)
 
-    def advance(self, panel: Sequence[OwesBounds]) -> Sequence[BoundedStep]:
+    def advance(self, peers: Sequence[BoundedComparison]) -> Sequence[BoundedStep]:
         """Replay the next step from the params that were shown after the last one.
 
         Args:
-            panel: This group; there are no others where the order is not known.
+            peers: This group; there are no others where the order is not known.
         """
-        return [each._step() for each in panel]
+        return [each._step() for each in peers]
 
     def _step(self) -> BoundedStep:
         if self._last_step is not None:
@@ -128,17 +128,19 @@ class OwesBounds:
         """None: a case whose order is not known goes on in no other world."""
         yield from ()
 
-    def add_to(self, seen: Seen) -> Seen:
+    def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen with what ranks showed, compared where all of them did.
 
         Args:
-            seen: It.
+            judged: It.
         """
-        shown = Shown(
-            copies=tuple(self._copies), tallies=tuple(self._tallies), told=tuple(self._sayings)
+        digests = RankDigests(
+            copies=tuple(self._copies),
+            part_stats=tuple(self._part_stats),
+            reported=tuple(self._reported_stats),
         )
-        seen = replace(seen, width=self._width, unfollowed=self._unfollowed, shown=shown)
-        return with_shown(seen) if self._group.sees_all else seen
+        judged = replace(judged, width=self._width, unfollowed=self._unfollowed, digests=digests)
+        return with_digests(judged) if self._group.sees_all else judged
 
     def _why_not_followed(self, taken: BoundedStep) -> str:
         """Why what comes of a step cannot be judged; empty where it can."""
@@ -183,13 +185,13 @@ class OwesBounds:
             low, high = expected.norm_min, expected.norm
             if norm.dtype != high.dtype or not bool(low <= norm <= high):
                 ends = low.item(), high.item()
-                yield findings.said_outside("norm", step, rank, ends=ends, got=norm.item())
+                yield findings.misreported_range("norm", step, rank, ends=ends, got=norm.item())
             yield from self._compare_copies("norm", norm, step=step, rank=rank)
         if zeros is not None and not expected.zeros_min <= zeros <= expected.zeros:
             ends = expected.zeros_min, expected.zeros
-            yield findings.said_outside("zeros", step, rank, ends=ends, got=zeros)
-        self._sayings.append(
-            Told(
+            yield findings.misreported_range("zeros", step, rank, ends=ends, got=zeros)
+        self._reported_stats.append(
+            ReportedStats(
                 step=step,
                 rank=self._group.world_ranks[rank],
                 norm=None if norm is None else norm.item(),
@@ -247,8 +249,8 @@ class OwesBounds:
                     norm=self._norms[rank],
                     divided=self._tells_divided(expected),
                 )
-                self._tallies.append(
-                    Tally(
+                self._part_stats.append(
+                    PartStats(
                         step=expected.step,
                         param=place.param,
                         start=place.start,
@@ -260,7 +262,9 @@ class OwesBounds:
             self._followers[key] = expected.step + 1, follower
         return follower
 
-    def compare_told(self, engine: CompletedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+    def compare_reported(
+        self, engine: CompletedEngine, *, rank: int, step: int
+    ) -> Iterator[Finding]:
         """Compare nothing: what tells no parts is not followed.
 
         Args:

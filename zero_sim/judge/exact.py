@@ -12,10 +12,10 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
-from zero_sim.judge.group import Group
+from zero_sim.judge.judge_report import JudgeReport
+from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
 from zero_sim.judge.rules import RulesTrial, param_picked, part_picked
-from zero_sim.judge.seen import Seen
 from zero_sim.reference import (
     POSITION_FREE,
     Addresses,
@@ -29,7 +29,7 @@ from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
 
-class OwesBits:
+class ExactComparison:
     """Holds a group to the bits that its reference computes.
 
     Args:
@@ -40,7 +40,7 @@ class OwesBits:
 
     steps_unseen = True
 
-    def __init__(self, group: Group, *, reference: Reference, order_seed: int) -> None:
+    def __init__(self, group: JudgedGroup, *, reference: Reference, order_seed: int) -> None:
         self._group = group
         self._comparer = group.comparer
         self._reference = reference
@@ -53,25 +53,25 @@ class OwesBits:
         """Always: it needs nothing to be shown."""
         return True
 
-    def place(self, addresses: Sequence[Addresses]) -> None:
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Tell where each rank's working params lie, before the first step.
 
         Args:
             addresses: By rank.
         """
-        self._reference.place(addresses)
+        self._reference.set_addresses(addresses)
 
-    def advance(self, panel: Sequence[OwesBits]) -> Sequence[ReferenceStep]:
+    def advance(self, peers: Sequence[ExactComparison]) -> Sequence[ReferenceStep]:
         """Take the next step of all references that share a norm.
 
         Args:
-            panel: All groups that share it, this one among them.
+            peers: All groups that share it, this one among them.
         """
-        orders = [each._prepare() for each in panel]
+        orders = [each._prepare() for each in peers]
         taken = step_together(
-            [each._reference for each in panel], orders, order_seed=self._order_seed
+            [each._reference for each in peers], orders, order_seed=self._order_seed
         )
-        for each, own in zip(panel, taken, strict=True):
+        for each, own in zip(peers, taken, strict=True):
             each._take(own)
         return taken
 
@@ -81,7 +81,7 @@ class OwesBits:
             self.steps[earlier] = _frozen(kept)
         if self._group.scenario.world.order in POSITION_FREE:
             return None
-        return self._group.holders.orders()
+        return self._group.ownership.orders()
 
     def _take(self, taken: ReferenceStep) -> None:
         self.steps[taken.step] = taken
@@ -130,7 +130,9 @@ class OwesBits:
         if norm is not None and self._comparer.differs(expected.norm, norm):
             yield self._group.differing(findings.norm(step, rank), expected.norm, norm)
         if result.zeros is not None and result.zeros != expected.zeros:
-            yield findings.said("zeros", step, rank, expected=expected.zeros, got=result.zeros)
+            yield findings.misreported(
+                "zeros", step, rank, expected=expected.zeros, got=result.zeros
+            )
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare a part's gradient, master and optimizer state.
@@ -148,7 +150,7 @@ class OwesBits:
             flat = tensor.reshape(-1)
             return flat if whole else flat[start:stop]
 
-        grad = cut(self._told(expected, name))
+        grad = cut(self._as_reported(expected, name))
         assert part.grad is not None, "gradients are told after a step"
         if self._comparer.differs(grad, part.grad):
             at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
@@ -169,7 +171,9 @@ class OwesBits:
         pick, got = part_picked(part)
         self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
 
-    def compare_told(self, engine: CompletedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+    def compare_reported(
+        self, engine: CompletedEngine, *, rank: int, step: int
+    ) -> Iterator[Finding]:
         """Compare gradients of whole params, where the target declares that it shows them.
 
         Args:
@@ -183,10 +187,10 @@ class OwesBits:
             if PARTS in group.unobserved:
                 group.unobserved.add("reduced gradients")
             return
-        told = engine.gradients()
+        reported = engine.gradients()
         # In the order of the params: that of a set is another one in every process.
-        for name in (each for each in self.steps[step].grads if each in group.holders.held[rank]):
-            wanted, got = self._told(self.steps[step], name), told.get(name)
+        for name in (each for each in self.steps[step].grads if each in group.ownership.held[rank]):
+            wanted, got = self._as_reported(self.steps[step], name), reported.get(name)
             if got is None:
                 if wanted.any():
                     at = findings.gradient(step, rank, name)
@@ -211,7 +215,7 @@ class OwesBits:
                     start=start,
                 )
         yield from _of_params(
-            {each: self._told(expected, each) for each in expected.grads}, start=start
+            {each: self._as_reported(expected, each) for each in expected.grads}, start=start
         )
 
     def _other_side(self, expected: ReferenceStep, name: str, got: Tensor) -> str:
@@ -227,7 +231,7 @@ class OwesBits:
             f"gradients then, declare Numerics(grads_told='{side}-division')"
         )
 
-    def _told(self, expected: ReferenceStep, name: str) -> Tensor:
+    def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor:
         """A reduced gradient as the target is to tell it."""
         grad = expected.grads[name]
         return self._divided(grad, expected.divisor)
@@ -246,7 +250,7 @@ class OwesBits:
             step: The step.
         """
         for name, value in self.steps[step].params.items():
-            if name not in self._group.holders.held[rank]:
+            if name not in self._group.ownership.held[rank]:
                 continue
             if name not in params:
                 at = findings.param(step, rank, name)
@@ -262,13 +266,13 @@ class OwesBits:
                 step, self.steps[step].otherwise, pick=pick, got=got, agrees=not differs
             )
 
-    def add_to(self, seen: Seen) -> Seen:
+    def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen with the rules that would fit what differs.
 
         Args:
-            seen: It.
+            judged: It.
         """
-        return replace(seen, rules=self._rules.of_step(seen.bad_step))
+        return replace(judged, rules=self._rules.of_step(judged.bad_step))
 
 
 def _of_params(values: Mapping[str, Tensor], *, start: int) -> Iterator[Known]:
@@ -292,8 +296,8 @@ def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) 
             if value.dim() and other != key:
                 what = f"what optimizer state {other!r} should have"
                 yield Known(what=what, values=value, start=start)
-        told = {each: state[key] for each, state in expected.state.items() if key in state}
-        yield from _of_params({n: v for n, v in told.items() if v.dim()}, start=start)
+        of_key = {each: state[key] for each, state in expected.state.items() if key in state}
+        yield from _of_params({n: v for n, v in of_key.items() if v.dim()}, start=start)
         return
     if name in expected.masters_before:
         before = expected.masters_before[name]

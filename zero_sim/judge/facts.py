@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_sim.reference import Addresses, MemoryPlace, place_of
+from zero_sim.reference import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.targets import CompletedEngine, Place
 
 _DIGEST_BYTES = 8
@@ -31,7 +31,7 @@ class Facts:
     """Where its working params lie."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of these params."""
-    untold: frozenset[str] = frozenset()
+    unreported: frozenset[str] = frozenset()
     """What it does not tell, in words."""
     start: Mapping[str, str] = field(default_factory=dict)
     """By name: a digest of each param and buffer of its module; empty where nobody asked."""
@@ -41,28 +41,29 @@ class Facts:
         return {
             "places": [list(dataclasses.astuple(place)) for place in self.places],
             "addresses": {
-                name: [place.address, list(place.strides)] for name, place in self.addresses.items()
+                name: [layout.address, list(layout.strides)]
+                for name, layout in self.addresses.items()
             },
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "untold": sorted(self.untold),
+            "unreported": sorted(self.unreported),
             "start": dict(self.start),
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Facts:
+    def from_dict(cls, data: Mapping[str, Any]) -> Facts:
         """What `as_dict` gave."""
         names = [field.name for field in dataclasses.fields(Place)]
         return cls(
             places=tuple(
-                Place(**dict(zip(names, values, strict=True))) for values in told["places"]
+                Place(**dict(zip(names, values, strict=True))) for values in data["places"]
             ),
             addresses={
-                name: MemoryPlace(address, tuple(strides))
-                for name, (address, strides) in told["addresses"].items()
+                name: MemoryLayout(address, tuple(strides))
+                for name, (address, strides) in data["addresses"].items()
             },
-            shapes={name: tuple(shape) for name, shape in told["shapes"].items()},
-            untold=frozenset(told["untold"]),
-            start=told["start"],
+            shapes={name: tuple(shape) for name, shape in data["shapes"].items()},
+            unreported=frozenset(data["unreported"]),
+            start=data["start"],
         )
 
 
@@ -77,9 +78,9 @@ def facts_of(engine: CompletedEngine, *, with_start: bool = False) -> Facts:
     begun = {**engine.module_tensors(), **params} if with_start else {}
     return Facts(
         places=tuple(part.place for part in engine.parts()),
-        addresses={name: place_of(param) for name, param in params.items()},
+        addresses={name: memory_layout_of(param) for name, param in params.items()},
         shapes={name: tuple(param.shape) for name, param in params.items()},
-        untold=engine.untold,
+        unreported=engine.unreported,
         start={name: _digest(tensor) for name, tensor in begun.items()},
     )
 

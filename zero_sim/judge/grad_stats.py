@@ -20,7 +20,7 @@ from zero_sim.reference.gradient import root_of_squares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tally:
+class PartStats:
     """What one part of a param adds to the measure of a step's gradient."""
 
     step: int
@@ -35,7 +35,7 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class ReportedStats:
     """What a rank says of a whole step's gradient."""
 
     step: int
@@ -47,30 +47,34 @@ class Told:
     """Elements that are measured, by all ranks together."""
 
 
-def check_measures(tallies: Iterable[Tally], told: Iterable[Told]) -> Iterator[Finding]:
+def check_measures(
+    part_stats: Iterable[PartStats], reported: Iterable[ReportedStats]
+) -> Iterator[Finding]:
     """Compare what ranks say of each step with what was seen of it, where no part is missing.
 
     Args:
-        tallies: What was seen of each part; copies of one part count once.
-        told: What ranks say.
+        part_stats: What was seen of each part; copies of one part count once.
+        reported: What ranks say.
     """
-    parts: dict[int, dict[tuple[str, int], Tally]] = {}
-    for tally in tallies:
-        parts.setdefault(tally.step, {})[tally.param, tally.start] = tally
+    parts: dict[int, dict[tuple[str, int], PartStats]] = {}
+    for stats in part_stats:
+        parts.setdefault(stats.step, {})[stats.param, stats.start] = stats
     wholes = {step: _whole(seen.values()) for step, seen in parts.items()}
-    for said in told:
-        whole = wholes.get(said.step)
-        if whole is None or whole.terms != said.terms:
+    for claimed in reported:
+        whole = wholes.get(claimed.step)
+        if whole is None or whole.terms != claimed.terms:
             continue
-        if said.norm is not None and whole.norm is not None:
-            got = torch.tensor(said.norm, dtype=torch.float32)
+        if claimed.norm is not None and whole.norm is not None:
+            got = torch.tensor(claimed.norm, dtype=torch.float32)
             if not same_bits(whole.norm, got):
-                at = findings.norm(said.step, said.rank)
+                at = findings.norm(claimed.step, claimed.rank)
                 at = replace(at, message=f"{at.message} from that of the gradients that ranks show")
                 yield findings.differing(at, whole.norm, got)
-        if said.zeros is not None and said.zeros != whole.zeros:
+        if claimed.zeros is not None and claimed.zeros != whole.zeros:
             zeros = whole.zeros
-            yield findings.said("zeros", said.step, said.rank, expected=zeros, got=said.zeros)
+            yield findings.misreported(
+                "zeros", claimed.step, claimed.rank, expected=zeros, got=claimed.zeros
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +87,11 @@ class _Whole:
     terms: int
 
 
-def _whole(parts: Collection[Tally]) -> _Whole:
-    terms = sum(tally.terms for tally in parts)
-    norm, certified = root_of_squares(sum(tally.squares for tally in parts), terms=terms)
+def _whole(parts: Collection[PartStats]) -> _Whole:
+    terms = sum(stats.terms for stats in parts)
+    norm, certified = root_of_squares(sum(stats.squares for stats in parts), terms=terms)
     return _Whole(
         norm=norm if certified else None,
-        zeros=sum(tally.zeros for tally in parts),
+        zeros=sum(stats.zeros for stats in parts),
         terms=terms,
     )

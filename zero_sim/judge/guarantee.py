@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from zero_sim.reference import BoundedStep, ReferenceStep
 
-Row = Literal["order-free", "one-sum", "modelled-order", "bound"]
+Guarantee = Literal["order-free", "one-sum", "modelled-order", "bound"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +41,13 @@ class Width:
         return {"reach": self.reach, "signless": self.signless}
 
 
-def count_rows(
+def count_guarantees(
     step: ReferenceStep | BoundedStep,
     *,
     rank_count: int,
     replica_count: int,
     order_known: bool = True,
-) -> Counter[Row]:
+) -> Counter[Guarantee]:
     """How many elements of a step's reduced gradient stand under which row.
 
     Args:
@@ -59,18 +59,18 @@ def count_rows(
     elems = sum(grad.numel() for grad in step.grads.values())
     certified = sum(int(mask.sum()) for mask in (step.order_free or {}).values())
     few = max(rank_count // replica_count, replica_count) <= 2
-    rest: Row = "one-sum" if few else "modelled-order" if order_known else "bound"
-    counts: Counter[Row] = Counter({"order-free": certified, rest: elems - certified})
+    rest: Guarantee = "one-sum" if few else "modelled-order" if order_known else "bound"
+    counts: Counter[Guarantee] = Counter({"order-free": certified, rest: elems - certified})
     return +counts
 
 
-def in_words(counts: Counter[Row]) -> str:
+def in_words(counts: Counter[Guarantee]) -> str:
     """The counts as a reader's note."""
     parts = ", ".join(f"{count:,} {row}" for row, count in sorted(counts.items()))
     return f"elements of reduced gradients by why they are owed: {parts}"
 
 
-def width_in_words(counts: Counter[Row], width: Width) -> str:
+def width_in_words(counts: Counter[Guarantee], width: Width) -> str:
     """How much bounds allow, as a reader's note; empty where nothing stands under one."""
     if not counts["bound"] or not width.reach:
         return ""

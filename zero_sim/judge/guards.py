@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from zero_sim.findings.records import Finding
-from zero_sim.judge.guarantee import Row
-from zero_sim.judge.seen import Seen
+from zero_sim.judge.guarantee import Guarantee
+from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
 from zero_sim.workloads import EXACT_MODELS
 
 
-def check_meaning(scenario: Scenario, judges: Sequence[Seen]) -> Iterator[Finding]:
+def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator[Finding]:
     """Give the first judge's doubt of each kind, the one with the fewest gradients for those."""
     if scenario.data.ranks == "distinct":
         for judge in [judge for judge in judges if judge.same_data][:1]:
@@ -51,7 +51,7 @@ def check_meaning(scenario: Scenario, judges: Sequence[Seen]) -> Iterator[Findin
             f"{_where(judge, judges)}, so that no update was compared; take more steps, or plant "
             "the overflow in one of several",
         )
-    owed = sum((judge.owed for judge in judges), start=Counter[Row]())
+    owed = sum((judge.owed for judge in judges), start=Counter[Guarantee]())
     depending = owed.total() - owed["order-free"]
     if scenario.model.name in EXACT_MODELS and depending:
         yield Finding(
@@ -97,7 +97,7 @@ def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
             )
 
 
-def _where(judge: Seen, judges: Sequence[Seen]) -> str:
+def _where(judge: JudgeReport, judges: Sequence[JudgeReport]) -> str:
     """Which cell and segment a judge saw, where there are several."""
     if len(judges) == 1:
         return ""

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from zero_sim.errors import EnvironmentProblem, UntrainableError, ZeroSimError
 from zero_sim.sim import unwatched
 
-Excused = Callable[[bool], AbstractContextManager[object]]
+PauseClock = Callable[[bool], AbstractContextManager[object]]
 """Makes a block in which the calling rank's time is not its program's; or is again, given False."""
 
 
@@ -36,7 +36,7 @@ class _SystemRaised(Exception):
 
 
 @contextmanager
-def ours(excused: Excused) -> Iterator[None]:
+def harness_time(pause_clock: PauseClock) -> Iterator[None]:
     """A block that is the harness's own.
 
     Raises:
@@ -45,7 +45,7 @@ def ours(excused: Excused) -> Iterator[None]:
     """
     try:
         # What the judge reads is not charged to the system either, whatever is in flight.
-        with excused(True), unwatched():
+        with pause_clock(True), unwatched():
             yield
     except _SystemRaised as raised:
         raise raised.error from raised.error.__cause__
@@ -56,13 +56,13 @@ def ours(excused: Excused) -> Iterator[None]:
 
 
 @contextmanager
-def asking(excused: Excused) -> Iterator[None]:
+def engine_time(pause_clock: PauseClock) -> Iterator[None]:
     """A block in which an engine is asked something, inside one that is ours: the system's again.
 
     Args:
-        excused: As for `ours`.
+        pause_clock: As for `harness_time`.
     """
-    with excused(False):
+    with pause_clock(False):
         try:
             yield
         except Exception as error:

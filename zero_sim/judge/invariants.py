@@ -31,7 +31,7 @@ def check_ownership(
             yield replace(finding, step=step)
 
 
-def check_holding(
+def check_held(
     names: Mapping[int, Iterable[str]], *, held: Sequence[Collection[str]], step: int
 ) -> Iterator[Finding]:
     """Check that no rank holds a param that is not its own to train, such as another's expert.

@@ -17,22 +17,22 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.hook_trace import Pace
+from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory import bytes_held, check_memory
 from zero_sim.cost.peaks import PeakWatch
 from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
-from zero_sim.findings.buffer_map import build_strip
+from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.recognition import Known
-from zero_sim.findings.records import Finding, Strip
+from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge import invariants
+from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.group import Group
-from zero_sim.judge.guarantee import Row, count_rows
-from zero_sim.judge.known_or_not import AnyReference, AnyStep, owing_of
-from zero_sim.judge.ownership import Holders
-from zero_sim.judge.seen import Seen
+from zero_sim.judge.guarantee import Guarantee, count_guarantees
+from zero_sim.judge.judge_report import JudgeReport
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.ownership import Ownership
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.reference import encode
 from zero_sim.scenario.checks import Check
@@ -56,7 +56,7 @@ class Judge:
         numerics: What the target declares; without it, gradients are told before the division.
         observed: The ranks, within the group, that this judge is shown; all where left out.
 
-    Judges of one world that share a norm have to be told of each other by `seat_together`.
+    Judges of one world that share a norm have to be told of each other by `join_peers`.
     """
 
     def __init__(
@@ -79,28 +79,28 @@ class Judge:
         self.same_data = scenario.world.size > 1
         self.has_stepped = False
         """Whether any step was taken, and on finite gradients: others prove nothing."""
-        self.owed: Counter[Row] = Counter()
+        self.owed: Counter[Guarantee] = Counter()
         """Elements of the reduced gradients of all steps, by why they are owed."""
         self.windows: list[StepWindow] = []
         """Where the steps of all ranks lie in the event log."""
         self.sizes: dict[int, Sequence[ParamSize]] = {}
         """What each rank trains, if it is one that closed forms hold for."""
-        self.paces: dict[int, Pace] = {}
+        self.hook_traces: dict[int, HookTrace] = {}
         self._peaks: dict[int, PeakWatch] = {}
         """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
         self._observed = dict.fromkeys(ranks, first_step - 1)
         """By rank that is shown: the last step at which it was."""
-        self._holders = Holders(scenario, held=reference.held)
-        self._group = Group(
+        self._ownership = Ownership(scenario, held=reference.held)
+        self._group = JudgedGroup(
             scenario=scenario,
             numerics=numerics or Numerics(),
-            holders=self._holders,
+            ownership=self._ownership,
             world_ranks=self.world_ranks,
             first_step=first_step,
             sees_all=len(self._observed) == scenario.world.size,
         )
-        self._owing = owing_of(
+        self._comparison = comparison_of(
             self._group,
             reference=reference,
             order_seed=scenario.run.seed if order_seed is None else order_seed,
@@ -119,22 +119,22 @@ class Judge:
         self._bad_step: int | None = None
         self._begun_step = self._taken_step = first_step - 1
         self._findings: list[Finding] = []
-        self._panel: Sequence[Judge] = (self,)
+        self._peers: Sequence[Judge] = (self,)
 
     @staticmethod
-    def seat_together(judges: Sequence[Judge]) -> None:
+    def join_peers(judges: Sequence[Judge]) -> None:
         """Let judges step their references together: every rank of all has built by then."""
         for judge in judges:
-            judge._panel = judges
+            judge._peers = judges
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
-        return self.seen().merged()
+        return self.judge_report().merged()
 
-    def seen(self) -> Seen:
+    def judge_report(self) -> JudgeReport:
         """All there is to say of this run, as plain data."""
-        placed = (findings.with_index(found, self._holders.shapes) for found in self._findings)
-        seen = Seen(
+        placed = (findings.with_index(found, self._ownership.shapes) for found in self._findings)
+        judged = JudgeReport(
             world_ranks=tuple(self.world_ranks),
             first_step=self.first_step,
             has_started=self.has_started,
@@ -142,7 +142,7 @@ class Judge:
             nonzero_fraction_max=self.nonzero_fraction_max,
             same_data=self.same_data,
             has_stepped=self.has_stepped,
-            uncertified_step=self._owing.uncertified_step,
+            uncertified_step=self._comparison.uncertified_step,
             unobserved=frozenset(self._group.unobserved),
             owed=self.owed,
             bad_step=self._bad_step,
@@ -151,37 +151,39 @@ class Judge:
                 for found in placed
             ),
         )
-        return self._owing.add_to(seen)
+        return self._comparison.add_to(judged)
 
-    def strip(self) -> Strip | None:
+    def buffer_map(self) -> BufferMap | None:
         """The flat buffer of the first finding that lies in one."""
-        seen = self.seen()
-        for first in seen.merged():
-            told = self._holders.places
-            sharing = (ranks for ranks, names in self._holders.sharings if first.param in names)
+        judged = self.judge_report()
+        for first in judged.merged():
+            reported = self._ownership.places
+            sharing = (ranks for ranks, names in self._ownership.sharings if first.param in names)
             places = {
-                self.world_ranks[rank]: told[rank] for rank in next(sharing, ()) if rank in told
+                self.world_ranks[rank]: reported[rank]
+                for rank in next(sharing, ())
+                if rank in reported
             }
-            found = [finding for finding in seen.findings if finding.check == first.check]
-            strip = build_strip(first, found=found, places=places)
-            if strip is not None:
-                return strip
+            found = [finding for finding in judged.findings if finding.check == first.check]
+            buffer_map = build_buffer_map(first, found=found, places=places)
+            if buffer_map is not None:
+                return buffer_map
         return None
 
-    def hear(self, rank: int, facts: Facts) -> None:
+    def note_facts(self, rank: int, facts: Facts) -> None:
         """Note what a rank's engine says before the first step: who owns what, and where it lies.
 
         Args:
             rank: The rank, within the group.
             facts: What it says. Of every rank, also those that are not observed, before any steps.
         """
-        self._holders.hear(rank, facts)
-        self._group.unobserved.update(facts.untold)
+        self._ownership.note_facts(rank, facts)
+        self._group.unobserved.update(facts.unreported)
         if self.has_started:
-            self._owing.place(self._holders.addresses)
+            self._comparison.set_addresses(self._ownership.addresses)
             tell_parts = PARTS not in self._group.unobserved
             self._report(
-                self.first_step, self._holders.check(self.first_step, tell_parts=tell_parts)
+                self.first_step, self._ownership.check(self.first_step, tell_parts=tell_parts)
             )
 
     def observe_load(self, rank: int, engine: CompletedEngine) -> None:
@@ -191,14 +193,14 @@ class Judge:
             rank: The rank, within the group.
             engine: Its engine; params can be read.
         """
-        self._report(self.first_step, self._owing.compare_loaded(engine, rank=rank))
+        self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
 
     def hold_to_costs(
         self,
         rank: int,
         sizes: Sequence[ParamSize],
         *,
-        pace: Pace | None = None,
+        hook_trace: HookTrace | None = None,
         peaks: PeakWatch | None = None,
     ) -> None:
         """Hold a rank to the closed forms of its stage.
@@ -206,25 +208,25 @@ class Judge:
         Args:
             rank: The rank, within the group.
             sizes: What it trains, as it was before its engine had it.
-            pace: What it will do between its calls; left out where that is not looked at.
+            hook_trace: What it will do between its calls; left out where that is not looked at.
             peaks: What it will hold within `weighed_step`; left out likewise.
         """
         self.sizes[rank] = sizes
         if peaks is not None:
             self._peaks[rank] = peaks
-        if pace is not None:
-            self.paces[rank] = pace
+        if hook_trace is not None:
+            self.hook_traces[rank] = hook_trace
         self._calls_seen[rank] = self._call_count()
 
     @property
     def param_names(self) -> frozenset[str]:
         """Names of the params that any rank of the group trains."""
-        return frozenset[str]().union(*self._holders.held)
+        return frozenset[str]().union(*self._ownership.held)
 
     @property
     def has_started(self) -> bool:
         """Whether every rank has built its engine and told of it."""
-        return self._holders.are_all_there
+        return self._ownership.are_all_there
 
     def before_backward(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Look at a rank right before the first backward of a step."""
@@ -254,9 +256,9 @@ class Judge:
         """
         if self._bad_step is not None and step > self._bad_step:
             return
-        if self._owing.follows(step):
+        if self._comparison.follows(step):
             expected = self._expected(step)
-            if self._owing.uncertified_step is None:
+            if self._comparison.uncertified_step is None:
                 self._report(step, self._compare_result(rank, step, result, expected))
                 self._report(step, self._compare(rank, step, losses, engine, expected))
                 if rank in self.sizes and step == self.weighed_step:
@@ -283,15 +285,15 @@ class Judge:
 
     def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
-        is_owed = self._owing.uncertified_step is None
+        is_owed = self._comparison.uncertified_step is None
         if is_owed and (self._bad_step is None or step <= self._bad_step):
             self._report(step, self._compare_params(rank, step, engine))
         self._observed[rank] = step
         self._forget_shown(step)
 
     def step_unseen(self) -> None:
-        """Let the references of the whole panel take a step of which nothing is shown here."""
-        if self._owing.steps_unseen:
+        """Let the references of all peers take a step of which nothing is shown here."""
+        if self._comparison.steps_unseen:
             self._advance()
 
     def ask_reference(self) -> None:
@@ -300,7 +302,7 @@ class Judge:
         Raises:
             UntrainableError: It cannot, or not with finite numbers.
         """
-        if self._owing.steps_unseen and self._taken_step < self._begun_step:
+        if self._comparison.steps_unseen and self._taken_step < self._begun_step:
             self._advance()
 
     def _report(self, step: int, found: Iterator[Finding]) -> None:
@@ -325,14 +327,14 @@ class Judge:
         return replace(finding, call_start=started, call_stop=self._calls_made())
 
     def _expected(self, step: int) -> AnyStep:
-        if step not in self._owing.steps:
+        if step not in self._comparison.steps:
             self._advance()
-        return self._owing.steps[step]
+        return self._comparison.steps[step]
 
     def _advance(self) -> None:
         """Take the next step of all references that share a norm."""
-        taken = self._owing.advance([judge._owing for judge in self._panel])
-        for judge, own in zip(self._panel, taken, strict=True):
+        taken = self._comparison.advance([judge._comparison for judge in self._peers])
+        for judge, own in zip(self._peers, taken, strict=True):
             judge._take(own)
 
     def _take(self, taken: AnyStep) -> None:
@@ -342,7 +344,7 @@ class Judge:
         self._skipped[taken.step] = taken.skipped
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         if taken.norm.isfinite():
-            self.owed += count_rows(
+            self.owed += count_guarantees(
                 taken,
                 rank_count=self.scenario.world.size,
                 replica_count=self.scenario.system.redundancy,
@@ -357,27 +359,29 @@ class Judge:
     def _forget_shown(self, step: int) -> None:
         """Forget a step once all ranks were shown with it; at once where none ever is."""
         if all(last >= step for last in self._observed.values()):
-            self._owing.forget(step)
+            self._comparison.forget(step)
 
     def _compare_result(
         self, rank: int, step: int, result: StepResult, expected: AnyStep
     ) -> Iterator[Finding]:
-        yield from self._owing.compare_measured(result, rank=rank, step=step)
-        told = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
-        self._group.unobserved.update(name for name, got in told.items() if got is None)
-        if all(got is None for got in (*told.values(), result.loss_scale)):
+        yield from self._comparison.compare_measured(result, rank=rank, step=step)
+        reported = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
+        self._group.unobserved.update(name for name, got in reported.items() if got is None)
+        if all(got is None for got in (*reported.values(), result.loss_scale)):
             # It tells nothing of its steps; one that does so tells what it clips or scales by.
             return
         spec = self.scenario.optimizer
         if result.norm is None and spec.clip_norm is not None:
-            yield findings.said("norm", step, rank, expected=expected.norm.item(), got=None)
+            yield findings.misreported("norm", step, rank, expected=expected.norm.item(), got=None)
         if result.loss_scale is None and spec.loss_scale is not None:
-            yield findings.said("loss_scale", step, rank, expected=expected.loss_scale, got=None)
+            yield findings.misreported(
+                "loss_scale", step, rank, expected=expected.loss_scale, got=None
+            )
         said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
         for name, got in said:
             wanted = getattr(expected, name)
             if got is not None and got != wanted:
-                yield findings.said(name, step, rank, expected=wanted, got=got)
+                yield findings.misreported(name, step, rank, expected=wanted, got=got)
 
     def _compare(
         self,
@@ -396,12 +400,12 @@ class Judge:
         self._parts[rank] = list(engine.parts())
         owned = [part.place for part in self._parts[rank]]
         yield from invariants.check_same_places(
-            self._holders.places[rank], owned, step=step, rank=rank
+            self._ownership.places[rank], owned, step=step, rank=rank
         )
         for part in self._parts[rank]:
-            yield from self._owing.compare_part(part, rank=rank, step=step)
+            yield from self._comparison.compare_part(part, rank=rank, step=step)
         yield from invariants.check_padding(engine, step=step, rank=rank)
-        yield from self._owing.compare_told(engine, rank=rank, step=step)
+        yield from self._comparison.compare_reported(engine, rank=rank, step=step)
 
     def _other_losses(self, expected: AnyStep) -> Iterator[Known]:
         for (rank, micro), loss in expected.losses.items():
@@ -410,10 +414,10 @@ class Judge:
 
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
         looked = self._call_count()
-        params, held = engine.params(), self._holders.held[rank]
+        params, held = engine.params(), self._ownership.held[rank]
         if self._call_count() > looked:
             self._looked.setdefault(rank, []).append((looked, self._call_count()))
-        expected, differs = self._owing.scales(step), self._group.comparer.differs
+        expected, differs = self._comparison.scales(step), self._group.comparer.differs
         scales = engine.scales([name for name in expected if name in held])
         for name, scale in scales.items():
             if scale is None:
@@ -437,7 +441,7 @@ class Judge:
             if differs(cast, working):
                 at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
                 yield findings.differing(at, cast, working)
-        yield from self._owing.compare_params(params, rank=rank, step=step)
+        yield from self._comparison.compare_params(params, rank=rank, step=step)
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_memory(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:

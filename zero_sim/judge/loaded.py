@@ -15,7 +15,7 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
-from zero_sim.judge.group import Group
+from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.reference import Standing
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, Settings
@@ -27,7 +27,7 @@ _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decouple
 
 
 def compare_loaded(
-    group: Group, engine: CompletedEngine, *, standing: Standing, rank: int
+    group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
     """Compare masters, optimizer state, working params, scales and settings, if they are told.
 
@@ -44,7 +44,7 @@ def compare_loaded(
         yield from _compare_part(group, part, standing=standing, rank=rank)
     params = engine.params()
     for name, wanted in standing.params.items():
-        if name not in group.holders.held[rank]:
+        if name not in group.ownership.held[rank]:
             continue
         at = _of_param(group, name, rank=rank)
         if name not in params:
@@ -61,7 +61,7 @@ def compare_loaded(
 
 
 def _compare_part(
-    group: Group, part: OwnedPart, *, standing: Standing, rank: int
+    group: JudgedGroup, part: OwnedPart, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
     place, step = part.place, group.first_step
 
@@ -100,16 +100,16 @@ def _compare_part(
                 if other != key and stored.dim():
                     what = f"what optimizer state {other!r} should have"
                     yield Known(what=what, values=stored, start=place.start)
-            told = {each: state[key] for each, state in standing.state.items() if key in state}
-            yield from others({each: value for each, value in told.items() if value.dim()})
+            of_key = {each: state[key] for each, state in standing.state.items() if key in state}
+            yield from others({each: value for each, value in of_key.items() if value.dim()})
 
         yield group.differing(at, value, got, known=known_state)
 
 
 def _compare_scales(
-    group: Group, engine: CompletedEngine, *, standing: Standing, rank: int
+    group: JudgedGroup, engine: CompletedEngine, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
-    held = [name for name in standing.scales if name in group.holders.held[rank]]
+    held = [name for name in standing.scales if name in group.ownership.held[rank]]
     for name, scale in engine.scales(held).items():
         at = replace(_of_param(group, name, rank=rank), manner="scale")
         if scale is None:
@@ -120,14 +120,14 @@ def _compare_scales(
 
 
 def _compare_settings(
-    group: Group, settings: Settings, *, standing: Standing, rank: int
+    group: JudgedGroup, settings: Settings, *, standing: Standing, rank: int
 ) -> Iterator[Finding]:
-    for name, told in settings.params.items():
+    for name, reported in settings.params.items():
         wanted = standing.settings.get(name, {})
-        for key in sorted(wanted.keys() & told.keys() - _FREE):
-            if told[key] != wanted[key]:
+        for key in sorted(wanted.keys() & reported.keys() - _FREE):
+            if reported[key] != wanted[key]:
                 yield _setting(
-                    group, f"the setting {key!r}", wanted[key], told[key], rank=rank, param=name
+                    group, f"the setting {key!r}", wanted[key], reported[key], rank=rank, param=name
                 )
     for what, expected, got in (
         ("the loss scale", standing.loss_scale, settings.loss_scale),
@@ -138,7 +138,13 @@ def _compare_settings(
 
 
 def _setting(
-    group: Group, what: str, expected: object, got: object, *, rank: int, param: str | None = None
+    group: JudgedGroup,
+    what: str,
+    expected: object,
+    got: object,
+    *,
+    rank: int,
+    param: str | None = None,
 ) -> Finding:
     return Finding(
         check=CHECK,
@@ -151,7 +157,7 @@ def _setting(
     )
 
 
-def _of_param(group: Group, name: str, *, rank: int) -> Finding:
+def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
     """A whole working param, before it is compared."""
     return Finding(
         check=CHECK,

@@ -17,7 +17,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 
 
-class Holders:
+class Ownership:
     """The ranks of a group, and what each of them holds.
 
     Args:
@@ -36,7 +36,7 @@ class Holders:
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
 
-    def hear(self, rank: int, facts: Facts) -> None:
+    def note_facts(self, rank: int, facts: Facts) -> None:
         """Note what a rank's engine says.
 
         Args:
@@ -78,7 +78,7 @@ class Holders:
             rank: {**addresses, **{place.param: None for place in self.places[rank]}}
             for rank, addresses in self._addresses.items()
         }
-        yield from invariants.check_holding(named, held=self.held, step=step)
+        yield from invariants.check_held(named, held=self.held, step=step)
         yield from invariants.check_start(self._starts, step=step)
         for ranks, names in self.sharings if tell_parts else ():
             for finding in invariants.check_ownership(

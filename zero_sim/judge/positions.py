@@ -40,7 +40,7 @@ def sum_spans(places: Iterable[Place], *, replica_count: int) -> dict[str, list[
     return spans
 
 
-def check_told(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
+def check_reported(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
     """Check that an engine tells all that the order of addition depends on.
 
     Args:
@@ -55,11 +55,11 @@ def check_told(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
     if not world.order_known or world.order in POSITION_FREE:
         return
     got = "an engine without `parts`"
-    if PARTS not in facts.untold:
+    if PARTS not in facts.unreported:
         try:
             sum_spans(facts.places, replica_count=scenario.system.redundancy)
-        except _Untold as untold:
-            got = f"{untold.field} = None for param {untold.param!r}"
+        except _Unreported as unreported:
+            got = f"{unreported.field} = None for param {unreported.param!r}"
         else:
             return
     raise UsageError(
@@ -69,7 +69,7 @@ def check_told(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
     )
 
 
-class _Untold(UsageError):
+class _Unreported(UsageError):
     """An order depends on a field of a place that is not told."""
 
     def __init__(self, field: str, param: str) -> None:
@@ -79,14 +79,14 @@ class _Untold(UsageError):
 
 
 def _site_of(place: Place) -> SumSite:
-    shard, kind = _told(place, "shard"), place.reduced_by
+    shard, kind = _reported(place, "shard"), place.reduced_by
     if kind == "reduce_scatter_list":
         # Every rank's entry is a tensor of its own.
         return SumSite(kind="reduce_scatter_list", **_in_shard(place), ends_on=shard)
     return SumSite(
         kind=kind or "all_reduce",
-        elems=_told(place, "call_elems"),
-        offset=_told(place, "call_offset"),
+        elems=_reported(place, "call_elems"),
+        offset=_reported(place, "call_offset"),
         ends_on=0 if kind == "all_reduce" else shard,
         joined_elems=place.joined_elems,
         joined_offset=place.joined_offset,
@@ -104,15 +104,15 @@ def _replica_site_of(place: Place) -> SumSite:
 
 
 def _in_shard(place: Place, *, of: str = "shard") -> dict[str, int]:
-    start = _told(place, f"{of}_start")
+    start = _reported(place, f"{of}_start")
     return {
-        "elems": _told(place, f"{of}_stop") - start,
-        "offset": _told(place, "flat_start") - start,
+        "elems": _reported(place, f"{of}_stop") - start,
+        "offset": _reported(place, "flat_start") - start,
     }
 
 
-def _told(place: Place, field: str) -> int:
+def _reported(place: Place, field: str) -> int:
     value: int | None = getattr(place, field)
     if value is None:
-        raise _Untold(field, place.param)
+        raise _Unreported(field, place.param)
     return value

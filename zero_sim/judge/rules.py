@@ -42,9 +42,9 @@ class RulesTried:
         return {"assumed": self.assumed, "tried": self.tried, "fitting": list(self.fitting)}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> RulesTried:
+    def from_dict(cls, data: Mapping[str, Any]) -> RulesTried:
         """What `as_dict` gave."""
-        return cls(assumed=told["assumed"], tried=told["tried"], fitting=tuple(told["fitting"]))
+        return cls(assumed=data["assumed"], tried=data["tried"], fitting=tuple(data["fitting"]))
 
     def in_words(self) -> str:
         """A sentence for the reader of a finding."""
@@ -79,16 +79,16 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
     return (replace(found[0], detail=detail), *found[1:])
 
 
-def rules_together(told: Sequence[RulesTried | None]) -> RulesTried | None:
+def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
     """What judges say together, each of which was shown other ranks of one bad step.
 
     Args:
-        told: By judge; None of one to whom nothing differed.
+        reported: By judge; None of one to whom nothing differed.
     """
-    first = next(filter(None, told), None)
+    first = next(filter(None, reported), None)
     if first is None:
         return None
-    fitting = [set(each.fitting) if each else set[str]() for each in told]
+    fitting = [set(each.fitting) if each else set[str]() for each in reported]
     return replace(first, fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)))
 
 

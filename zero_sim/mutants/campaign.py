@@ -131,7 +131,7 @@ def hunt(
             error = str(failed)
     if patches.outdated:
         error = f"the mutant no longer fits the system: {patches.outdated}; write it anew"
-    told = Trial(
+    outcome = Trial(
         id=mutant.id,
         killed=bool(trial.check) and not error,
         check=trial.check,
@@ -141,10 +141,10 @@ def hunt(
         error=error,
     )
     if not budget.shrinks or trial.found is None or error:
-        return told
+        return outcome
     small = _shrunk(trial, mutant)
     return replace(
-        told,
+        outcome,
         size=small.size,
         minimum=MINIMA.get(mutant.id),
         smallest=to_chosen_toml(small.scenario),

@@ -55,7 +55,7 @@ class Patches:
                 f"Try its new name, or the module that calls it."
             )
 
-        def place(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        def install(wrong: Callable[..., Any]) -> Callable[..., Any]:
             def replacement(*args: Any, **named: Any) -> Any:
                 self.armed += 1
                 try:
@@ -69,7 +69,7 @@ class Patches:
             setattr(owner, name, property(replacement) if is_property else replacement)
             return wrong
 
-        return place
+        return install
 
     def restore(self) -> None:
         """Put everything back."""

@@ -10,7 +10,7 @@ from zero_sim.mutants.records import CLASSES, FLAGS, Mutant, Trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tally:
+class KillCount:
     """Mutants found, of how many."""
 
     name: str
@@ -26,11 +26,11 @@ class Score:
     """What a campaign came to."""
 
     trials: tuple[Trial, ...]
-    core: Tally
-    all: Tally
-    by_class: tuple[Tally, ...]
+    core: KillCount
+    all: KillCount
+    by_class: tuple[KillCount, ...]
     """Of classes with mutants in the campaign."""
-    by_flag: tuple[Tally, ...]
+    by_flag: tuple[KillCount, ...]
     cases_median: float
     """Cases to the kill, over those found; 0 where none was."""
     cases_most: int
@@ -45,14 +45,14 @@ class Score:
     def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON."""
 
-        def told(tally: Tally) -> dict[str, object]:
-            return {"name": tally.name, "killed": tally.killed, "of": tally.of}
+        def as_json(kills: KillCount) -> dict[str, object]:
+            return {"name": kills.name, "killed": kills.killed, "of": kills.of}
 
         return {
-            "core": told(self.core),
-            "all": told(self.all),
-            "by_class": [told(tally) for tally in self.by_class],
-            "by_flag": [told(tally) for tally in self.by_flag],
+            "core": as_json(self.core),
+            "all": as_json(self.all),
+            "by_class": [as_json(kills) for kills in self.by_class],
+            "by_flag": [as_json(kills) for kills in self.by_flag],
             "cases_median": self.cases_median,
             "cases_most": self.cases_most,
             "seconds": self.seconds,
@@ -72,17 +72,17 @@ def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: flo
     by_id = {trial.id: trial for trial in trials}
     ordered = tuple(by_id[mutant.id] for mutant in mutants if mutant.id in by_id)
 
-    def tally(name: str, members: Iterable[Mutant]) -> Tally:
+    def count(name: str, members: Iterable[Mutant]) -> KillCount:
         found = [by_id[one.id].killed for one in members if one.id in by_id]
-        return Tally(name=name, killed=sum(found), of=len(found))
+        return KillCount(name=name, killed=sum(found), of=len(found))
 
-    by_class = (tally(kind, (m for m in mutants if m.kind == kind)) for kind in CLASSES)
-    by_flag = (tally(flag, (m for m in mutants if flag in m.flags)) for flag in FLAGS)
+    by_class = (count(kind, (m for m in mutants if m.kind == kind)) for kind in CLASSES)
+    by_flag = (count(flag, (m for m in mutants if flag in m.flags)) for flag in FLAGS)
     cases = [trial.cases for trial in ordered if trial.killed]
     return Score(
         trials=ordered,
-        core=tally("core", (mutant for mutant in mutants if mutant.core)),
-        all=tally("all", mutants),
+        core=count("core", (mutant for mutant in mutants if mutant.core)),
+        all=count("all", mutants),
         by_class=tuple(each for each in by_class if each.of),
         by_flag=tuple(each for each in by_flag if each.of),
         cases_median=median(cases) if cases else 0,

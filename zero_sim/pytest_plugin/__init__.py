@@ -26,8 +26,8 @@ import pytest
 from zero_sim.pytest_plugin.mark import MARK, WANTED, Refused, Wanted, read_mark
 from zero_sim.pytest_plugin.processes import ON_RANK, RanksFailed, run_on_processes
 from zero_sim.pytest_plugin.ranks import run_simulated
+from zero_sim.pytest_plugin.resources import RESOURCES, SessionResources
 from zero_sim.pytest_plugin.scenarios import ScenarioFile
-from zero_sim.pytest_plugin.stage import STAGE, Stage
 from zero_sim.report.commands import DEFAULT_BUNDLES
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARK}(size, **world): run the test on every rank of a world of this size; the rest is "
         "handed to zero_sim.sim.World.",
     )
-    config.stash[STAGE] = Stage(config)
+    config.stash[RESOURCES] = SessionResources(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Close what was opened."""
-    stage = config.stash.get(STAGE, None)
-    if stage is not None:
-        stage.close()
+    resources = config.stash.get(RESOURCES, None)
+    if resources is not None:
+        resources.close()
 
 
 # Tests that run on every rank.
@@ -116,8 +116,8 @@ def world_size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def simulated_world(request: pytest.FixtureRequest) -> Callable[..., World]:
     """A function of size and settings that gives an open `World`, reused from test to test."""
-    stage = request.config.stash[STAGE]
-    return lambda size, **settings: stage.world(size, settings)
+    resources = request.config.stash[RESOURCES]
+    return lambda size, **settings: resources.world(size, settings)
 
 
 def _wanted(request: pytest.FixtureRequest, fixture: str) -> Wanted:
@@ -159,13 +159,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
         return None
     pyfuncitem.stash[_RUN] = True
     inside = pyfuncitem.config.stash.get(ON_RANK, None)
-    stage = pyfuncitem.config.stash[STAGE]
+    resources = pyfuncitem.config.stash[RESOURCES]
     if inside is not None:
         inside.run(pyfuncitem, wanted)
-    elif stage.backend == "sim":
-        run_simulated(stage, pyfuncitem, wanted)
+    elif resources.backend == "sim":
+        run_simulated(resources, pyfuncitem, wanted)
     else:
-        run_on_processes(stage, pyfuncitem, wanted)
+        run_on_processes(resources, pyfuncitem, wanted)
     return True
 
 

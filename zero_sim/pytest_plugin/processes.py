@@ -24,7 +24,7 @@ import pytest
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.pytest_plugin.mark import Refused, Wanted
 from zero_sim.pytest_plugin.ranks import check_all_ran, program_of
-from zero_sim.pytest_plugin.stage import Stage
+from zero_sim.pytest_plugin.resources import SessionResources
 
 if TYPE_CHECKING:
     from zero_sim.backends import Ending
@@ -54,7 +54,7 @@ class RanksFailed(pytest.fail.Exception):
         self.reason = reason
 
 
-def run_on_processes(stage: Stage, item: pytest.Function, wanted: Wanted) -> None:
+def run_on_processes(resources: SessionResources, item: pytest.Function, wanted: Wanted) -> None:
     """Run a test on worker processes, each of which is a rank.
 
     Raises:
@@ -65,7 +65,7 @@ def run_on_processes(stage: Stage, item: pytest.Function, wanted: Wanted) -> Non
     program_of(item, wanted)
     _check_settings(item, wanted)
     order = wanted.settings.get("order")
-    about = f"{wanted.size} {stage.backend} processes" + (f", order {order}" if order else "")
+    about = f"{wanted.size} {resources.backend} processes" + (f", order {order}" if order else "")
     item.user_properties.append(("zero_sim.world", about))
     config = item.config
     payload = {
@@ -75,11 +75,11 @@ def run_on_processes(stage: Stage, item: pytest.Function, wanted: Wanted) -> Non
         "options": _options_of(config),
     }
     try:
-        endings = stage.teams().run(
+        endings = resources.teams().run(
             f"{__name__}:run_on_rank",
             payload,
             size=wanted.size,
-            timeout_seconds=wanted.settings.get("stall_seconds", stage.timeout_seconds),
+            timeout_seconds=wanted.settings.get("stall_seconds", resources.timeout_seconds),
         )
     except EnvironmentProblem as error:
         pytest.fail(f"this machine cannot run it: {error}", pytrace=False)
@@ -139,18 +139,18 @@ def _conclude(wanted: Wanted, endings: tuple[Ending, ...]) -> None:
     check_all_ran(wanted, skips=skips, ended=ended)
 
 
-def run_on_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, str]:
+def run_on_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, str]:
     """Run one test on this process, as one of its ranks; what a worker calls.
 
     Args:
         payload: Node id, rootdir, ini file and options of the test.
-        seat: This process's rank.
+        real_rank: This process's rank.
 
     Returns:
         The outcome, `passed`, `failed`, `xfailed` or `skipped`; what there is to say of it; and for
         `xfailed` why that was expected.
     """
-    inside = OnRank(seat)
+    inside = OnRank(real_rank)
     path, separator, rest = str(payload["nodeid"]).partition("::")
     arguments = [
         f"{Path(str(payload['rootdir']), path)}{separator}{rest}",
@@ -183,8 +183,8 @@ class _Phase:
 class OnRank:
     """The plugin of the session inside a worker: it knows the rank and keeps the reports."""
 
-    def __init__(self, seat: RealRank) -> None:
-        self._seat = seat
+    def __init__(self, real_rank: RealRank) -> None:
+        self._real_rank = real_rank
         self._phases: list[_Phase] = []
         self._not_collected: list[str] = []
         self._ended = False
@@ -199,13 +199,13 @@ class OnRank:
         import torch
 
         program = program_of(item, wanted)
-        rank, base = self._seat.rank, wanted.settings.get("seed", 0)
+        rank, base = self._real_rank.rank, wanted.settings.get("seed", 0)
         # As every rank of the simulated world starts.
         torch.manual_seed(base + rank)
         random.seed(base + rank)
         np.random.seed((base + rank) % 2**32)
         order = wanted.settings.get("order")
-        with self._seat.world(wanted.size, order=order, order_seed=base):
+        with self._real_rank.world(wanted.size, order=order, order_seed=base):
             program(rank)
         self._ended = True
 

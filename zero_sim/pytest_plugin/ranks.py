@@ -13,7 +13,7 @@ import pytest
 
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.pytest_plugin.mark import Refused, Wanted, check_arguments, is_async
-from zero_sim.pytest_plugin.stage import Stage
+from zero_sim.pytest_plugin.resources import SessionResources
 
 if TYPE_CHECKING:
     from zero_sim.sim import World
@@ -67,7 +67,7 @@ def _check_returned(item: pytest.Function, returned: object) -> None:
     )
 
 
-def run_simulated(stage: Stage, item: pytest.Function, wanted: Wanted) -> None:
+def run_simulated(resources: SessionResources, item: pytest.Function, wanted: Wanted) -> None:
     """Run a test on every rank of a simulated world.
 
     Raises:
@@ -76,7 +76,7 @@ def run_simulated(stage: Stage, item: pytest.Function, wanted: Wanted) -> None:
     from zero_sim.sim import RankFailed, WorldFailure
 
     try:
-        world = stage.world(wanted.size, wanted.settings)
+        world = resources.world(wanted.size, wanted.settings)
     except UsageError as error:
         raise Refused(item, f"{error}.") from None
     except EnvironmentProblem as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zero_sim.errors import EnvironmentProblem, ScenarioError, ZeroSimError
-from zero_sim.pytest_plugin.stage import STAGE
+from zero_sim.pytest_plugin.resources import RESOURCES
 from zero_sim.report.commands import replay_command, reproduce_command
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class ScenarioCase(pytest.Item):
 
     def runtest(self) -> None:
         """Run and judge it."""
-        stage = self.config.stash[STAGE]
-        result = stage.judge(self.scenario)
+        resources = self.config.stash[RESOURCES]
+        result = resources.judge(self.scenario)
         self.user_properties += [
             ("zero_sim.verdict", result.verdict),
             ("zero_sim.compared_elems", result.compared_elems),
@@ -53,13 +53,13 @@ class ScenarioCase(pytest.Item):
         reproduce, replay, bundle = self._reproduce(), "", ""
         self.user_properties.append(("zero_sim.reproduce", reproduce))
         try:
-            bundle = stage.write_bundle(self.scenario, result)
+            bundle = resources.write_bundle(self.scenario, result)
         except OSError as error:
             # A full disk must not cost the case its verdict.
-            said = f"no bundle in {stage.bundles}: {error.strerror}"
+            said = f"no bundle in {resources.bundles}: {error.strerror}"
             self.add_report_section("call", "zero_sim", said)
         if bundle:
-            replay = replay_command(bundle, bundles=stage.bundles)
+            replay = replay_command(bundle, bundles=resources.bundles)
             self.user_properties += [("zero_sim.bundle", bundle), ("zero_sim.replay", replay)]
         raise CaseFailed(result, reproduce=reproduce, replay=replay)
 

@@ -10,7 +10,7 @@ from zero_sim.reference.following import Follower
 from zero_sim.reference.gradient import Norm
 from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
 from zero_sim.reference.otherwise import OtherUpdate, Otherwise
-from zero_sim.reference.placement import Addresses, MemoryPlace, place_of
+from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.ranks import Orders
 from zero_sim.reference.replay import NonFinite
@@ -25,7 +25,7 @@ __all__ = [
     "ClipForm",
     "Follower",
     "Interval",
-    "MemoryPlace",
+    "MemoryLayout",
     "NonFinite",
     "Norm",
     "Orders",
@@ -37,7 +37,7 @@ __all__ = [
     "SumSite",
     "SumSpan",
     "encode",
-    "place_of",
+    "memory_layout_of",
     "step_together",
     "takes_root",
 ]

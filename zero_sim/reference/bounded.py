@@ -108,13 +108,13 @@ class BoundedReference:
         """For every rank, the names of the params that it holds."""
         return self._ranks.held
 
-    def place(self, addresses: Sequence[Addresses]) -> None:
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it; to be called before the first step.
 
         Args:
             addresses: For every rank, the address of each param; see [Note: addresses].
         """
-        self._ranks.place(addresses)
+        self._ranks.set_addresses(addresses)
         self.adopt(self._starts)
 
     def replay_step(self) -> BoundedStep:

@@ -186,7 +186,7 @@ class Reference:
         """For every rank, the names of the params that it holds."""
         return self._ranks.held
 
-    def place(self, addresses: Sequence[Addresses]) -> None:
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it.
 
         To be called before the first step, or the first one in another world.
@@ -194,7 +194,7 @@ class Reference:
         Args:
             addresses: For every rank, the address of each param; see [Note: addresses].
         """
-        self._ranks.place(addresses)
+        self._ranks.set_addresses(addresses)
         self._write_params()
 
     def continue_as(

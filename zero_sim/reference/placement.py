@@ -21,7 +21,7 @@ ADDRESS_MODULUS_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlace:
+class MemoryLayout:
     """How a param lies in memory, as far as it can change the bits of a product."""
 
     address: int
@@ -30,16 +30,16 @@ class MemoryPlace:
     """In elements, as torch gives them."""
 
 
-Addresses = Mapping[str, MemoryPlace]
+Addresses = Mapping[str, MemoryLayout]
 """By param: how it lies in memory."""
 
 
-def place_of(tensor: Tensor) -> MemoryPlace:
+def memory_layout_of(tensor: Tensor) -> MemoryLayout:
     """Return how a tensor lies in memory."""
-    return MemoryPlace(tensor.data_ptr() % ADDRESS_MODULUS_BYTES, tensor.stride())
+    return MemoryLayout(tensor.data_ptr() % ADDRESS_MODULUS_BYTES, tensor.stride())
 
 
-def place_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> None:
+def move_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> None:
     """Move params to storage of their own at the given addresses and strides, values unchanged.
 
     Args:
@@ -48,11 +48,11 @@ def place_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> No
     """
     for name, param in params.items():
         wanted = addresses.get(name)
-        if wanted is not None and param.numel() and place_of(param) != wanted:
+        if wanted is not None and param.numel() and memory_layout_of(param) != wanted:
             param.data = _copy_at(param.detach(), wanted)
 
 
-def _copy_at(value: Tensor, wanted: MemoryPlace) -> Tensor:
+def _copy_at(value: Tensor, wanted: MemoryLayout) -> Tensor:
     reach = zip(value.shape, wanted.strides, strict=True)
     nbytes = (1 + sum((size - 1) * stride for size, stride in reach)) * value.element_size()
     raw = torch.empty(nbytes + ADDRESS_MODULUS_BYTES, dtype=torch.uint8, device=value.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_sim.errors import ModelError, ScenarioError, UsageError
 from zero_sim.reference.adding import SumSpan
 from zero_sim.reference.division import Division, count_contributions
-from zero_sim.reference.placement import Addresses, MemoryPlace, place_params
+from zero_sim.reference.placement import Addresses, MemoryLayout, move_params
 from zero_sim.reference.quantization import decode, encode, find_scales
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer
 from zero_sim.scenario.names import check_names
@@ -115,7 +115,7 @@ class Ranks:
                 "Expected a model with at least one param that requires a gradient, but got none "
                 f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
             )
-        self._seat(shares)
+        self._assign(shares)
         self._names = list(self.params())
         problems = tuple(check_names(scenario, self._names))
         if problems:
@@ -152,22 +152,22 @@ class Ranks:
             workload: Its workload.
         """
         self._scenario, self._workload = scenario, workload
-        self._seat(self._build_shares())
+        self._assign(self._build_shares())
 
-    def place(self, addresses: Sequence[Addresses]) -> None:
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it; params are yet to be written.
 
         Args:
             addresses: For every rank, the address of each param; see [Note: addresses].
         """
-        placed: dict[tuple[int, frozenset[tuple[str, MemoryPlace]]], Replayer] = {}
+        placed: dict[tuple[int, frozenset[tuple[str, MemoryLayout]]], Replayer] = {}
         unused = dict(enumerate(self._replayers))
         for rank, wanted in enumerate(addresses):
             share = rank % self._scenario.topology.ep
             key = share, frozenset(wanted.items())
             if key not in placed:
                 placed[key] = unused.pop(share, None) or self._build_replayer(share)
-                place_params(placed[key].params, wanted)
+                move_params(placed[key].params, wanted)
             self._replayer_of_rank[rank] = placed[key]
         self._replayers = list(placed.values())
 
@@ -225,7 +225,7 @@ class Ranks:
                 return found
         return None
 
-    def _seat(self, shares: Sequence[Replayer]) -> None:
+    def _assign(self, shares: Sequence[Replayer]) -> None:
         """Give every rank the replayer of its share of the experts."""
         ranks = range(self._scenario.world.size)
         names = [frozenset(share.params) for share in shares]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_sim.errors import UntrainableError
-from zero_sim.scenario.spec import GroupSpec, OptimizerName, OptimizerSpec
+from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -53,14 +53,14 @@ def lr_factor(spec: OptimizerSpec, *, step: int) -> float:
     return min(1.0, (step + 1) / spec.warmup_steps) if spec.warmup_steps else 1.0
 
 
-def group_of(spec: OptimizerSpec, *, name: str) -> GroupSpec | None:
+def group_of(spec: OptimizerSpec, *, name: str) -> ParamGroupSpec | None:
     """Return the first group whose `match` ends the param's name; None for no group's."""
     return next((group for group in spec.groups if name.endswith(group.match)), None)
 
 
 def build_optimizer(spec: OptimizerSpec, *, masters: Mapping[str, Tensor]) -> Optimizer:
     """Return the torch optimizer that the spec names, over all `masters`, in the spec's groups."""
-    members: dict[GroupSpec | None, list[Tensor]] = {}
+    members: dict[ParamGroupSpec | None, list[Tensor]] = {}
     for name, master in masters.items():
         members.setdefault(group_of(spec, name=name), []).append(master)
     options: dict[str, Any] = {option: getattr(spec, option) for option in _OPTIONS[spec.name]}
@@ -71,7 +71,9 @@ def build_optimizer(spec: OptimizerSpec, *, masters: Mapping[str, Tensor]) -> Op
     return _CLASSES[spec.name](groups, lr=spec.lr, foreach=False, **options)  # pyrefly: ignore
 
 
-def _group_options(group: GroupSpec | None, *, takes: Mapping[str, object]) -> dict[str, float]:
+def _group_options(
+    group: ParamGroupSpec | None, *, takes: Mapping[str, object]
+) -> dict[str, float]:
     own: dict[str, float] = {}
     if group is not None and group.lr is not None:
         own["lr"] = group.lr
@@ -144,11 +146,11 @@ class Stepper:
 
     def settings(self) -> dict[str, dict[str, object]]:
         """Return what each param's group says, under torch's names, `lr` before any factor."""
-        told: dict[Tensor, dict[str, object]] = {}
+        by_master: dict[Tensor, dict[str, object]] = {}
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             said = {key: value for key, value in group.items() if key != "params"} | {"lr": base_lr}
-            told |= dict.fromkeys(group["params"], said)
-        return {name: told[master] for name, master in self.masters.items()}
+            by_master |= dict.fromkeys(group["params"], said)
+        return {name: by_master[master] for name, master in self.masters.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return every state tensor by param and torch's own key; live, not copied."""

@@ -10,7 +10,7 @@ from zero_sim.findings.phase import Phase
 from zero_sim.scenario.checks import Check
 
 if TYPE_CHECKING:
-    from zero_sim.findings.records import Finding, Strip, StripBucket
+    from zero_sim.findings.records import BufferMap, Finding, MappedBucket
     from zero_sim.sim import CollectiveRecord, EventLog
 
 BEFORE = 2
@@ -64,13 +64,15 @@ class Nearby:
     """Which call of the bad step was to be expected and is not there; empty where none is known."""
 
 
-def calls_near(log: EventLog, finding: Finding, strip: Strip | None = None) -> Nearby | None:
+def calls_near(
+    log: EventLog, finding: Finding, buffer_map: BufferMap | None = None
+) -> Nearby | None:
     """The calls of a finding's rank around it.
 
     Args:
         log: The log of the world that it was found in.
         finding: The finding.
-        strip: The buffer that it lies in; without it, nobody told where in memory that is.
+        buffer_map: The buffer that it lies in; without it, nobody told where in memory that is.
 
     Returns:
         None where it names no rank or that rank made no call.
@@ -86,10 +88,12 @@ def calls_near(log: EventLog, finding: Finding, strip: Strip | None = None) -> N
     before = [pair for pair in own if pair[0] < start]
     of_step = [pair for pair in own if start <= pair[0] < stop]
     after = [pair for pair in own if pair[0] >= max(start, stop)]
-    strip = strip if strip is not None and strip.check == finding.check else None
-    bucket = None if strip is None else _bucket_of(finding, strip)
-    carrying = [pair for pair in of_step if _carries(pair[1], finding, told=strip is not None)]
-    sizes = set() if strip is None or bucket is None else _sizes(strip, bucket)
+    buffer_map = (
+        buffer_map if buffer_map is not None and buffer_map.check == finding.check else None
+    )
+    bucket = None if buffer_map is None else _bucket_of(finding, buffer_map)
+    carrying = [pair for pair in of_step if _carries(pair[1], finding, told=buffer_map is not None)]
+    sizes = set() if buffer_map is None or bucket is None else _sizes(buffer_map, bucket)
     fitting = [p for p in carrying if sizes & {p[1].elems, p[1].output_elems}]
     # What moves less than a shard moves no shard; nothing else is known of other sizes.
     least = min(sizes, default=0)
@@ -107,8 +111,8 @@ def calls_near(log: EventLog, finding: Finding, strip: Strip | None = None) -> N
         if pair[0] in marked
     ]
     missing = ""
-    if strip is not None and bucket is not None and finding.call_start is not None:
-        missing = _missing(finding, strip, bucket, carrying=[record for _, record in carrying])
+    if buffer_map is not None and bucket is not None and finding.call_start is not None:
+        missing = _missing(finding, buffer_map, bucket, carrying=[record for _, record in carrying])
     return Nearby(
         rank=rank,
         suspects=tuple(_near(pair, when, suspect=True) for pair, when in suspects),
@@ -133,7 +137,7 @@ def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
     return any(word in record.kind for word in words)
 
 
-def _bucket_of(finding: Finding, strip: Strip) -> StripBucket | None:
+def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
     """The bucket of the first element that differs."""
     offset = finding.flat_offset
     if offset is None and finding.offset_in_param is not None:
@@ -141,7 +145,7 @@ def _bucket_of(finding: Finding, strip: Strip) -> StripBucket | None:
         offset = next(
             (
                 piece.start + at - piece.param_start
-                for piece in strip.pieces
+                for piece in buffer_map.pieces
                 if piece.param == finding.param
                 and 0 <= at - piece.param_start < piece.stop - piece.start
             ),
@@ -149,17 +153,21 @@ def _bucket_of(finding: Finding, strip: Strip) -> StripBucket | None:
         )
     if offset is None:
         return None
-    return next((each for each in strip.buckets if each.start <= offset < each.stop), None)
+    return next((each for each in buffer_map.buckets if each.start <= offset < each.stop), None)
 
 
-def _sizes(strip: Strip, bucket: StripBucket) -> set[int]:
+def _sizes(buffer_map: BufferMap, bucket: MappedBucket) -> set[int]:
     """Elements of what is moved for a bucket: all of it, or one rank's shard."""
-    shards = [shard for shard in strip.shards if shard.bucket == bucket.index]
+    shards = [shard for shard in buffer_map.shards if shard.bucket == bucket.index]
     return {bucket.stop - bucket.start, *(shard.stop - shard.start for shard in shards)} - {0}
 
 
 def _missing(
-    finding: Finding, strip: Strip, bucket: StripBucket, *, carrying: Sequence[CollectiveRecord]
+    finding: Finding,
+    buffer_map: BufferMap,
+    bucket: MappedBucket,
+    *,
+    carrying: Sequence[CollectiveRecord],
 ) -> str:
     elems = bucket.stop - bucket.start
     verb = _VERBS.get(finding.phase or "")
@@ -172,8 +180,8 @@ def _missing(
             f"no call of this step {verb} {elems} elements, as one for {what}, would; was it "
             "issued?"
         )
-    alike = [each for each in strip.buckets if each.stop - each.start == elems]
-    if (strip.start, strip.stop) != (0, strip.elems) or seen >= len(alike):
+    alike = [each for each in buffer_map.buckets if each.stop - each.start == elems]
+    if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems) or seen >= len(alike):
         return ""
     calls = "1 call" if seen == 1 else f"{seen} calls"
     return (
@@ -182,9 +190,9 @@ def _missing(
     )
 
 
-def render_calls(log: EventLog, finding: Finding, strip: Strip | None = None) -> list[str]:
+def render_calls(log: EventLog, finding: Finding, buffer_map: BufferMap | None = None) -> list[str]:
     """The same as lines of text; none where there is nothing to show."""
-    nearby = calls_near(log, finding, strip)
+    nearby = calls_near(log, finding, buffer_map)
     if nearby is None:
         return []
     lines = [f"calls of rank {nearby.rank}:"]
@@ -198,7 +206,7 @@ def render_calls(log: EventLog, finding: Finding, strip: Strip | None = None) ->
         if call.when == "in" and cut:
             shown.append(("in", " ", f"... {cut} more of this step"))
             cut = 0
-        shown.append((call.when, " ", _told(call.record)))
+        shown.append((call.when, " ", _describe_call(call.record)))
     labels = {"before": "before", "in": "step", "after": "after"}
     said = None
     for when, mark, told in shown:
@@ -211,14 +219,14 @@ def render_calls(log: EventLog, finding: Finding, strip: Strip | None = None) ->
 def _folded(calls: Sequence[NearCall]) -> Iterator[tuple[NearCall, str]]:
     """Suspects with what to say of them; of many, those of one line of code share a line."""
     if len(calls) <= SUSPECTS_UNFOLDED:
-        yield from ((call, _told(call.record)) for call in calls)
+        yield from ((call, _describe_call(call.record)) for call in calls)
         return
     alike: dict[object, list[NearCall]] = {}
     for call in calls:
         key = call.when, call.record._replace(sequence=0, elems=0, output_elems=0)
         alike.setdefault(key, []).append(call)
     for run in alike.values():
-        told = _told(run[0].record)
+        told = _describe_call(run[0].record)
         if len(run) > 1:
             elems = [call.record.elems for call in run]
             told += f"; {len(run)} such calls, to #{run[-1].record.sequence}"
@@ -231,6 +239,6 @@ def shown_name(file: str) -> str:
     return file.replace("\\", "/").rpartition("/")[2]
 
 
-def _told(record: CollectiveRecord) -> str:
+def _describe_call(record: CollectiveRecord) -> str:
     short = record._replace(file=shown_name(record.file))
     return f"{short.text}, async" if record.asynchronous else short.text

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zero_sim.host.files import unwritten, write_whole
 from zero_sim.report.timeline import CallSpan, Timeline, read_timeline
-from zero_sim.report.torch_words import output_elems, profiler_name, scalar_type
+from zero_sim.report.torch_names import output_elems, profiler_name, scalar_type
 from zero_sim.sim import EventLog
 
 _BATON, _ISSUE, _FLIGHT = 0, 1, 2
@@ -162,8 +162,8 @@ def _call_events(timeline: Timeline, base: int, lanes: dict[int, int]) -> Iterat
         yield event
         stop = _stop_tick(call, timeline)
         if stop is not None:
-            flight = {"cat": "user_annotation", "name": call.record.kind, "tid": lanes[index]}
-            yield {**event, **flight, "dur": stop - call.issue_tick}
+            span = {"cat": "user_annotation", "name": call.record.kind, "tid": lanes[index]}
+            yield {**event, **span, "dur": stop - call.issue_tick}
 
 
 def _flow_events(timeline: Timeline, base: int, *, first_id: int) -> Iterator[Event]:
@@ -174,13 +174,13 @@ def _flow_events(timeline: Timeline, base: int, *, first_id: int) -> Iterator[Ev
         base: When it begins.
         first_id: Of its arrows; those of another run need ids of their own.
     """
-    meetings: dict[tuple[object, ...], list[CallSpan]] = {}
+    operations: dict[tuple[object, ...], list[CallSpan]] = {}
     for call in timeline.calls:
         record = call.record
-        mail = call.came if record.kind in ("send", "recv") else ()
-        key = record.group, record.group_ranks, mail, call.number
-        meetings.setdefault(key, []).append(call)
-    for number, calls in enumerate(each for each in meetings.values() if len(each) > 1):
+        message_ranks = call.came if record.kind in ("send", "recv") else ()
+        key = record.group, record.group_ranks, message_ranks, call.number
+        operations.setdefault(key, []).append(call)
+    for number, calls in enumerate(each for each in operations.values() if len(each) > 1):
         came = sorted(calls, key=lambda call: call.issue_tick)
         for place, call in enumerate(came):
             event: Event = {

@@ -26,7 +26,7 @@ from pathlib import Path
 from zero_sim.errors import UsageError
 from zero_sim.host.files import folder_whole, unwritten
 from zero_sim.report.timeline import CallSpan, Timeline, read_timeline
-from zero_sim.report.torch_words import flight_recorder_name, output_elems, scalar_type
+from zero_sim.report.torch_names import flight_recorder_name, output_elems, scalar_type
 from zero_sim.sim import EventLog
 
 FORMAT_VERSION = "2.10"

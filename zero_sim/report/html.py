@@ -18,10 +18,10 @@ from zero_sim.report.explain import EXPLANATIONS
 from zero_sim.report.html_calls import near_calls
 from zero_sim.report.html_tables import calls_table, table, values_table
 from zero_sim.report.markup import Markup, element, joined
-from zero_sim.report.strip import describe_spread, describe_strip, equal_elems
-from zero_sim.report.svg_strip import strip_pictures
+from zero_sim.report.svg_buffer_map import buffer_map_pictures
 from zero_sim.report.svg_timeline import draw_timeline
-from zero_sim.report.text import render_finding, render_place
+from zero_sim.report.text import render_finding, render_location
+from zero_sim.report.text_buffer_map import describe_buffer_map, describe_spread, equal_elems
 from zero_sim.scenario.dump import to_chosen_toml, to_toml
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -136,7 +136,7 @@ def _contents(bundles: Sequence[Bundle]) -> Markup:
                 element("a", bundle.id, href=f"#b-{bundle.id}"),
                 bundle.scenario.name,
                 bundle.findings[0].check,
-                render_place(bundle.findings[0]),
+                render_location(bundle.findings[0]),
             ),
         )
         for bundle in bundles
@@ -164,35 +164,35 @@ def _article(bundle: Bundle, *, bundles_folder: Path | None) -> Markup:
 
 
 def _strip(bundle: Bundle) -> Iterator[Markup]:
-    strip = bundle.strip
-    if strip is None:
+    buffer_map = bundle.strip
+    if buffer_map is None:
         return
     yield element("h3", "Where it differs")
-    of = "" if strip.check == bundle.findings[0].check else f"{strip.check}: "
-    yield element("p", f"{of}{describe_strip(strip)}")
-    equal = equal_elems(strip)
+    of = "" if buffer_map.check == bundle.findings[0].check else f"{buffer_map.check}: "
+    yield element("p", f"{of}{describe_buffer_map(buffer_map)}")
+    equal = equal_elems(buffer_map)
     # With less than one equal element a part, no place tells more than another.
-    if equal is not None and equal < len(strip.pieces):
-        spread = describe_spread(strip)
+    if equal is not None and equal < len(buffer_map.pieces):
+        spread = describe_spread(buffer_map)
         yield element("p", f"{spread[0].upper()}{spread[1:]}.")
         summary = element("summary", "The buffer as a picture")
-        yield element("details", summary, strip_pictures(strip))
+        yield element("details", summary, buffer_map_pictures(buffer_map))
         return
-    if (strip.start, strip.stop) != (0, strip.elems):
-        yield element("p", f"Of it, elements {strip.start:,} to {strip.stop:,}:")
-    yield strip_pictures(strip)
+    if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
+        yield element("p", f"Of it, elements {buffer_map.start:,} to {buffer_map.stop:,}:")
+    yield buffer_map_pictures(buffer_map)
 
 
 def _timeline(bundle: Bundle) -> Iterator[Markup]:
     if not bundle.logs or not bundle.logs[-1].collectives:
         return
     first, log = bundle.findings[0], bundle.logs[-1]
-    strip = bundle.strip
-    nearby = calls_near(log, first, strip)
+    buffer_map = bundle.strip
+    nearby = calls_near(log, first, buffer_map)
     suspects = () if nearby is None else [call.index for call in nearby.suspects]
     picture, said = draw_timeline(log, first, suspects=suspects)
     yield element("h3", "Calls of torch.distributed around it")
-    near = near_calls(log, first, strip)
+    near = near_calls(log, first, buffer_map)
     if near is not None:
         yield near
     world = f" of world {len(bundle.logs)} of {len(bundle.logs)}" if len(bundle.logs) > 1 else ""

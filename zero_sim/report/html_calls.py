@@ -14,7 +14,7 @@ from zero_sim.report.kinds import class_of, legend
 from zero_sim.report.markup import Markup, element
 
 if TYPE_CHECKING:
-    from zero_sim.findings.records import Finding, Strip
+    from zero_sim.findings.records import BufferMap, Finding
     from zero_sim.sim import CollectiveRecord, EventLog
 
 RANKS_MAX = 6
@@ -25,15 +25,15 @@ SUSPECTS_MAX = 16
 _Key = tuple[str, tuple[int, ...], int, str]
 
 
-def near_calls(log: EventLog, finding: Finding, strip: Strip | None) -> Markup | None:
+def near_calls(log: EventLog, finding: Finding, buffer_map: BufferMap | None) -> Markup | None:
     """The table with its legend; None where the finding names no rank with calls.
 
     Args:
         log: The log of the world that it was found in.
         finding: The finding.
-        strip: The buffer that it lies in, if there is one.
+        buffer_map: The buffer that it lies in, if there is one.
     """
-    nearby = calls_near(log, finding, strip)
+    nearby = calls_near(log, finding, buffer_map)
     if nearby is None:
         return None
     suspects = nearby.suspects[:SUSPECTS_MAX]
@@ -75,8 +75,8 @@ def _ranks(nearby: Nearby, suspects: Sequence[NearCall]) -> list[int]:
 
 def _key(record: CollectiveRecord) -> _Key:
     """What the calls of one collective have in common; mail is a rank's own."""
-    mail = f"{record.kind} {record.rank}" if record.kind in ("send", "recv") else ""
-    return record.group, record.group_ranks, record.sequence, mail
+    message = f"{record.kind} {record.rank}" if record.kind in ("send", "recv") else ""
+    return record.group, record.group_ranks, record.sequence, message
 
 
 def _rows(

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 from zero_sim.errors import ScenarioError
 from zero_sim.host.files import unwritten, write_whole
-from zero_sim.outside import printable
+from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.findings.records import CaseResult

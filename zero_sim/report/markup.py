@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from zero_sim.outside import printable
+from zero_sim.untrusted import printable
 
 _VOID = frozenset({"meta", "br", "wbr", "hr"})
 

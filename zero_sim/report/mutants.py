@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zero_sim.outside import printable
+from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.mutants.records import Mutant, Trial
-    from zero_sim.mutants.score import Score, Tally
+    from zero_sim.mutants.score import KillCount, Score
 
 
 def render_trial(trial: Trial, mutant: Mutant) -> str:
@@ -42,5 +42,5 @@ def render_score(score: Score) -> str:
     )
 
 
-def _in_a_row(tallies: Sequence[Tally]) -> str:
-    return "  ".join(f"{tally.name} {tally.killed}/{tally.of}" for tally in tallies)
+def _in_a_row(kill_counts: Sequence[KillCount]) -> str:
+    return "  ".join(f"{kills.name} {kills.killed}/{kills.of}" for kills in kill_counts)

@@ -104,7 +104,7 @@ def _explain() -> Node:
         **_fields(Explanation),
         "bundle": _or_null(_TEXT),
         "finding": _or_null(_record(_records().Finding)),
-        "strip": _or_null(_record(_records().Strip)),
+        "strip": _or_null(_record(_records().BufferMap)),
     }
 
 
@@ -162,12 +162,12 @@ def _fuzz() -> Node:
 def _mutants() -> Node:
     from zero_sim.mutants.records import Trial
 
-    tally = _object({"name": _TEXT, "killed": _COUNT, "of": _COUNT})
+    kills = _object({"name": _TEXT, "killed": _COUNT, "of": _COUNT})
     return {
-        "core": tally,
-        "all": tally,
-        "by_class": _list(tally),
-        "by_flag": _list(tally),
+        "core": kills,
+        "all": kills,
+        "by_class": _list(kills),
+        "by_flag": _list(kills),
         "cases_median": {"type": "number"},
         "cases_most": _COUNT,
         "seconds": _SECONDS,
@@ -240,10 +240,11 @@ def _record(cls: type) -> Node:
 def _fields(cls: type, *, without: Collection[str] = ()) -> dict[str, Node]:
     """Each field of a record with the string under it as its description."""
     names = [column.name for column in dataclasses.fields(cls) if column.name not in without]
-    hints, told = _hints(cls), _docstrings(cls)
+    hints, docstrings = _hints(cls), _docstrings(cls)
     nodes = {name: _of_type(hints[name]) for name in names}
     return {
-        name: _described(node, told[name]) if name in told else node for name, node in nodes.items()
+        name: _described(node, docstrings[name]) if name in docstrings else node
+        for name, node in nodes.items()
     }
 
 

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from zero_sim.outside import printable
 from zero_sim.report.calls import render_calls
-from zero_sim.report.strip import draw_strip
+from zero_sim.report.text_buffer_map import draw_buffer_map
+from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
     from zero_sim.bundle import Bundle, Replayed
     from zero_sim.errors import ScenarioError
-    from zero_sim.findings.records import CaseResult, Finding, Strip
+    from zero_sim.findings.records import BufferMap, CaseResult, Finding
     from zero_sim.report.explain import Explanation
     from zero_sim.report.records import Fact, Measurement
     from zero_sim.shrink import Reduced
@@ -103,7 +103,7 @@ def render_case(
     shown = result.findings[:FINDINGS_SHOWN]
     for index, finding in enumerate(shown):
         around = result.logs if index == 0 and result.verdict == "fail" else ()
-        block = _finding_lines(finding, strip=result.strip, logs=around)
+        block = _finding_lines(finding, buffer_map=result.strip, logs=around)
         lines.extend(f"  {line}" if line else "" for line in block)
     if len(result.findings) > len(shown):
         left = len(result.findings) - len(shown)
@@ -121,13 +121,15 @@ def render_case(
     return _text(lines)
 
 
-def _finding_lines(finding: Finding, *, strip: Strip | None, logs: Sequence[EventLog]) -> list[str]:
-    """A finding, the strip if it is this one's, and the calls around it."""
+def _finding_lines(
+    finding: Finding, *, buffer_map: BufferMap | None, logs: Sequence[EventLog]
+) -> list[str]:
+    """A finding, the buffer map if it is this one's, and the calls around it."""
     lines = render_finding(finding).splitlines()
-    if strip is not None and strip.check == finding.check:
-        lines.extend(f"  {line}" for line in draw_strip(strip))
+    if buffer_map is not None and buffer_map.check == finding.check:
+        lines.extend(f"  {line}" for line in draw_buffer_map(buffer_map))
     if logs:
-        lines.extend(f"  {line}" for line in render_calls(logs[-1], finding, strip))
+        lines.extend(f"  {line}" for line in render_calls(logs[-1], finding, buffer_map))
     return lines
 
 
@@ -158,10 +160,10 @@ def render_bundle(bundle: Bundle) -> str:
     """What a bundle is of: its case and its first finding, with the case's own numbers."""
     first = bundle.findings[0]
     lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
-    block = _finding_lines(first, strip=bundle.strip, logs=bundle.logs)
+    block = _finding_lines(first, buffer_map=bundle.strip, logs=bundle.logs)
     if bundle.strip is not None and bundle.strip.check != first.check:
         block.append(f"where {bundle.strip.check} fails:")
-        block.extend(f"  {line}" for line in draw_strip(bundle.strip))
+        block.extend(f"  {line}" for line in draw_buffer_map(bundle.strip))
     lines.extend(f"  {line}" if line else "" for line in block)
     return _text(lines)
 
@@ -180,7 +182,7 @@ def _paragraph(label: str, text: str, *, bullet: str = "") -> list[str]:
 def render_replay(replayed: Replayed) -> str:
     """What came of a replay: FIXED, FAILED or ERROR, and how it compares with the bundle."""
     result, then = replayed.result, replayed.then
-    before = f"{then.check} at {render_place(then)}" if render_place(then) else then.check
+    before = f"{then.check} at {render_location(then)}" if render_location(then) else then.check
     match replayed.outcome:
         case "fixed":
             outcome = f"no finding now; in the bundle: {before}"
@@ -215,7 +217,7 @@ def render_reduced(reduced: Reduced) -> str:
 def render_finding(finding: Finding) -> str:
     """The block of one finding; lines for which it has nothing are left out."""
     lines = [f"{finding.check}: {finding.message}"]
-    place = render_place(finding)
+    place = render_location(finding)
     if place:
         lines.append(f"  at        {place}")
     if finding.expected is not None or finding.expected_value is not None:
@@ -235,7 +237,7 @@ def render_finding(finding: Finding) -> str:
     return _text(lines)
 
 
-def render_place(finding: Finding) -> str:
+def render_location(finding: Finding) -> str:
     """Where it is: step, phase, rank, param and index, flat offset, bucket, shard."""
     parts = [
         f"{word} {value}"

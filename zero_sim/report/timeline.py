@@ -10,8 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_sim.outside import printable
 from zero_sim.sim import CollectiveRecord, EventLog
+from zero_sim.untrusted import printable
 
 _RANK_CHARS_MAX = 9
 """More digits than any rank has."""
@@ -72,15 +72,15 @@ def read_timeline(log: EventLog) -> Timeline:
     ranks = [rank for group in groups for rank in group]
     issue, turns, stop = _from_moments(log) if log.moments else _from_order(log)
     landed = {moment.record: moment.tick for moment in log.moments if moment.what == "land"}
-    meetings = _meetings(log)
+    operations = _operations_in(log)
     calls = tuple(
         CallSpan(
             record=_shown(record),
             refused=index == log.refused,
-            completed=meetings[index].completed,
-            came=tuple(sorted(meetings[index].came)),
-            number=meetings[index].number,
-            peer=meetings[index].peer_of(record),
+            completed=operations[index].completed,
+            came=tuple(sorted(operations[index].came)),
+            number=operations[index].number,
+            peer=operations[index].peer_of(record),
             issue_tick=issue[index],
             land_tick=landed.get(index),
         )
@@ -165,7 +165,7 @@ def _spans(ranks: Sequence[int], starts: Sequence[int], stop: int) -> tuple[Turn
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Operation:
     """One collective or message, as far as it came."""
 
     number: int
@@ -179,34 +179,34 @@ class _Meeting:
         return receiver if record.kind == "send" else sender if record.kind == "recv" else None
 
 
-def _meetings(log: EventLog) -> list[_Meeting]:
+def _operations_in(log: EventLog) -> list[_Operation]:
     """The meeting that each call belongs to, found as the world finds it."""
-    mail = _Mail()
-    open_: dict[tuple[str, tuple[int, ...], int], _Meeting] = {}
-    found: list[_Meeting] = []
+    messages = _Messages()
+    open_: dict[tuple[str, tuple[int, ...], int], _Operation] = {}
+    found: list[_Operation] = []
     for index, record in enumerate(log.collectives):
         if record.kind in ("send", "recv"):
-            meeting = mail.post(record)
+            operation = messages.post(record)
         else:
             key = (record.group, record.group_ranks, record.sequence)
-            meeting = open_.setdefault(key, _Meeting(record.sequence, set()))
-            meeting.came.add(record.rank)
-            meeting.completed = len(meeting.came) == len(record.group_ranks)
-        found.append(meeting)
+            operation = open_.setdefault(key, _Operation(record.sequence, set()))
+            operation.came.add(record.rank)
+            operation.completed = len(operation.came) == len(record.group_ranks)
+        found.append(operation)
         if index == log.refused:
-            meeting.completed = False
-    mail.number()
+            operation.completed = False
+    messages.number()
     return found
 
 
-class _Mail:
+class _Messages:
     """Sends and receives, paired first come first served as the world pairs them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[str, str, int, int], deque[_Meeting]] = defaultdict(deque)
-        self._posted: list[tuple[str, _Meeting]] = []
+        self._waiting: dict[tuple[str, str, int, int], deque[_Operation]] = defaultdict(deque)
+        self._posted: list[tuple[str, _Operation]] = []
 
-    def post(self, record: CollectiveRecord) -> _Meeting:
+    def post(self, record: CollectiveRecord) -> _Operation:
         named = record.detail.removeprefix("peer ")
         peer = int(named) if named.isdecimal() and len(named) < _RANK_CHARS_MAX else None
         # Of a log that was made up: there is no such rank.
@@ -226,16 +226,16 @@ class _Mail:
                 other.ends = (record.rank, peer) if sends else (source, record.rank)
                 return other
         ends = (record.rank, peer) if sends else (peer, record.rank)
-        meeting = _Meeting(0, {record.rank}, ends=ends)
-        self._posted.append((record.group, meeting))
+        operation = _Operation(0, {record.rank}, ends=ends)
+        self._posted.append((record.group, operation))
         to = peer if sends else record.rank
-        self._waiting[record.group, record.kind, to or 0, tag].append(meeting)
-        return meeting
+        self._waiting[record.group, record.kind, to or 0, tag].append(operation)
+        return operation
 
     def number(self) -> None:
         """Count the messages of each pair of ranks, once it is known who received from whom."""
         counts: dict[tuple[str, frozenset[int | None]], int] = defaultdict(int)
-        for group, meeting in self._posted:
-            pair = (group, frozenset(meeting.ends))
-            meeting.number = counts[pair]
+        for group, operation in self._posted:
+            pair = (group, frozenset(operation.ends))
+            operation.number = counts[pair]
             counts[pair] += 1

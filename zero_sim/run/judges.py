@@ -100,9 +100,9 @@ class JobsJudge:
             import_target(chosen.target)
         tasks = [(scenario, chosen) for scenario in scenarios]
         self._ended = share_out(_judge, tasks, jobs=jobs)
-        self._untold: dict[int, Future[bytes]] = {}
+        self._unanswered: dict[int, Future[bytes]] = {}
         """By place in the order: cases that ended before an earlier one did."""
-        self._told_count = 0
+        self._answered_count = 0
 
     def __enter__(self) -> Self:
         return self
@@ -116,17 +116,17 @@ class JobsJudge:
         Raises:
             ZeroSimError: What judging it raised on purpose.
         """
-        place = self._told_count
-        self._told_count += 1
-        while place not in self._untold:
+        place = self._answered_count
+        self._answered_count += 1
+        while place not in self._unanswered:
             ended, future = next(self._ended)
-            self._untold[ended] = future
+            self._unanswered[ended] = future
         try:
-            answer: _Answer = pickle.loads(self._untold.pop(place).result())
+            answer: _Answer = pickle.loads(self._unanswered.pop(place).result())
         except BrokenExecutor as error:
             return _died(scenario, error)
         if answer.result is None:
-            raise _Told(answer.error, exit_status=answer.exit_status)
+            raise _AnsweredError(answer.error, exit_status=answer.exit_status)
         return answer.result
 
 
@@ -140,7 +140,7 @@ class _Answer:
     exit_status: int = 0
 
 
-class _Told(ZeroSimError):
+class _AnsweredError(ZeroSimError):
     """An error that another process raised on purpose."""
 
     def __init__(self, message: str, *, exit_status: int) -> None:

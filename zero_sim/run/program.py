@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.cost.forms import ParamSize, sizes_of
-from zero_sim.cost.hook_trace import Clock, Pace, watch_pace
+from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
 from zero_sim.cost.peaks import PeakWatch, watch_peaks
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.judge.facts import Facts, facts_of
-from zero_sim.judge.harness import Excused, asking, ours
+from zero_sim.judge.harness import PauseClock, engine_time, harness_time
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.positions import check_told
-from zero_sim.run.cells import Cell
+from zero_sim.judge.positions import check_reported
+from zero_sim.run.dp_cp_groups import DpCpGroup
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import Scenario
@@ -84,77 +84,83 @@ def folder_for(scenario: Scenario) -> AbstractContextManager[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """What the ranks of one cell need to run."""
+class GroupContext:
+    """What the ranks of one dp-cp group need to run."""
 
-    cell: Cell
+    dp_cp_group: DpCpGroup
     workload: Workload
     judge: Judge
 
 
-Tell = Callable[[int, Facts], None]
+ShareFacts = Callable[[int, Facts], None]
 """How the judges hear what the engine of a rank, of the world, says before the first step."""
 
 
-def _never_timed(excuse: bool) -> AbstractContextManager[None]:
+def _never_timed(pause: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 def build_program(
     segment: Segment,
     *,
-    seats: Sequence[Seat],
+    contexts: Sequence[GroupContext],
     target: Target,
     outcome: Outcome,
-    excused: Excused = _never_timed,
-    tell: Tell | None = None,
+    pause_clock: PauseClock = _never_timed,
+    share_facts: ShareFacts | None = None,
     clock: Clock | None = None,
 ) -> Callable[[int], None]:
     """The program of one segment.
 
     Args:
         segment: The steps to take, and where.
-        seats: Every cell of the world, with what it trains and who judges it.
+        contexts: Every dp-cp group of the world, with what it trains and who judges it.
         target: The system under test.
         outcome: Filled in by rank 0.
-        excused: How the world is told that a rank's time is the harness's; left out where no world
-            counts it.
-        tell: How judges hear of a rank's engine; left out where all ranks have the same judges.
+        pause_clock: Keeps the world from counting the harness's time; left out where no world
+            counts any.
+        share_facts: Gives judges the facts of a rank; left out where ranks share their judges.
         clock: The time of the world's log; left out where there is none.
     """
 
     def program(world_rank: int) -> None:
-        group, seat = dist.group.WORLD, seats[0]
-        if len(seats) > 1:
+        group, context = dist.group.WORLD, contexts[0]
+        if len(contexts) > 1:
             # Every rank makes every group, in one order, as torch.distributed demands.
-            groups = [dist.new_group(list(seat.cell.ranks)) for seat in seats]
-            mine = next(i for i, seat in enumerate(seats) if world_rank in seat.cell.ranks)
-            group, seat = groups[mine], seats[mine]
+            groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
+            mine = next(
+                i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
+            )
+            group, context = groups[mine], contexts[mine]
         assert isinstance(group, dist.ProcessGroup)
-        built = _build(segment, seat, target=target, group=group, excused=excused, clock=clock)
+        built = _build(
+            segment, context, target=target, group=group, pause_clock=pause_clock, clock=clock
+        )
         engine = built.engine
-        with ours(excused):
+        with harness_time(pause_clock):
             facts = facts_of(engine, with_start=segment.scenario.model.distinct_start)
         # What the user is to mend, and no failure of the judge that would hear of it.
-        check_told(facts, scenario=seat.cell.scenario, target_name=target.name)
-        if tell is not None:
-            tell(world_rank, facts)
+        check_reported(facts, scenario=context.dp_cp_group.scenario, target_name=target.name)
+        if share_facts is not None:
+            share_facts(world_rank, facts)
         else:
-            with ours(excused):
-                seat.judge.hear(group.rank(), facts)
+            with harness_time(pause_clock):
+                context.judge.note_facts(group.rank(), facts)
         if segment.load is not None:
             engine.settle()
-            with ours(excused):
-                seat.judge.observe_load(group.rank(), engine)
+            with harness_time(pause_clock):
+                context.judge.observe_load(group.rank(), engine)
         if engine.costed is not None:
-            seat.judge.hold_to_costs(group.rank(), built.sizes, pace=built.pace, peaks=built.peaks)
+            context.judge.hold_to_costs(
+                group.rank(), built.sizes, hook_trace=built.hook_trace, peaks=built.peaks
+            )
         _train(
             segment,
-            seat,
+            context,
             built=built,
             group=group,
             outcome=outcome,
-            excused=excused,
+            pause_clock=pause_clock,
             target_name=target.name,
         )
 
@@ -170,7 +176,7 @@ class _Built:
     """Of the params of the bare model."""
     sizes: tuple[ParamSize, ...]
     """What it trains."""
-    pace: Pace | None
+    hook_trace: HookTrace | None
     """What it does between its calls, where it is held to costs and overlaps anything."""
     peaks: PeakWatch | None
     """What it holds within a step, where its stage shards gradients and it tells."""
@@ -178,38 +184,38 @@ class _Built:
 
 def _build(
     segment: Segment,
-    seat: Seat,
+    context: GroupContext,
     *,
     target: Target,
     group: dist.ProcessGroup,
-    excused: Excused,
+    pause_clock: PauseClock,
     clock: Clock | None,
 ) -> _Built:
     """Build a rank's engine, from a checkpoint where the segment starts with one."""
-    scenario = seat.cell.scenario
-    with ours(excused):
-        module = build_module(seat.workload, expert_index=group.rank() % scenario.topology.ep)
+    scenario = context.dp_cp_group.scenario
+    with harness_time(pause_clock):
+        module = build_module(context.workload, expert_index=group.rank() % scenario.topology.ep)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         sizes = sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
-        model = model_of(module, known=seat.judge.param_names)
+        model = model_of(module, known=context.judge.param_names)
     engine = complete(
         target.build(module, scenario=scenario, group=group),
         model=model,
-        asking=lambda: asking(excused),
+        asking=lambda: engine_time(pause_clock),
     )
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
-    pace = None
+    hook_trace = None
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     if clock is not None and overlaps and engine.costed is not None:
-        with ours(excused):
-            pace = watch_pace(module, names=names, clock=clock)
+        with harness_time(pause_clock):
+            hook_trace = record_hooks(module, names=names, clock=clock)
     peaks = None
     if scenario.system.stage >= 2 and isinstance(engine.costed, PeakEngine):
-        with ours(excused):
+        with harness_time(pause_clock):
             peaks = watch_peaks(
                 module,
                 names=names,
@@ -219,64 +225,68 @@ def _build(
                 look=engine.costed.whole_bytes,
             )
     return _Built(
-        engine=engine, names=frozenset(names.values()), sizes=sizes, pace=pace, peaks=peaks
+        engine=engine,
+        names=frozenset(names.values()),
+        sizes=sizes,
+        hook_trace=hook_trace,
+        peaks=peaks,
     )
 
 
 def _train(
     segment: Segment,
-    seat: Seat,
+    context: GroupContext,
     *,
     built: _Built,
     group: dist.ProcessGroup,
     outcome: Outcome,
-    excused: Excused,
+    pause_clock: PauseClock,
     target_name: str,
 ) -> None:
     """Take the segment's steps; the judge looks on after each.
 
     What the judge reads is not charged to the system, whatever is in flight.
     """
-    scenario, workload, judge = seat.cell.scenario, seat.workload, seat.judge
-    rank, engine, pace = group.rank(), built.engine, built.pace
+    scenario, workload, judge = context.dp_cp_group.scenario, context.workload, context.judge
+    rank, engine, hook_trace = group.rank(), built.engine, built.hook_trace
     # Gathers that the next forward overlaps must not be waited for by the judge: it looks at params
     # once that forward has used them.
     deferred = overlaps_params(scenario.system)
     if dist.get_world_size() > group.size():
-        # Judges of all cells step together, which they can once every engine is there.
+        # Judges of all dp-cp groups step together, which they can once every engine is there.
         dist.barrier()
     for step in range(segment.start, segment.stop):
         _freeze(built, scenario, step, target_name=target_name)
         engine.zero_grad()
-        with ours(excused):
+        with harness_time(pause_clock):
             judge.before_backward(rank, step, engine)
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
-            with ours(excused):
+            with harness_time(pause_clock):
                 batch = _draw(workload, scenario, step, rank, micro)
             last_micro = micro == scenario.run.micro_batches - 1
-            if pace is not None:
-                pace.start(step, micro)
+            if hook_trace is not None:
+                hook_trace.start(step, micro)
             if built.peaks is not None and step == judge.weighed_step:
                 built.peaks.start(step, micro)
             losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
             if deferred and micro == 0 and step > segment.start:
-                with ours(excused):
+                with harness_time(pause_clock):
                     judge.observe_params(rank, step - 1, engine)
         result = engine.step(lr_factor=lr_factor(scenario, step))
-        if pace is not None:
-            pace.end(step)
+        if hook_trace is not None:
+            hook_trace.end(step)
         if built.peaks is not None:
             built.peaks.end()
-        with ours(excused):
+        with harness_time(pause_clock):
             judge.observe(rank, step, losses, result, engine)
         if not deferred:
             engine.settle()
-            with ours(excused):
+            with harness_time(pause_clock):
                 judge.observe_params(rank, step, engine)
     engine.settle()
     if deferred:
-        with ours(excused):
+        with harness_time(pause_clock):
             judge.observe_params(rank, segment.stop - 1, engine)
     if segment.save is not None:
         assert scenario.reload is not None
@@ -284,7 +294,7 @@ def _train(
     else:
         # On every rank: where params are sharded, a forward is one of them all.
         accuracy = workload.accuracy(engine.module)
-        if seat.cell.ranks[rank] == 0:
+        if context.dp_cp_group.ranks[rank] == 0:
             outcome.accuracy = accuracy
             outcome.notes.extend(engine.notes())
 

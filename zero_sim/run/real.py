@@ -23,7 +23,7 @@ import torch.distributed as dist
 from zero_sim.backends import RankGone, RealRank
 from zero_sim.backends.probe import Kind, by_calling, by_model, compare, observe
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.harness import JudgeFailed, ours
+from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.run.program import Segment, build_program, segments_of
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.decode import adapter
@@ -42,7 +42,7 @@ def processes_of(scenario: Scenario) -> int:
     return max(part.scenario.world.size for part in segments_of(scenario, folder=Path()))
 
 
-def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
+def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any]:
     """Run a case as one rank, and judge that rank.
 
     Args:
@@ -50,14 +50,14 @@ def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
             `processes`, how many there are; `order`, the one to add in whatever the backend does,
             or null for its own; `target`, `module:name` of the system under test, or empty for the
             one that the scenario names; `device`, where the ranks compute, `cpu` or `cuda`.
-        seat: This process.
+        real_rank: This process.
 
     Returns:
         A `Report`, as JSON.
     """
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
-    ranks = _OwnRank(seat=seat, processes=payload["processes"], order=payload["order"])
+    ranks = _OwnRank(real_rank=real_rank, processes=payload["processes"], order=payload["order"])
     trial = Trial(device=payload["device"])
 
     def find() -> Target:
@@ -69,14 +69,14 @@ def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
             trial.run(segments, ranks, find=find)
     # A fault of ours: said like all else, since the others wait to hear of this rank.
     except Exception as error:  # noqa: BLE001
-        trial.fail(JudgeFailed(error, traceback.format_exc()), rank=seat.rank)
+        trial.fail(JudgeFailed(error, traceback.format_exc()), rank=real_rank.rank)
     if trial.failure is not None:
         # Others may wait in a collective until this rank's half of the group is really gone; what
         # the system built holds on to it in circles, not all of which can be broken.
-        seat.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
+        real_rank.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
         gc.collect()
     abouts = ("joined", "facts", "wrong", "left")
-    seat.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
+    real_rank.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
     return trial.report().as_dict()
 
 
@@ -84,7 +84,7 @@ def judge_rank(payload: Mapping[str, Any], seat: RealRank) -> dict[str, Any]:
 class _OwnRank:
     """The one rank that this process is."""
 
-    seat: RealRank
+    real_rank: RealRank
     processes: int
     """How many there are; those outside a world only follow what the others do."""
     order: str | None
@@ -96,45 +96,45 @@ class _OwnRank:
         Raises:
             RankGone: Another rank gave up.
         """
-        seat, scenario = self.seat, segment.scenario
-        seats = trial.take_seats(segment, target=target, rank=seat.rank)
+        real_rank, scenario = self.real_rank, segment.scenario
+        contexts = trial.build_contexts(segment, target=target, rank=real_rank.rank)
 
-        def excused(excuse: bool) -> AbstractContextManager[None]:
-            seat.alive()
+        def pause_clock(pause: bool) -> AbstractContextManager[None]:
+            real_rank.alive()
             return nullcontext()
 
-        def tell(rank: int, facts: Facts | None) -> None:
+        def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
-            heard = seat.exchange(said, size=self.processes, about=f"facts {index}")
-            with ours(excused):
-                for each in seats:
-                    for place, world_rank in enumerate(each.cell.ranks):
-                        each.judge.hear(place, Facts.from_dict(heard[world_rank]))
+            all_facts = real_rank.exchange(said, size=self.processes, about=f"facts {index}")
+            with harness_time(pause_clock):
+                for each in contexts:
+                    for place, world_rank in enumerate(each.dp_cp_group.ranks):
+                        each.judge.note_facts(place, Facts.from_dict(all_facts[world_rank]))
 
-        if seat.rank >= scenario.world.size:
-            seat.leave()
-            tell(seat.rank, None)
+        if real_rank.rank >= scenario.world.size:
+            real_rank.leave()
+            share_facts(real_rank.rank, None)
             for _ in range(segment.start, segment.stop):
-                with ours(excused):
-                    seats[0].judge.step_unseen()
+                with harness_time(pause_clock):
+                    contexts[0].judge.step_unseen()
             return
         program = build_program(
             segment,
-            seats=seats,
+            contexts=contexts,
             target=target,
             outcome=trial.outcome,
-            excused=excused,
-            tell=tell,
+            pause_clock=pause_clock,
+            share_facts=share_facts,
         )
         try:
-            with seat.world(
+            with real_rank.world(
                 scenario.world.size,
                 about=str(index),
                 order=self.order,
                 order_seed=scenario.run.seed,
             ):
                 try:
-                    program(seat.rank)
+                    program(real_rank.rank)
                 except (Exception, SystemExit):
                     # Leaving the world is what makes others raise, too.
                     trial.raised_at = time.time()
@@ -143,30 +143,32 @@ class _OwnRank:
             raise
         # Whatever the system raises is what came of it, also where it means to end its rank.
         except (Exception, SystemExit) as error:
-            raise RankFailed(seat.rank, error, traceback.format_exc()) from error
+            raise RankFailed(real_rank.rank, error, traceback.format_exc()) from error
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """As `Ranks` says."""
-        return any(self.seat.exchange(is_wrong_here, size=self.processes, about=f"wrong {index}"))
+        return any(
+            self.real_rank.exchange(is_wrong_here, size=self.processes, about=f"wrong {index}")
+        )
 
 
-def probe_order(payload: Mapping[str, Any], seat: RealRank) -> list[str]:
+def probe_order(payload: Mapping[str, Any], real_rank: RealRank) -> list[str]:
     """Measure in which order the backend adds, beside the model of that order.
 
     Args:
         payload: `size`, the number of ranks that take part; `order`, the name of the model;
             `device`, where data lies.
-        seat: This process.
+        real_rank: This process.
 
     Returns:
         Where the backend drifted from the model, in words; empty where it did not.
     """
     size, order = payload["size"], payload["order"]
-    if seat.rank >= size:
-        seat.leave()
+    if real_rank.rank >= size:
+        real_rank.leave()
         return []
     drifts = []
-    with seat.world(size, about="probe"):
+    with real_rank.world(size, about="probe"):
         assert dist.group.WORLD is not None
         for kind, dtype in _PROBED:
             elems = 5 * size

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.findings.records import CaseResult, Finding, Strip, not_judged
-from zero_sim.judge.conclude import Account, conclude
-from zero_sim.judge.seen import Seen, finding_from, merge_seen
+from zero_sim.findings.records import BufferMap, CaseResult, Finding, not_judged
+from zero_sim.judge.judge_report import JudgeReport, finding_from, merge_judge_reports
+from zero_sim.judge.verdict import Observations, reach_verdict
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
@@ -31,7 +31,7 @@ class Failure:
     detail: str = ""
     """A traceback."""
     rank: int | None = None
-    """The rank that raised it; None for who seated them."""
+    """The rank that raised it; None for what built their judges."""
     time: float = 0.0
     """In seconds, by that machine's clock: what was raised first is the likeliest cause."""
 
@@ -40,7 +40,7 @@ class Failure:
 class Report:
     """What one process says of a case."""
 
-    seen: Sequence[Seen] = ()
+    judged: Sequence[JudgeReport] = ()
     """Of each group of each segment that it came to, in order."""
     found: Sequence[Finding] = ()
     """What is wrong besides, the first cause first: a world that ended, calls that cost too much,
@@ -49,13 +49,13 @@ class Report:
     accuracy: float | None = None
     said: Sequence[str] = ()
     """What the system has to say of the run."""
-    strips: Sequence[Strip | None] = ()
-    """For each of `seen`, the buffer of its first finding; of a simulated world alone."""
+    buffer_maps: Sequence[BufferMap | None] = ()
+    """For each of `judged`, the buffer of its first finding; of a simulated world alone."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but evidence and strips, ready for JSON."""
+        """Everything but evidence and buffer maps, ready for JSON."""
         return {
-            "seen": [seen.as_dict() for seen in self.seen],
+            "judged": [judged.as_dict() for judged in self.judged],
             "found": [finding.as_dict() for finding in self.found],
             "failure": None if self.failure is None else dataclasses.asdict(self.failure),
             "accuracy": self.accuracy,
@@ -63,15 +63,15 @@ class Report:
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Report:
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """What `as_dict` gave."""
-        failure = told["failure"]
+        failure = data["failure"]
         return cls(
-            seen=[Seen.from_dict(each) for each in told["seen"]],
-            found=[finding_from(each) for each in told["found"]],
+            judged=[JudgeReport.from_dict(each) for each in data["judged"]],
+            found=[finding_from(each) for each in data["found"]],
             failure=None if failure is None else Failure(**failure),
-            accuracy=told["accuracy"],
-            said=told["said"],
+            accuracy=data["accuracy"],
+            said=data["said"],
         )
 
 
@@ -104,19 +104,19 @@ def result_of(scenario: Scenario, ran: CaseRun) -> CaseResult:
     for failure in raised:
         if failure.kind == "machine":
             raise EnvironmentProblem(failure.message)
-    seen = _seen_by_all(ran.reports)
+    judged = _judged_by_all(ran.reports)
     found = [finding for report in ran.reports for finding in report.found]
     said = [*next((report.said for report in ran.reports if report.said), ())]
     for failure in raised:
         if failure.kind == "system":
             continue
         # What other ranks raise is what becomes of them once one of them gave up.
-        if not found and not any(each.findings for each in seen):
+        if not found and not any(each.findings for each in judged):
             return _not_judged(scenario, failure)
         # What was found before stands, and may be what led to this.
         said.append(f"{failure.message}, after what was found")
-    account = Account(
-        seen=seen,
+    observations = Observations(
+        judged=judged,
         # A rank that is lost takes the others with it, in one way or another.
         failures=(*found, *(_rank_failed(each) for each in raised if each.kind == "system")),
         faults=[record for log in ran.logs for record in log.faults],
@@ -125,18 +125,20 @@ def result_of(scenario: Scenario, ran: CaseRun) -> CaseResult:
         notes=ran.notes,
         collectives=sum(len(log.collectives) for log in ran.logs),
         log_digest="+".join(log.digest() for log in ran.logs),
-        strips=[strip for report in ran.reports for strip in report.strips],
+        buffer_maps=[buffer_map for report in ran.reports for buffer_map in report.buffer_maps],
     )
-    return conclude(scenario, account)
+    return reach_verdict(scenario, observations)
 
 
-def _seen_by_all(reports: Sequence[Report]) -> list[Seen]:
+def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
     """What all saw of each group and segment; a rank that failed did not come to all of them."""
     if len(reports) == 1:
-        return list(reports[0].seen)
-    count = max((len(report.seen) for report in reports), default=0)
+        return list(reports[0].judged)
+    count = max((len(report.judged) for report in reports), default=0)
     return [
-        merge_seen([report.seen[index] for report in reports if index < len(report.seen)])
+        merge_judge_reports(
+            [report.judged[index] for report in reports if index < len(report.judged)]
+        )
         for index in range(count)
     ]
 

@@ -12,8 +12,8 @@ from zero_sim.backends import WorldPool
 from zero_sim.cost.overlap import check_overlap
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
-from zero_sim.run.cells import check_crossing
-from zero_sim.run.program import Seat, Segment, build_program, folder_for, segments_of
+from zero_sim.run.dp_cp_groups import check_crossing
+from zero_sim.run.program import GroupContext, Segment, build_program, folder_for, segments_of
 from zero_sim.run.reports import CaseRun
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.checks import Check
@@ -57,7 +57,7 @@ class Simulated:
         try:
             with folder_for(scenario) as folder:
                 trial.run(tuple(segments_of(scenario, folder=Path(folder))), ranks, find=find)
-            report = trial.report(with_strips=True)
+            report = trial.report(with_buffer_maps=True)
         finally:
             torch.set_num_threads(threads)
         return CaseRun(reports=[report], notes=ranks.notes, logs=ranks.logs)
@@ -75,7 +75,7 @@ class _AllRanks:
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
         world = self.worlds.world_for(segment.scenario)
-        seats = trial.take_seats(
+        contexts = trial.build_contexts(
             segment, target=target, calls_made=lambda: len(world.log.collectives)
         )
         replay = None
@@ -84,10 +84,10 @@ class _AllRanks:
             world.configure(schedule=replay)
         program = build_program(
             segment,
-            seats=seats,
+            contexts=contexts,
             target=target,
             outcome=trial.outcome,
-            excused=world.excused,
+            pause_clock=world.pause_clock,
             clock=lambda: len(world.log.moments),
         )
         try:
@@ -104,19 +104,21 @@ class _AllRanks:
                     f"world {len(self.logs)} left the recorded turns at turn {replay.diverged_at} "
                     f"of {len(replay.turns)}"
                 )
-        trial.found.extend(check_crossing(world.log.collectives, [seat.cell for seat in seats]))
+        trial.found.extend(
+            check_crossing(world.log.collectives, [context.dp_cp_group for context in contexts])
+        )
         # After a wrong number the calls are that number's doing, and a planned fault is no call.
         if not trial.is_wrong() and not segment.scenario.faults:
-            for seat in seats:
-                trial.found.extend(_check_costs(seat, world.log))
+            for context in contexts:
+                trial.found.extend(_check_costs(context, world.log))
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """As `Ranks` says; there is no other process."""
         return is_wrong_here
 
 
-def _check_costs(seat: Seat, log: EventLog) -> Iterator[Finding]:
-    judge, scenario = seat.judge, seat.cell.scenario
+def _check_costs(context: GroupContext, log: EventLog) -> Iterator[Finding]:
+    judge, scenario = context.judge, context.dp_cp_group.scenario
     if len(judge.sizes) < len(judge.world_ranks):
         return
     volume = list(
@@ -127,7 +129,7 @@ def _check_costs(seat: Seat, log: EventLog) -> Iterator[Finding]:
     if not volume:
         yield from check_overlap(
             log,
-            judge.paces,
+            judge.hook_traces,
             world_ranks=judge.world_ranks,
             sizes=judge.sizes,
             scenario=scenario,

@@ -14,12 +14,12 @@ from typing import Protocol
 
 from zero_sim.errors import EnvironmentProblem, ProtocolError, UntrainableError, UsageError
 from zero_sim.findings.records import Finding
-from zero_sim.judge.harness import JudgeFailed, ours
+from zero_sim.judge.comparison import AnyReference
+from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.known_or_not import AnyReference
-from zero_sim.run.program import Outcome, Seat, Segment
+from zero_sim.run.contexts import build_contexts
+from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
-from zero_sim.run.seats import take_seats
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, check_asked
 
@@ -54,7 +54,7 @@ class Trial:
     """Where its ranks and references compute."""
     judges: list[Judge] = field(default_factory=list)
     references: dict[int, AnyReference] = field(default_factory=dict)
-    """By number of the cell; they live on when a checkpoint moves the case to another world."""
+    """By number of the group; they live on when a checkpoint moves the case to another world."""
     outcome: Outcome = field(default_factory=Outcome)
     found: list[Finding] = field(default_factory=list)
     """What is wrong besides what the judges found."""
@@ -90,7 +90,7 @@ class Trial:
         *,
         kind: FailureKind | None = None,
         rank: int | None = None,
-        told: str = "",
+        traceback_text: str = "",
     ) -> None:
         """Say why this process goes no further.
 
@@ -98,28 +98,30 @@ class Trial:
             error: What was raised.
             kind: Whom it is charged to; left out where its type says so.
             rank: The rank that raised it.
-            told: Its traceback.
+            traceback_text: Its traceback.
         """
         kind = kind or _kind_of(error)
         name = f"{type(error).__name__}: " if kind == "system" else ""
         self.failure = Failure(
             kind=kind,
             message=f"{name}{error}",
-            detail=error.traceback_text if isinstance(error, JudgeFailed) else told.rstrip(),
+            detail=error.traceback_text
+            if isinstance(error, JudgeFailed)
+            else traceback_text.rstrip(),
             rank=rank,
             time=time.time() if self.raised_at is None else self.raised_at,
         )
 
-    def take_seats(
+    def build_contexts(
         self,
         segment: Segment,
         *,
         target: Target,
         rank: int | None = None,
         calls_made: Callable[[], int] | None = None,
-    ) -> Sequence[Seat]:
-        """Seat every cell of a segment's world; arguments as for `seats.take_seats`."""
-        seats = take_seats(
+    ) -> Sequence[GroupContext]:
+        """Build the context of every dp-cp group; arguments as for `contexts.build_contexts`."""
+        contexts = build_contexts(
             segment,
             references=self.references,
             target=target,
@@ -127,26 +129,27 @@ class Trial:
             rank=rank,
             calls_made=calls_made,
         )
-        self.judges.extend(seat.judge for seat in seats)
-        return seats
+        self.judges.extend(context.judge for context in contexts)
+        return contexts
 
     def is_wrong(self) -> bool:
         """Whether anything was found so far."""
         return bool(self.found) or any(judge.findings() for judge in self.judges)
 
-    def report(self, *, with_strips: bool = False) -> Report:
+    def report(self, *, with_buffer_maps: bool = False) -> Report:
         """All there is to say.
 
         Args:
-            with_strips: Whether buffers of findings are drawn; then ranks are all in one process.
+            with_buffer_maps: Whether buffers of findings are drawn; then all ranks are in one
+                process.
         """
         return Report(
-            seen=[judge.seen() for judge in self.judges],
+            judged=[judge.judge_report() for judge in self.judges],
             found=self.found,
             failure=self.failure,
             accuracy=self.outcome.accuracy,
             said=self.outcome.notes,
-            strips=[judge.strip() for judge in self.judges] if with_strips else (),
+            buffer_maps=[judge.buffer_map() for judge in self.judges] if with_buffer_maps else (),
         )
 
     def _charge(self, failed: RankFailed, *, segment: Segment) -> None:
@@ -165,7 +168,7 @@ class Trial:
                 self._ask_references(segment)
             except (EnvironmentProblem, UntrainableError, JudgeFailed) as of_ours:
                 error, kind = of_ours, _kind_of(of_ours)
-        self.fail(error, kind=kind, rank=failed.rank, told=failed.traceback_text)
+        self.fail(error, kind=kind, rank=failed.rank, traceback_text=failed.traceback_text)
 
     def _ask_references(self, segment: Segment) -> None:
         """Let the references take the step in which a rank failed.
@@ -174,7 +177,7 @@ class Trial:
             UntrainableError: They cannot either.
             JudgeFailed: They fail otherwise.
         """
-        with ours(lambda excuse: nullcontext()):
+        with harness_time(lambda pause: nullcontext()):
             for judge in self.judges:
                 if judge.first_step == segment.start:
                     judge.ask_reference()

@@ -67,8 +67,8 @@ def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
     unfit = {**dict(_unfit_values(raw, ())), **dict(_halves(raw, ()))}
     scenario, faults = _validate(_repaired(raw, unfit))
     faults = {**unfit, **faults}
-    told = itertools.islice(faults.items(), PROBLEMS_MAX)
-    problems = [_problem(loc, kind, raw) for loc, kind in told]
+    listed = itertools.islice(faults.items(), PROBLEMS_MAX)
+    problems = [_problem(loc, kind, raw) for loc, kind in listed]
     if len(faults) > PROBLEMS_MAX:
         more = f"{len(faults) - PROBLEMS_MAX:,} more fields are unknown or of another type."
         return None, [*problems, Problem(path="", message=more, suggestion="Is it a scenario?")]

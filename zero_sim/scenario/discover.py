@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_sim.errors import Problem, ScenarioError
-from zero_sim.outside import printable
 from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.select import compile_expression
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.texts import NAME_CHARS_MAX
+from zero_sim.untrusted import printable
 
 _NOT_SCENARIOS = frozenset({"pyproject.toml"})
 

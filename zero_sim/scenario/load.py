@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero_sim.errors import Problem, ScenarioError, UsageError
-from zero_sim.outside import NESTING_MAX, Unreadable, nests_too_deep, read_regular
 from zero_sim.scenario.decode import PROBLEMS_MAX, decode
 from zero_sim.scenario.matrix import Variant, expand
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.texts import check_case_id
+from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, read_regular
 
 FILE_BYTES_MAX = 2**20
 """A scenario is written by hand; what is larger was given by mistake."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
-from zero_sim.scenario.spec import GroupSpec, Scenario
+from zero_sim.scenario.spec import ParamGroupSpec, Scenario
 
 _NAMES_SHOWN = 12
 
@@ -75,7 +75,9 @@ def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
     )
 
 
-def matching_groups(groups: Sequence[GroupSpec], names: Collection[str]) -> tuple[GroupSpec, ...]:
+def matching_groups(
+    groups: Sequence[ParamGroupSpec], names: Collection[str]
+) -> tuple[ParamGroupSpec, ...]:
     """The param groups that have a param, each param being in the first one that matches.
 
     Args:

@@ -253,7 +253,7 @@ class SystemSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupSpec:
+class ParamGroupSpec:
     """A param group."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
@@ -304,7 +304,7 @@ class OptimizerSpec:
     """`adam`, `adamw`: keep the largest second moment."""
     foreach: bool = False
     """Whether the system under test steps with torch's foreach kernels; the reference does not."""
-    groups: tuple[GroupSpec, ...] = ()
+    groups: tuple[ParamGroupSpec, ...] = ()
     """Param groups with settings of their own; params that no group names keep those above."""
     clip_norm: float | None = None
     """Scale gradients down so that their norm over all params is at most this."""

@@ -12,9 +12,9 @@ import unicodedata
 from collections.abc import Iterator
 
 from zero_sim.errors import Problem
-from zero_sim.outside import printable
 from zero_sim.scenario.fields import fields_of, is_table, values_at
 from zero_sim.scenario.spec import Scenario
+from zero_sim.untrusted import printable
 
 NAME_CHARS_MAX = 1_000
 """Characters of a name, of a case's id, and of all strings but descriptions."""

@@ -95,10 +95,10 @@ class CudaOnCpu:
             yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        told = self._answers()
-        told |= dict.fromkeys(_MEMORY, lambda *args, **kwargs: 0)
-        told |= dict.fromkeys(_NOTHING_DONE, lambda *args, **kwargs: None)
-        for name, value in told.items():
+        answers = self._answers()
+        answers |= dict.fromkeys(_MEMORY, lambda *args, **kwargs: 0)
+        answers |= dict.fromkeys(_NOTHING_DONE, lambda *args, **kwargs: None)
+        for name, value in answers.items():
             yield torch.cuda, name, value
         for name, same in (
             ("is_available", "is_available"),
@@ -110,7 +110,7 @@ class CudaOnCpu:
             ("synchronize", "synchronize"),
             ("current_stream", "current_stream"),
         ):
-            yield torch.accelerator, name, told[same]
+            yield torch.accelerator, name, answers[same]
         yield torch.accelerator, "current_accelerator", lambda check_available=False: _GPU
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION

@@ -104,27 +104,27 @@ def _values(thing: object, names: Mapping[int, str], *, path: str) -> Iterator[t
 
 
 def _digest(value: object) -> bytes:
-    told = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     if isinstance(value, torch.Tensor):
-        _add_tensor(told, value)
+        _add_tensor(digest, value)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        told.update(repr(value).encode())
+        digest.update(repr(value).encode())
     else:
         raise UsageError(
             "expected checkpoint_here to be given modules, optimizers, tensors, numbers, and "
             f"dicts, lists and tuples of them; got {type(value).__qualname__}"
         )
-    return told.digest()
+    return digest.digest()
 
 
-def _add_tensor(told: hashlib.blake2b, tensor: torch.Tensor) -> None:
+def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.detach()
     if local.layout is not torch.strided:
         local = local.to_dense()
-    told.update(f"{local.dtype} {tuple(local.shape)} ".encode())
+    digest.update(f"{local.dtype} {tuple(local.shape)} ".encode())
     # FSDP frees the memory of params that it has gathered, and keeps their shapes.
     if local.is_meta or not local.untyped_storage().nbytes():
         return
     local = local.cpu().contiguous().reshape(-1)
-    told.update(local.view(torch.uint8).numpy().tobytes())
+    digest.update(local.view(torch.uint8).numpy().tobytes())

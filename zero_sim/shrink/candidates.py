@@ -12,7 +12,6 @@ from typing import Any
 from zero_sim.scenario.fields import choices_of, fields_of
 from zero_sim.scenario.rules import BOUNDS
 from zero_sim.scenario.spec import Scenario, TopologySpec
-from zero_sim.shrink.fit import changed, fitted
 from zero_sim.shrink.models import (
     fewer_params,
     plainer_models,
@@ -22,8 +21,9 @@ from zero_sim.shrink.models import (
     with_buckets,
     with_params_reversed,
 )
+from zero_sim.shrink.repair import changed, repaired
 from zero_sim.shrink.size import size_of
-from zero_sim.shrink.trades import TINY, one_world, trades
+from zero_sim.shrink.substitutions import TINY, one_world, substitutions
 
 _FEW_RANKS = 3
 _RANKS_TRIED = 8
@@ -45,18 +45,18 @@ def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
     """The case in smaller worlds, the smallest first."""
     size, after = scenario.world.size, scenario.reload
     for steps in range(1, scenario.run.steps + 1 if after is not None else 1):
-        yield fitted(changed(one_world(scenario), "run.steps", steps))
+        yield repaired(changed(one_world(scenario), "run.steps", steps))
     fewest = {*range(1, _RANKS_TRIED + 1), size // 2, size * 3 // 4, size - 1, size}
     for ranks in sorted(ranks for ranks in fewest if 1 <= ranks <= size):
         for base in (scenario, _scaled(scenario, by=ranks - size)):
             fewer = replace(base, world=replace(base.world, size=ranks))
             for flat in (fewer, replace(fewer, topology=TopologySpec(ep=fewer.topology.ep))):
                 if after is None:
-                    yield fitted(flat)
+                    yield repaired(flat)
                     continue
                 for reloaded in dict.fromkeys((after.world_size, None, 1, 2, ranks)):
                     if reloaded is None or reloaded <= max(ranks, after.world_size or 0):
-                        yield fitted(replace(flat, reload=replace(after, world_size=reloaded)))
+                        yield repaired(replace(flat, reload=replace(after, world_size=reloaded)))
 
 
 def _scaled(scenario: Scenario, *, by: int) -> Scenario:
@@ -83,7 +83,7 @@ def leaps(scenario: Scenario) -> Iterator[Scenario]:
     watched = changed(changed(bare, "world.races", True), "system.bucket_elems", 1)
     for base in (bare, watched, of_system, scenario):
         for ranks in (1, 2):
-            fewer = fitted(changed(base, "world.size", ranks))
+            fewer = repaired(changed(base, "world.size", ranks))
             for sizes in TINY:
                 yield from with_buckets(with_bare_params(fewer, [(n,) for n in sizes]))
 
@@ -91,29 +91,29 @@ def leaps(scenario: Scenario) -> Iterator[Scenario]:
 def few_ranks_and_params(scenario: Scenario) -> Iterator[Scenario]:
     """The case in the smallest worlds with the smallest models."""
     for ranks in range(1, min(_FEW_RANKS, scenario.world.size) + 1):
-        fewer = fitted(replace(scenario, world=replace(scenario.world, size=ranks)))
+        fewer = repaired(replace(scenario, world=replace(scenario.world, size=ranks)))
         yield from tiny_models(fewer)
 
 
 def fewer_steps(scenario: Scenario) -> Iterator[Scenario]:
     """The case with fewer steps, then with fewer micro-batches."""
     for steps in range(1, scenario.run.steps):
-        yield fitted(changed(scenario, "run.steps", steps))
+        yield repaired(changed(scenario, "run.steps", steps))
     for count in range(1, scenario.run.micro_batches):
-        yield fitted(changed(scenario, "run.micro_batches", count))
+        yield repaired(changed(scenario, "run.micro_batches", count))
 
 
 def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
     """The case without what it has beyond the defaults: much at once, then field by field."""
     for section in _SECTIONS:
-        yield fitted(_plain(scenario, section))
+        yield repaired(_plain(scenario, section))
     for path in _blocks(scenario):
-        yield fitted(changed(scenario, path, _nothing(scenario, path)))
+        yield repaired(changed(scenario, path, _nothing(scenario, path)))
         yield from _shorter(scenario, path)
     yield from with_params_reversed(scenario)
-    yield from (fitted(changed(scenario, *one)) for one in _defaults(scenario))
+    yield from (repaired(changed(scenario, *one)) for one in _defaults(scenario))
     pairs = itertools.combinations(list(_defaults(scenario)), 2)
-    yield from (fitted(changed(changed(scenario, *one), *other)) for one, other in pairs)
+    yield from (repaired(changed(changed(scenario, *one), *other)) for one, other in pairs)
 
 
 def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
@@ -126,7 +126,7 @@ def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
             options = sorted({n for n in (0, 1, 2, value // 2, value - 1) if least <= n < value})
         else:
             continue
-        yield from (fitted(changed(scenario, path, option)) for option in options)
+        yield from (repaired(changed(scenario, path, option)) for option in options)
     yield from (changed(scenario, "run.seed", seed) for seed in _SEEDS)
 
 
@@ -137,9 +137,9 @@ def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
             yield from _other_seeds(candidate)
     if size_of(scenario).elements <= _TINY_ELEMS:
         for path in _blocks(scenario):
-            yield from _other_seeds(fitted(changed(scenario, path, _nothing(scenario, path))))
+            yield from _other_seeds(repaired(changed(scenario, path, _nothing(scenario, path))))
         for path, default in _defaults(scenario):
-            yield from _other_seeds(fitted(changed(scenario, path, default)))
+            yield from _other_seeds(repaired(changed(scenario, path, default)))
 
 
 def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
@@ -150,7 +150,7 @@ def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
     if size_of(scenario).elements <= _TINY_ELEMS:
         return
     for elems in _FEW_ELEMS:
-        bare = fitted(with_bare_params(scenario, [(elems,)]))
+        bare = repaired(with_bare_params(scenario, [(elems,)]))
         for candidate in (bare, changed(bare, "optimizer.lr", _LARGE_LR)):
             yield from _other_seeds(candidate)
 
@@ -184,7 +184,7 @@ def _shorter(scenario: Scenario, path: str) -> Iterator[Scenario]:
     items = _at(scenario, path)
     if isinstance(items, tuple) and len(items) > 1:
         for index in range(len(items)):
-            yield fitted(changed(scenario, path, items[:index] + items[index + 1 :]))
+            yield repaired(changed(scenario, path, items[:index] + items[index + 1 :]))
 
 
 def _defaults(scenario: Scenario) -> Iterator[tuple[str, object]]:
@@ -234,7 +234,7 @@ PASSES: tuple[Callable[[Scenario], Iterator[Scenario]], ...] = (
     fewer_steps,
     fewer_features,
     few_ranks_and_params,
-    trades,
+    substitutions,
     plainer_values,
     with_other_numbers,
     bare_with_other_numbers,

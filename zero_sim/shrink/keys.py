@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Self
 
-from zero_sim.findings.records import CaseResult, Strip, StripShard
+from zero_sim.findings.records import BufferMap, CaseResult, MappedShard
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|<[^>]*>")
 _ASIDE = re.compile(r"\([^()]*\)|\[[^][]*\]")
@@ -44,9 +44,9 @@ class Key(NamedTuple):
     """In which part of the buffer all that differs lies, of parts that there are several of."""
 
     @classmethod
-    def from_list(cls, told: Iterable[str]) -> Self:
+    def from_list(cls, values: Iterable[str]) -> Self:
         """What JSON has of a key; an earlier version's had fewer parts."""
-        return cls(*told)
+        return cls(*values)
 
     def __str__(self) -> str:
         return "|".join(self)
@@ -100,34 +100,34 @@ def _places(result: CaseResult) -> dict[str, bool]:
 
     Of each, whether it tells anything: not where it is all there is.
     """
-    strip = result.strip
-    if strip is None or strip.check != result.findings[0].check or strip.differ_cut:
+    buffer_map = result.strip
+    if buffer_map is None or buffer_map.check != result.findings[0].check or buffer_map.differ_cut:
         return {}
-    if (strip.start, strip.stop) != (0, strip.elems):
+    if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return {}
-    return {name: tells for name, holds, tells in _claims(strip) if holds}
+    return {name: tells for name, holds, tells in _claims(buffer_map) if holds}
 
 
-def _claims(strip: Strip) -> Iterator[tuple[str, bool, bool]]:
+def _claims(buffer_map: BufferMap) -> Iterator[tuple[str, bool, bool]]:
     """Name of a part of the buffer, whether all that differs lies in it, whether that tells."""
-    differ = strip.differ
-    pads = {start for start, _ in strip.padding}
-    used = [_without_padding(shard, pads, strip) for shard in strip.shards]
+    differ = buffer_map.differ
+    pads = {start for start, _ in buffer_map.padding}
+    used = [_without_padding(shard, pads, buffer_map) for shard in buffer_map.shards]
     used = [(start, stop) for start, stop in used if start < stop]
     wide = any(stop - start > 2 for start, stop in used)
     yield "shard start", _within(differ, [(start, start + 1) for start, _ in used]), wide
     yield "shard end", _within(differ, [(stop - 1, stop) for _, stop in used]), wide
-    buckets = [(bucket.start, bucket.stop) for bucket in strip.buckets]
+    buckets = [(bucket.start, bucket.stop) for bucket in buffer_map.buckets]
     several = len(buckets) > 1
     yield "first bucket", _within(differ, buckets[:1]), several
     yield "last bucket", _within(differ, buckets[-1:]), several
-    shards = sorted({shard.index for shard in strip.shards})
+    shards = sorted({shard.index for shard in buffer_map.shards})
     for name, index in (("first shard", shards[:1]), ("last shard", shards[-1:])):
-        spans = [(shard.start, shard.stop) for shard in strip.shards if shard.index in index]
+        spans = [(shard.start, shard.stop) for shard in buffer_map.shards if shard.index in index]
         yield name, _within(differ, spans), len(shards) > 1
 
 
-def _without_padding(shard: StripShard, pads: set[int], strip: Strip) -> tuple[int, int]:
+def _without_padding(shard: MappedShard, pads: set[int], buffer_map: BufferMap) -> tuple[int, int]:
     """A shard's elements that belong to params."""
     stop = min((pad for pad in pads if shard.start <= pad < shard.stop), default=shard.stop)
     return shard.start, stop

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zero_sim.scenario.spec import ModelName, ModelSpec, Scenario
-from zero_sim.shrink.fit import changed, with_model
+from zero_sim.shrink.repair import changed, with_model
 from zero_sim.shrink.size import SIMPLEST_MODEL, params_of
 
 Shape = tuple[int, ...]

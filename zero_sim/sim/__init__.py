@@ -13,7 +13,7 @@ from zero_sim.sim.failures import (
     WorldFailure,
 )
 from zero_sim.sim.faults import Fault, InjectedCrash
-from zero_sim.sim.in_flight import Flight, Flights
+from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
 from zero_sim.sim.inflight.races import unwatched
 from zero_sim.sim.log import CollectiveRecord, EventLog, FaultRecord, Moment
 from zero_sim.sim.schedule import Choices, Replay
@@ -29,8 +29,8 @@ __all__ = [
     "EventLog",
     "Fault",
     "FaultRecord",
-    "Flight",
-    "Flights",
+    "InFlightBuffer",
+    "InFlightBuffers",
     "InFlightRace",
     "InjectedCrash",
     "Moment",

@@ -7,7 +7,7 @@ from typing import Self
 
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.sim.callsite import site_of
-from zero_sim.sim.in_flight import Flight
+from zero_sim.sim.in_flight_buffers import InFlightBuffer
 
 
 class WorldFailure(ZeroSimError):
@@ -191,22 +191,22 @@ class Access:
 class DataRace(WorldFailure):
     """A rank used memory that it had lent to an operation and not waited for; carries both."""
 
-    def __init__(self, rank: int, *, access: Access, flight: Flight) -> None:
+    def __init__(self, rank: int, *, access: Access, buffer: InFlightBuffer) -> None:
         self.rank = rank
         self.access = access
-        self.flight = flight
-        tensor = flight.tensor if flight.whole is None else flight.whole
+        self.buffer = buffer
+        tensor = buffer.tensor if buffer.whole is None else buffer.whole
         place = f" in backward of {access.node}" if access.node else ""
         does, busy = (
-            ("writes", "still read") if flight.role == "input" else ("uses", "still written")
+            ("writes", "still read") if buffer.role == "input" else ("uses", "still written")
         )
         verb = "writes" if access.writes else "reads"
         super().__init__(
             f"data race on rank {rank}: {access.operation} at {access.site}{place} {verb} elements "
-            f"{access.start} to {access.stop} of the {flight.role} of {flight.what}, which is in "
+            f"{access.start} to {access.stop} of the {buffer.role} of {buffer.what}, which is in "
             f"flight\n"
-            f"  issued at {flight.site} and not waited for\n"
-            f"  {flight.role}: shape {tuple(tensor.shape)}, {tensor.dtype}, {busy} until then\n"
+            f"  issued at {buffer.site} and not waited for\n"
+            f"  {buffer.role}: shape {tuple(tensor.shape)}, {tensor.dtype}, {busy} until then\n"
             f"Try wait() on what it returned before this line {does} the tensor, or another tensor."
         )
 

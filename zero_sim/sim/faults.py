@@ -64,7 +64,7 @@ class InjectedCrash(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strike:
+class DueFault:
     """One fault at the call where it is due."""
 
     fault: Fault
@@ -155,7 +155,7 @@ class Injector:
         self._counts: Counter[tuple[int, str | None]] = Counter()
         self._noted: set[int] = set()
 
-    def due(self, rank: int, call: Call, *, what: str) -> tuple[Strike, ...]:
+    def due(self, rank: int, call: Call, *, what: str) -> tuple[DueFault, ...]:
         """Count one call of a rank and give the faults that happen at it.
 
         Args:
@@ -165,7 +165,7 @@ class Injector:
         """
         if not self.faults:
             return ()
-        strikes = []
+        due_faults = []
         for index, fault in enumerate(self.faults):
             if fault.rank != rank or fault.kind == "slow":
                 continue
@@ -174,7 +174,7 @@ class Injector:
             if self._counts[rank, fault.collective] == self._calls[index]:
                 number = self._calls[index]
                 of = f" {fault.collective}" if fault.collective else ""
-                strike = Strike(
+                due = DueFault(
                     fault=fault,
                     index=index,
                     when=f"at its {_ordinal(number + 1)}{of} call (call = {number}, {what})",
@@ -183,10 +183,10 @@ class Injector:
                     random=self._random[index],
                     note=self._note,
                 )
-                strikes.append(strike)
+                due_faults.append(due)
         self._counts[rank, None] += 1
         self._counts[rank, call.kind] += 1
-        return tuple(strikes)
+        return tuple(due_faults)
 
     def slow_down(self, schedule: Schedule) -> Schedule:
         """The schedule with the plan's slow ranks served last."""

@@ -24,27 +24,27 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
 
 
-def shared_elems(lent: Tensor, other: Tensor) -> tuple[int, int] | None:
-    """Where `other` touches `lent`.
+def shared_elems(given: Tensor, other: Tensor) -> tuple[int, int] | None:
+    """Where `other` touches `given`.
 
     Args:
-        lent: Any strides and dtype.
+        given: Any strides and dtype.
         other: Any strides and dtype.
 
     Returns:
-        The half-open range of `lent`'s elements, counted in row-major order of its shape, from the
+        The half-open range of `given`'s elements, counted in row-major order of its shape, from the
         first to the last that shares a byte with `other`; None where none does. Between them there
         may be elements that do not.
     """
-    start, stop = extent(lent)
+    start, stop = extent(given)
     other_start, other_stop = extent(other)
     first, last = max(start, other_start), min(stop, other_stop)
     if first >= last:
         return None
-    elem_bytes = lent.element_size()
-    if lent.is_contiguous() and other.is_contiguous():
+    elem_bytes = given.element_size()
+    if given.is_contiguous() and other.is_contiguous():
         return (first - start) // elem_bytes, -((start - last) // elem_bytes)
-    starts, run_bytes = _runs(lent.shape, lent.stride(), lent)
+    starts, run_bytes = _runs(given.shape, given.stride(), given)
     # The order of the other's elements does not matter; sorted by stride there are fewest runs.
     dims = sorted(zip(other.stride(), other.shape, strict=True), reverse=True)
     dims = [(stride, size) for stride, size in dims if stride]

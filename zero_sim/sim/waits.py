@@ -7,7 +7,7 @@ from typing import Protocol
 
 from zero_sim.sim.call import Call
 from zero_sim.sim.failures import TimedOut, WorldFailure
-from zero_sim.sim.faults import Strike
+from zero_sim.sim.faults import DueFault
 from zero_sim.sim.log import EventLog
 
 
@@ -65,7 +65,7 @@ class Pending(Awaited, Protocol):
         ...
 
     @property
-    def strikes(self) -> Mapping[int, Sequence[Strike]]:
+    def due_faults(self) -> Mapping[int, Sequence[DueFault]]:
         """Planned faults that act on its data, by the member's place."""
         ...
 

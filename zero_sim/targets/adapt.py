@@ -45,7 +45,7 @@ Asking = Callable[[], AbstractContextManager[object]]
 
 
 class CompletedEngine:
-    """An engine with all methods; those that it lacks do nothing, and `untold` says what of it.
+    """An engine with all methods; those that it lacks do nothing, and `unreported` says what of it.
 
     Args:
         engine: What a target built.
@@ -61,7 +61,7 @@ class CompletedEngine:
         self._asking = asking
         self._has_stepped = False
         self.module = engine.module
-        self.untold = frozenset(
+        self.unreported = frozenset(
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
         )
         """What nothing is known of, in words for the notes."""
@@ -128,12 +128,12 @@ class CompletedEngine:
 
     def _params(self) -> dict[str, Tensor]:
         with self._asking():
-            told = answers.check_params(
+            reported = answers.check_params(
                 self._engine.params(), engine=self._engine, model=self._model
             )
             if self._model is not None and not self._has_stepped:
-                answers.check_sizes(told, engine=self._engine, model=self._model)
-            return dict(told)
+                answers.check_sizes(reported, engine=self._engine, model=self._model)
+            return dict(reported)
 
     def module_tensors(self) -> dict[str, Tensor]:
         """Params and buffers of the module as it is now, whatever they are for."""
@@ -163,8 +163,8 @@ class CompletedEngine:
             return ()
         with self._asking():
             try:
-                told: object = parts()
-                told = list(told) if isinstance(told, Iterable) else told
+                reported: object = parts()
+                reported = list(reported) if isinstance(reported, Iterable) else reported
             except (AttributeError, TypeError) as error:
                 if self._has_stepped:
                     raise
@@ -175,7 +175,7 @@ class CompletedEngine:
                     "is None."
                 ) from error
             checked = answers.check_parts(
-                told, engine=self._engine, model=self._model, has_stepped=self._has_stepped
+                reported, engine=self._engine, model=self._model, has_stepped=self._has_stepped
             )
             return list(checked)
 
@@ -232,8 +232,8 @@ class CompletedEngine:
         if self.costed is None:
             return {}
         with self._asking():
-            told = self.costed.held_bytes()
-            return answers.check_numbers(told, engine=self._engine, method="held_bytes")
+            reported = self.costed.held_bytes()
+            return answers.check_numbers(reported, engine=self._engine, method="held_bytes")
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """As the engine does; `can_reload` says whether it does."""

@@ -146,7 +146,7 @@ def check_params(answer: object, *, engine: object, model: Model | None) -> dict
     if not isinstance(answer, Mapping):
         hint = "Try dict(model.named_parameters()) of the bare model."
         raise _wrong(engine, "params", "a mapping of names to tensors", answer, hint=hint)
-    told: dict[str, Tensor] = {}
+    reported: dict[str, Tensor] = {}
     for name, value in answer.items():
         if not isinstance(name, str):
             raise _wrong(engine, "params", "names of params as keys", name)
@@ -164,8 +164,8 @@ def check_params(answer: object, *, engine: object, model: Model | None) -> dict
             and value.numel() == torch.Size(shape).numel()
         ):
             value = _reshaped(value, shape)
-        told[name] = value
-    return told
+        reported[name] = value
+    return reported
 
 
 def check_sizes(params: Mapping[str, Tensor], *, engine: object, model: Model) -> None:
@@ -251,10 +251,12 @@ def check_settings(answer: object, *, engine: object) -> Settings:
     """
     if not isinstance(answer, Settings):
         raise _wrong(engine, "settings", "zero_sim.targets.Settings", answer)
-    told = answer.params
-    if not isinstance(told, Mapping) or not all(isinstance(v, Mapping) for v in told.values()):
+    reported = answer.params
+    if not isinstance(reported, Mapping) or not all(
+        isinstance(v, Mapping) for v in reported.values()
+    ):
         wanted = "Settings with a mapping from params to mappings of settings for params"
-        raise _wrong(engine, "settings", wanted, told)
+        raise _wrong(engine, "settings", wanted, reported)
     for name in ("loss_scale", "good_steps"):
         value = getattr(answer, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):

@@ -343,21 +343,21 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     if own is None:
         return ()
     try:
-        told: object = own(scenario)
-        told = tuple(told) if isinstance(told, Iterable) else told
+        reported: object = own(scenario)
+        reported = tuple(reported) if isinstance(reported, Iterable) else reported
     # Code of the target's own may raise anything.
     except Exception as error:
         raise ProtocolError(
             f"expected `refuses` of target {target.name!r} to say what keeps a case from being "
             f"run, got {type(error).__name__}: {error}."
         ) from error
-    if not isinstance(told, tuple) or not all(isinstance(each, Problem) for each in told):
+    if not isinstance(reported, tuple) or not all(isinstance(each, Problem) for each in reported):
         wanted = "zero_sim.errors.Problem"
         raise ProtocolError(
             f"expected `refuses` of target {target.name!r} to give an iterable of {wanted}, empty "
-            f"for nothing, got {shown(told)}."
+            f"for nothing, got {shown(reported)}."
         )
-    return told
+    return reported
 
 
 def _not_clipped(scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:

@@ -143,14 +143,14 @@ class _Tells(_Engine):
     held_bytes = None
 
     def zero_grad(self):
-        self.tell()
+        self.share_facts()
         super().zero_grad()
 
     def notes(self):
-        self.tell()
+        self.share_facts()
         return ()
 
-    def tell(self):
+    def share_facts(self):
         self.settle()
         digest = hashlib.sha256()
         for part in self.parts():

@@ -38,7 +38,7 @@ def touched(race):
     """What was done to which elements of what."""
     access = race.access
     verb = "writes" if access.writes else "reads"
-    return access.operation, verb, access.start, access.stop, race.flight.role
+    return access.operation, verb, access.start, access.stop, race.buffer.role
 
 
 def scatter_in_flight(rank):
@@ -137,7 +137,7 @@ class TestReadsOfOutputs:
             world_of(2).run(program)
         race = caught.value
         assert not race.access.writes
-        assert race.flight.role == "output"
+        assert race.buffer.role == "output"
         stop = 3 if name == "item" else 5
         assert (race.access.start, race.access.stop) == (2, stop)
         assert linecache.getline(__file__, race.access.line).strip().startswith(f'"{name}"')
@@ -309,7 +309,7 @@ class TestWhatIsLent:
 
         race = race_of(world_of(2), program)
         assert touched(race) == ("aten::add_", "writes", 0, 1, "output")
-        assert race.flight.what == "recv from rank 0 in group world"
+        assert race.buffer.what == "recv from rank 0 in group world"
 
     def test_lists_of_tensors(self, world_of):
         def program(rank):
@@ -664,8 +664,8 @@ class TestTheWorld:
         assert race.rank == 0
         assert "rank 0: aten::mul_ at " in text
         assert "writes elements 0 to 8 of the output of all_gather #0 of group world" in text
-        assert race.flight.file == __file__
-        assert f"issued at {race.flight.site}" in text
+        assert race.buffer.file == __file__
+        assert f"issued at {race.buffer.site}" in text
         assert "shape (8,), torch.float32" in text
         assert "Try wait()" in text
 
@@ -704,13 +704,13 @@ class TestTheWorld:
         world = world_of(2)
         world.run(leave)
         world.run(use)
-        assert all(not len(flights) for flights in world.flights)
+        assert all(not len(buffers) for buffers in world.in_flight)
 
     def test_without_detection_nothing_is_noted(self, world_of):
         def program(rank):
             x, _ = gather_in_flight(rank)
             x.sum()
-            return len(world.flights[rank])
+            return len(world.in_flight[rank])
 
         world = world_of(2, races=False)
         assert world.run(program) == [0, 0]

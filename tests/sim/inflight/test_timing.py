@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zero_sim.errors import UsageError
-from zero_sim.sim import Flight, InFlightRace, World
+from zero_sim.sim import InFlightBuffer, InFlightRace, World
 
 LATE = ("lazy", "hostile")
 SEEDS = range(12)
@@ -329,7 +329,7 @@ class TestRightPrograms:
                     expected = expected or got
                     for a, b in zip(got, expected, strict=True):
                         assert torch.equal(a, b)
-                    assert not any(world.flights)
+                    assert not any(world.in_flight)
 
     @pytest.mark.parametrize("timing", LATE)
     def test_polling_ranks_do_not_starve_what_a_third_waits_for(self, world_of, timing):
@@ -399,7 +399,7 @@ class TestFlights:
         world = world_of(2, timing="lazy")
 
         def roles(rank):
-            return [(flight.role, flight.tensor.numel()) for flight in world.flights[rank]]
+            return [(buffer.role, buffer.tensor.numel()) for buffer in world.in_flight[rank]]
 
         def program(rank):
             flat = torch.zeros(6)
@@ -421,17 +421,17 @@ class TestFlights:
 
         world = world_of(3, timing=timing, races=True)
         world.run(program)
-        left = [[flight.what for flight in flights] for flights in world.flights]
+        left = [[buffer.what for buffer in buffers] for buffers in world.in_flight]
         reduction = "all_reduce #0 of group world"
         assert left == [
             [reduction, "send to rank 1 in group world"],
             [reduction, "recv from rank 0 in group world"],
             [reduction],
         ]
-        flight: Flight = next(iter(world.flights[0]))
-        assert flight.file == __file__
+        buffer: InFlightBuffer = next(iter(world.in_flight[0]))
+        assert buffer.file == __file__
         world.run(lambda rank: None)
-        assert not any(world.flights)
+        assert not any(world.in_flight)
 
     @pytest.mark.parametrize("timing", LATE)
     def test_what_nobody_waits_for_is_performed_at_the_end(self, world_of, timing):
@@ -457,7 +457,7 @@ class TestFlights:
         for timing in LATE:
             world = world_of(3, timing=timing)
             assert world.run(program) == [0, 1, 2]
-            assert [len(flights) for flights in world.flights] == [0, 1, 1]
+            assert [len(buffers) for buffers in world.in_flight] == [0, 1, 1]
 
 
 class TestMoments:

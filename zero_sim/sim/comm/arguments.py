@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from zero_sim.sim.comm.several import can_fold
+from zero_sim.sim.comm.tensor_lists import can_fold
 from zero_sim.sim.failures import BadArgument
 
 

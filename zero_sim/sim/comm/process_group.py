@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Store, Work
 from zero_sim.errors import UsageError
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.callsite import call_site
-from zero_sim.sim.comm import several
+from zero_sim.sim.comm import tensor_lists
 from zero_sim.sim.comm.arguments import (
     as_list,
     as_rows,
@@ -44,7 +44,7 @@ from zero_sim.sim.comm.arguments import (
     splits_of,
 )
 from zero_sim.sim.comm.facade import DEFAULT_TIMEOUT, SimBackend
-from zero_sim.sim.comm.plain import (
+from zero_sim.sim.comm.plain_memory import (
     check_writable,
     inner_calls,
     inner_tensors,
@@ -215,13 +215,13 @@ class SimProcessGroup(ProcessGroup):
         if is_plain(inputs) and is_plain(outputs):
             return self._collect(self._issue_plain(kind, opts, inputs, outputs, **parts))
         works: list[Work] = []
-        lent: set[int] = set()
+        used: set[int] = set()
         for each_inputs, each_outputs in inner_calls(inputs, outputs):
             storages = storages_of([*each_inputs, *each_outputs])
-            if lent & storages:
+            if used & storages:
                 # A wrapper made of one plain tensor has that inside twice.
                 works[-1].wait()
-            lent |= storages
+            used |= storages
             works.append(self._issue_plain(kind, opts, each_inputs, each_outputs, **parts))
         return self._collect(self._join(works))
 
@@ -278,9 +278,9 @@ class SimProcessGroup(ProcessGroup):
         if len(tensors) == 1:
             return self._all_reduce("allreduce", tensors, opts)
         check_can_fold("allreduce", reduce_op_of(opts))
-        several.fold(tensors, reduce_op_of(opts))
+        tensor_lists.fold(tensors, reduce_op_of(opts))
         work = self._all_reduce("allreduce", tensors[:1], opts)
-        return self._end(work, lambda: several.spread(tensors[0], tensors), tensors)
+        return self._end(work, lambda: tensor_lists.spread(tensors[0], tensors), tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Several all-reduces as one call."""
@@ -346,9 +346,9 @@ class SimProcessGroup(ProcessGroup):
         if len(tensors) == 1:
             return self._issue("broadcast", opts, tensors, root=chosen)
         if chosen == self._group_rank:
-            several.spread(tensors[root_tensor_of(rooted)], tensors[:1])
+            tensor_lists.spread(tensors[root_tensor_of(rooted)], tensors[:1])
         work = self._issue("broadcast", opts, tensors[:1], root=chosen)
-        return self._end(work, lambda: several.spread(tensors[0], tensors), tensors)
+        return self._end(work, lambda: tensor_lists.spread(tensors[0], tensors), tensors)
 
     def reduce_scatter(
         self,
@@ -397,12 +397,12 @@ class SimProcessGroup(ProcessGroup):
         check_gathered("allgather", rows, inputs, size=self.size(), even=self._is_gloo)
         if len(inputs) == 1:
             return self._issue("all_gather_list", opts, inputs, outputs=rows[0])
-        first = several.by_input(rows[0], len(inputs))
+        first = tensor_lists.by_input(rows[0], len(inputs))
         work = self._issue("all_gather_list", opts, inputs, outputs=first)
 
         def bring() -> None:
             for places in zip(*rows, strict=True):
-                several.spread(places[0], places)
+                tensor_lists.spread(places[0], places)
 
         return self._end(work, bring, [list(row) for row in rows])
 

@@ -8,15 +8,15 @@ from types import MappingProxyType
 
 from zero_sim.sim.call import Call
 from zero_sim.sim.contract import fitting
-from zero_sim.sim.contract.own_call import FREE_SIZES, Signature, check_call
+from zero_sim.sim.contract.single_call import FREE_SIZES, Signature, check_call
 from zero_sim.sim.contract.swaps import SwapWatch
 from zero_sim.sim.failures import TimedOut
-from zero_sim.sim.faults import Strike
+from zero_sim.sim.faults import DueFault
 
 DEFAULT_GROUP = "0"
 """Name of the group of all ranks."""
 
-_NO_STRIKES: Mapping[int, Sequence[Strike]] = MappingProxyType({})
+_NO_FAULTS: Mapping[int, Sequence[DueFault]] = MappingProxyType({})
 
 
 class Collective:
@@ -25,6 +25,7 @@ class Collective:
     __slots__ = (
         "calls",
         "done",
+        "due_faults",
         "given_up",
         "group",
         "kind",
@@ -32,7 +33,6 @@ class Collective:
         "sequence",
         "shifted",
         "signatures",
-        "strikes",
         "waiters",
     )
 
@@ -45,7 +45,7 @@ class Collective:
         self.sequence = sequence
         self.calls: list[Call | None] = [None] * len(group.ranks)
         self.signatures: list[Signature | None] = [None] * len(group.ranks)
-        self.strikes = _NO_STRIKES
+        self.due_faults = _NO_FAULTS
         """Planned faults that act on its data, by the group rank of the member."""
         self.missing_count = len(group.ranks)
         self.done = False
@@ -128,9 +128,9 @@ class Collective:
             group.swaps.check(calls, ranks=ranks, sequence=self.sequence, what=self.name)
         return True
 
-    def strike(self, group_rank: int, strikes: Sequence[Strike]) -> None:
+    def add_faults(self, group_rank: int, due_faults: Sequence[DueFault]) -> None:
         """Note planned faults that act on what a member sends or receives."""
-        self.strikes = {**self.strikes, group_rank: strikes}
+        self.due_faults = {**self.due_faults, group_rank: due_faults}
 
     def conclude(self) -> None:
         """Note that the data has moved; keeping the tensors would keep the ranks' memory alive."""
@@ -155,7 +155,7 @@ class Message:
 
     given_up = None
     """Nobody gives up a message."""
-    strikes = _NO_STRIKES
+    due_faults = _NO_FAULTS
     """Faults are planned for collectives."""
     size = 2
 

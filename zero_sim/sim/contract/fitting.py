@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.contract.memory import is_dense, misread
-from zero_sim.sim.contract.own_call import FREE_SIZES, ROOTED, compared, describe
+from zero_sim.sim.contract.single_call import FREE_SIZES, ROOTED, compared, describe
 from zero_sim.sim.failures import ContractViolation
 
 _WORDS = {

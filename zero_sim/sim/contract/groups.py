@@ -24,7 +24,7 @@ class _Making:
         return f"rank {self.rank}: new_group of ranks {list(self.ranks)} at {self.site}"
 
 
-class GroupBook:
+class GroupRegistry:
     """What each rank made and destroyed during one run."""
 
     def __init__(self) -> None:

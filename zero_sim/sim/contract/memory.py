@@ -85,7 +85,7 @@ class _Stretch:
     written: bool
 
 
-def find_overlap(call: Call, *, group_rank: int, world_size: int) -> str | None:
+def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None:
     """Say which two tensors of a call overlap where they must not.
 
     Args:

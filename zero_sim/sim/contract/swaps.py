@@ -21,7 +21,7 @@ _SIGHTINGS_MAX = 64
 """Collectives remembered per group; a program in which ranks' places always differ forgets old ones
 instead of growing."""
 
-_Place = tuple[int, int, int]
+_Offset = tuple[int, int, int]
 """Address and size of a storage in bytes, and the offset in it in elements; size 0 is no view."""
 
 
@@ -30,7 +30,7 @@ class _Sighting:
     """One entry of one collective in which the ranks' places differed."""
 
     like: tuple[object, ...]
-    places: tuple[_Place, ...]
+    offsets: tuple[_Offset, ...]
     sites: tuple[tuple[str, int], ...]
     sequence: int
 
@@ -60,21 +60,21 @@ class SwapWatch:
         for tensors in zip(*map(_symmetric, calls), strict=True):
             seen = _Sighting(
                 like=(calls[0].kind, tensors[0].dtype, tensors[0].numel()),
-                places=tuple([_place(tensor) for tensor in tensors]),
+                offsets=tuple([_offset_of(tensor) for tensor in tensors]),
                 sites=sites,
                 sequence=sequence,
             )
             self._compare(seen, ranks=ranks, what=what)
 
     def _compare(self, seen: _Sighting, *, ranks: Sequence[int], what: str) -> None:
-        if len({place[2] for place in seen.places}) == 1:
+        if len({offset[2] for offset in seen.offsets}) == 1:
             return
         for earlier in self._sightings:
             if earlier.like != seen.like:
                 continue
-            if earlier.places == seen.places:
+            if earlier.offsets == seen.offsets:
                 return
-            pair = _exchanged(earlier.places, seen.places)
+            pair = _exchanged(earlier.offsets, seen.offsets)
             if pair is not None:
                 raise _violation(earlier, seen, pair, ranks=ranks, what=what)
         self._sightings.append(seen)
@@ -84,7 +84,7 @@ def _symmetric(call: Call) -> Sequence[Tensor]:
     return call.outputs if call.kind == "all_gather" else call.inputs
 
 
-def _place(tensor: Tensor) -> _Place:
+def _offset_of(tensor: Tensor) -> _Offset:
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     # A tensor that is its whole storage has no place in it that could be exchanged.
@@ -92,7 +92,7 @@ def _place(tensor: Tensor) -> _Place:
     return storage.data_ptr(), size if is_view else 0, int(tensor.storage_offset())
 
 
-def _exchanged(before: Sequence[_Place], now: Sequence[_Place]) -> tuple[int, int] | None:
+def _exchanged(before: Sequence[_Offset], now: Sequence[_Offset]) -> tuple[int, int] | None:
     """Two members of which one went from offset x to y where the other went from y to x."""
     moves: dict[tuple[int, int, int], int] = {}
     for member, (old, new) in enumerate(zip(before, now, strict=True)):
@@ -114,7 +114,7 @@ def _violation(
         f"same two parts of their storage in exchanged order:"
     ]
     lines += [
-        f"  rank {ranks[member]}: offset {sighting.places[member][2]} in #{sighting.sequence} at "
+        f"  rank {ranks[member]}: offset {sighting.offsets[member][2]} in #{sighting.sequence} at "
         f"{site_of(*sighting.sites[member])}"
         for member in pair
         for sighting in (earlier, seen)

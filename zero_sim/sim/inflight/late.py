@@ -20,10 +20,10 @@ import torch
 
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.failures import RankFailed, WorldFailure
-from zero_sim.sim.in_flight import Flight, Flights
+from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
 from zero_sim.sim.inflight.races import unwatched
-from zero_sim.sim.inflight.snapshots import Loan
-from zero_sim.sim.inflight.timing import Eager, Leg, Timing, perform
+from zero_sim.sim.inflight.snapshots import BufferSnapshots
+from zero_sim.sim.inflight.timing import Eager, RankOp, Timing, perform
 from zero_sim.sim.order import Order
 from zero_sim.sim.waits import Pending, Turns
 
@@ -37,7 +37,13 @@ TIMINGS = ("eager", "lazy", "hostile")
 
 
 def build_timing(
-    name: str, *, seed: int, order: Order, turns: Turns, flights: Sequence[Flights], races: bool
+    name: str,
+    *,
+    seed: int,
+    order: Order,
+    turns: Turns,
+    buffers: Sequence[InFlightBuffers],
+    races: bool,
 ) -> Timing:
     """The timing of that name, for one run.
 
@@ -46,10 +52,10 @@ def build_timing(
         seed: Seed of the draws.
         order: Order model of the reductions.
         turns: Hands over control.
-        flights: What each rank has lent, by world rank.
+        buffers: What each rank has in flight, by world rank.
         races: Whether somebody watches what is lent.
     """
-    eager = Eager(order=order, turns=turns, flights=flights, races=races)
+    eager = Eager(order=order, turns=turns, buffers=buffers, races=races)
     if name == "eager":
         return eager
     return Late(
@@ -57,13 +63,13 @@ def build_timing(
         seed=seed,
         order=order,
         turns=turns,
-        flights=flights,
+        buffers=buffers,
         eager=eager,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SidePlan:
+class LatePlan:
     """What is drawn for one member's side of one operation; as it stands, the lazy one."""
 
     read_late: bool = True
@@ -78,8 +84,8 @@ class SidePlan:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Side:
-    """One member's side of an operation; a `Leg`."""
+class LateOp:
+    """One member's side of an operation; a `RankOp`."""
 
     awaited: Pending
     rank: int
@@ -87,8 +93,8 @@ class Side:
     """Index of its record in the log."""
     key: str
     """Names the side in the draws."""
-    loan: Loan
-    plan: SidePlan
+    snapshots: BufferSnapshots
+    plan: LatePlan
     operation: Operation
     timing: Late
     refusals_left: int
@@ -96,16 +102,16 @@ class Side:
     landed: bool = False
 
     @property
-    def flights(self) -> Sequence[Flight]:
-        """What the rank has lent; `Leg.flights`."""
-        return self.loan.flights
+    def buffers(self) -> Sequence[InFlightBuffer]:
+        """What the rank has in flight; `RankOp.buffers`."""
+        return self.snapshots.buffers
 
     def start_wait(self) -> None:
-        """May perform the operation; `Leg.start_wait`."""
+        """May perform the operation; `RankOp.start_wait`."""
         self.timing.start_wait(self)
 
     def poll(self) -> None:
-        """May perform an operation, so that it is not no for ever; `Leg.poll`."""
+        """May perform an operation, so that it is not no for ever; `RankOp.poll`."""
         self.timing.poll(self)
 
     def admits(self) -> bool:
@@ -116,7 +122,7 @@ class Side:
         return True
 
     def land(self) -> None:
-        """Bring the outputs, if they are not there; `Leg.land`."""
+        """Bring the outputs, if they are not there; `RankOp.land`."""
         self.timing.land(self)
 
 
@@ -125,7 +131,7 @@ class Operation:
     """One collective, or a send with its receive."""
 
     awaited: list[Pending] = field(default_factory=list)
-    sides: dict[int, Side] = field(default_factory=dict)
+    ops: dict[int, LateOp] = field(default_factory=dict)
     """By the member's place: its group rank; 0 for a send and 1 for its receive."""
     polls_left: int = 0
 
@@ -143,7 +149,7 @@ class Late:
         seed: Seed of the draws.
         order: Order model of the reductions.
         turns: Hands over control; asks for more when no rank can run.
-        flights: What each rank has lent, by world rank.
+        buffers: What each rank has in flight, by world rank.
         eager: Carries out what cannot be late.
     """
 
@@ -154,7 +160,7 @@ class Late:
         seed: int,
         order: Order,
         turns: Turns,
-        flights: Sequence[Flights],
+        buffers: Sequence[InFlightBuffers],
         eager: Eager,
     ) -> None:
         self._hostile = hostile
@@ -163,7 +169,7 @@ class Late:
         self._turns = turns
         self._eager = eager
         self._log = turns.log
-        self._flights = flights
+        self._buffers = buffers
         self._forcing = random.Random(f"{seed}|forcing")
         self._open: dict[Pending, Operation] = {}
         self._full: dict[Operation, None] = {}
@@ -172,33 +178,33 @@ class Late:
         self._due_count = 0
         self._idle_polls = 0
 
-    def issue(self, awaited: Pending, call: Call, *, rank: int, place: int, record: int) -> Leg:
+    def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
         """Copy what a member reads and poison what it writes; `Timing.issue`."""
         if call.kind == SPARSE:
-            return self._eager.issue(awaited, call, rank=rank, place=place, record=record)
+            return self._eager.issue(awaited, call, rank=rank, member=member, record=record)
         operation = self._open.get(awaited.joins or awaited) or Operation()
         if awaited not in operation.awaited:
             operation.awaited.append(awaited)
             self._open[awaited] = operation
-        key = f"{self._seed}|{awaited.key}|{place}"
-        plan = _draw_side(key, group_size=awaited.size) if self._hostile else SidePlan()
+        key = f"{self._seed}|{awaited.key}|{member}"
+        plan = _draw_plan(key, group_size=awaited.size) if self._hostile else LatePlan()
         with self._ending_the_world(rank):
-            loan = Loan(
+            snapshots = BufferSnapshots(
                 call,
                 rank=rank,
                 what=awaited.what,
-                group_rank=place,
+                group_rank=member,
                 group_size=awaited.size,
-                others=self._flights[rank],
+                others=self._buffers[rank],
             )
-        for flight in loan.flights:
-            self._flights[rank].take_off(flight)
-        side = operation.sides[place] = Side(
+        for buffer in snapshots.buffers:
+            self._buffers[rank].add(buffer)
+        op = operation.ops[member] = LateOp(
             awaited=awaited,
             rank=rank,
             record=record,
             key=key,
-            loan=loan,
+            snapshots=snapshots,
             plan=plan,
             operation=operation,
             timing=self,
@@ -209,30 +215,30 @@ class Late:
             self._log.note(rank, "read", record)
         if awaited.full:
             self._fill(operation)
-        return side
+        return op
 
     def advance(self) -> None:
         """Do what is due; `Timing.advance`."""
         while self._due and self._due[0][0] <= self._log.tick:
             heapq.heappop(self._due)[2]()
 
-    def start_wait(self, side: Side) -> None:
+    def start_wait(self, op: LateOp) -> None:
         """A rank begins to wait for an operation; may perform it.
 
         Raises:
             WorldFailure: Performing it failed.
         """
         self._idle_polls = 0
-        if not side.plan.let_others_run:
-            self._perform(side.operation)
+        if not op.plan.let_others_run:
+            self._perform(op.operation)
 
-    def poll(self, side: Side) -> None:
+    def poll(self, op: LateOp) -> None:
         """A rank asked and was told no; may perform an operation, so that it is not so for ever.
 
         Raises:
             WorldFailure: Performing it failed.
         """
-        operation = side.operation
+        operation = op.operation
         if operation in self._full:
             operation.polls_left -= 1
             if operation.polls_left < 0:
@@ -241,7 +247,7 @@ class Late:
         # Ranks that ask in turns keep each other able to run, so that `force` would never be asked
         # for what a third one waits for.
         self._idle_polls += 1
-        if self._idle_polls > len(self._flights):
+        if self._idle_polls > len(self._buffers):
             self._idle_polls = 0
             for waited_for in [full for full in self._full if full.has_waiter][:1]:
                 self._perform(waited_for)
@@ -259,31 +265,31 @@ class Late:
             return False  # The baton has it; the rank whose thread this is has no part in it.
         return True
 
-    def land(self, side: Side) -> None:
+    def land(self, op: LateOp) -> None:
         """A rank's wait returns: its outputs are there and its memory is its own again.
 
         Raises:
             InFlightRace: The memory is not as it must be.
         """
-        if side.landed:
+        if op.landed:
             return
         self._idle_polls = 0
-        if side.written:
-            with self._ending_the_world(side.rank):
-                side.loan.check_inputs()
-                side.loan.check_outputs()
+        if op.written:
+            with self._ending_the_world(op.rank):
+                op.snapshots.check_inputs()
+                op.snapshots.check_outputs()
         else:
-            self._write(side)
-        side.landed = True
-        side.loan.forget()
+            self._write(op)
+        op.landed = True
+        op.snapshots.forget()
 
     def _fill(self, operation: Operation) -> None:
         """All members are there: draw when it is performed."""
         self._full[operation] = None
         if not self._hostile:
             return
-        draws = random.Random(f"{operation.sides[0].key}|operation")
-        horizon = _horizon(len(operation.sides))
+        draws = random.Random(f"{operation.ops[0].key}|operation")
+        horizon = _horizon(len(operation.ops))
         operation.polls_left = draws.randint(0, _REFUSALS_MAX)
         when = draws.choice(("at once", "later", "forced"))
         after = draws.randint(1, horizon)
@@ -298,35 +304,35 @@ class Late:
             return
         del self._full[operation]
         self._idle_polls = 0
-        sides = [side for _, side in sorted(operation.sides.items())]
-        with self._ending_the_world(list(operation.sides.values())[-1].rank):
-            for side in sides:
-                if side.plan.read_late:
-                    side.loan.check_inputs()
-                    self._log.note(side.rank, "read", side.record)
-            staged = [side.loan.staged for side in sides]
-            perform(staged, self._order, strikes=operation.awaited[0].strikes)
-        for side in sides:
-            self._log.note(side.rank, "perform", side.record)
-            if side.plan.write == "perform":
-                self._write(side)
-            elif side.plan.write == "later":
-                self._do_after(side.plan.write_after, functools.partial(self._write, side))
+        ops = [op for _, op in sorted(operation.ops.items())]
+        with self._ending_the_world(list(operation.ops.values())[-1].rank):
+            for op in ops:
+                if op.plan.read_late:
+                    op.snapshots.check_inputs()
+                    self._log.note(op.rank, "read", op.record)
+            copied = [op.snapshots.copied for op in ops]
+            perform(copied, self._order, due_faults=operation.awaited[0].due_faults)
+        for op in ops:
+            self._log.note(op.rank, "perform", op.record)
+            if op.plan.write == "perform":
+                self._write(op)
+            elif op.plan.write == "later":
+                self._do_after(op.plan.write_after, functools.partial(self._write, op))
         for awaited in operation.awaited:
             awaited.conclude()
             del self._open[awaited]
             self._turns.finish(awaited)
 
-    def _write(self, side: Side) -> None:
+    def _write(self, op: LateOp) -> None:
         """Bring a side's outputs into its rank's memory, unless they are there."""
-        if side.written or side.landed:
+        if op.written or op.landed:
             return
-        with self._ending_the_world(side.rank):
-            side.loan.check_inputs()
-            side.loan.check_outputs()
-            side.loan.write()
-        side.written = True
-        self._log.note(side.rank, "write", side.record)
+        with self._ending_the_world(op.rank):
+            op.snapshots.check_inputs()
+            op.snapshots.check_outputs()
+            op.snapshots.write()
+        op.written = True
+        self._log.note(op.rank, "write", op.record)
 
     def _do_after(self, calls: int, action: Callable[[], None]) -> None:
         self._due_count += 1
@@ -351,9 +357,9 @@ def _horizon(group_size: int) -> int:
     return _ROUNDS_LATE_MAX * group_size
 
 
-def _draw_side(key: str, *, group_size: int) -> SidePlan:
+def _draw_plan(key: str, *, group_size: int) -> LatePlan:
     draws = random.Random(key)
-    return SidePlan(
+    return LatePlan(
         read_late=draws.random() < 0.5,
         write=draws.choice(("perform", "later", "wait")),
         write_after=draws.randint(1, _horizon(group_size)),

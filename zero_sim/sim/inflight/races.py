@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_sim.sim import dispatch
 from zero_sim.sim.callsite import call_site
 from zero_sim.sim.failures import Access, DataRace, WorldFailure
-from zero_sim.sim.in_flight import Flight, Flights
+from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
 from zero_sim.sim.inflight import backward
 from zero_sim.sim.inflight.uses import is_training, uses_of
 from zero_sim.sim.shared_memory import extent, shared_elems
@@ -100,25 +100,25 @@ class RaceDetector(TorchDispatchMode):
 
     Args:
         rank: World rank, for the failure.
-        flights: What the rank has in flight.
+        buffers: What the rank has in flight.
         fail: Ends the world with a failure and returns it.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, rank: int, *, flights: Flights, fail: Callable[[WorldFailure], WorldFailure]
+        self, rank: int, *, buffers: InFlightBuffers, fail: Callable[[WorldFailure], WorldFailure]
     ) -> None:
         super().__init__()
         self.paused = 0
         """How many `unwatched` contexts are open."""
         self._rank = rank
-        self._flights = flights
+        self._buffers = buffers
         self._fail = fail
         self._backwards = 0
         self._handled = 0
         self._charted = -1
-        self._lent: list[tuple[int, int, Flight]] = []
+        self._charted_spans: list[tuple[int, int, InFlightBuffer]] = []
         self._no_read = self._no_write = _Ranges([])
 
     @classmethod
@@ -130,14 +130,14 @@ class RaceDetector(TorchDispatchMode):
         # Not as the base class does it, which also sets flags of the whole process: ranks come and
         # go in any order, and would restore each other's.
         _running.detector = self
-        self._flights.watcher = self.come_or_go
+        self._buffers.watcher = self.come_or_go
         backward.listen(self)
         self.come_or_go()
         return self
 
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         backward.stop_listening()
-        self._flights.watcher = None
+        self._buffers.watcher = None
         _running.detector = None
         dispatch.remove_mode(self)
 
@@ -145,7 +145,7 @@ class RaceDetector(TorchDispatchMode):
         """Be on the stack of modes, or not; see [Note: only while it matters]."""
         if self.paused or _running.detector is not self:
             return
-        if self._backwards or len(self._flights):
+        if self._backwards or len(self._buffers):
             # While it handles an operation, torch has it off the stack and will put it back.
             if not self._handled and not dispatch.is_on_stack(self):
                 dispatch.push_mode_lowest(self)
@@ -178,11 +178,11 @@ class RaceDetector(TorchDispatchMode):
             if any(map(dispatch.has_own_dispatch, types)):
                 # What such a class, DTensor for one, does with plain tensors is seen after this.
                 return NotImplemented
-        if self._charted != self._flights.changes:
+        if self._charted != self._buffers.changes:
             self._chart()
         self._handled += 1
         try:
-            if self._lent and not self.paused:
+            if self._charted_spans and not self.paused:
                 return self._run_watched(func, args, kwargs)
             return func(*args, **kwargs)
         finally:
@@ -190,11 +190,11 @@ class RaceDetector(TorchDispatchMode):
 
     def _chart(self) -> None:
         """Note the addresses of what is in flight now."""
-        self._charted = self._flights.changes
-        self._lent = [(*extent(flight.tensor), flight) for flight in self._flights]
-        self._no_write = _Ranges((start, stop) for start, stop, _ in self._lent)
+        self._charted = self._buffers.changes
+        self._charted_spans = [(*extent(buffer.tensor), buffer) for buffer in self._buffers]
+        self._no_write = _Ranges((start, stop) for start, stop, _ in self._charted_spans)
         self._no_read = _Ranges(
-            (start, stop) for start, stop, flight in self._lent if flight.role == "output"
+            (start, stop) for start, stop, buffer in self._charted_spans if buffer.role == "output"
         )
 
     def _run_watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,28 +221,28 @@ class RaceDetector(TorchDispatchMode):
         return result
 
     def _check(self, func: Any, tensor: Tensor, *, writes: bool) -> None:
-        """Compare an argument with every flight, element by element.
+        """Compare an argument with every buffer in flight, element by element.
 
         Raises:
             DataRace: It shares memory with one that bars this use.
         """
         start, stop = extent(tensor)
-        for lent_start, lent_stop, flight in self._lent:
-            if lent_start >= stop or lent_stop <= start:
+        for span_start, span_stop, buffer in self._charted_spans:
+            if span_start >= stop or span_stop <= start:
                 continue
-            if flight.role == "input" and not writes:
+            if buffer.role == "input" and not writes:
                 continue
-            touched = shared_elems(flight.tensor, tensor)
+            touched = shared_elems(buffer.tensor, tensor)
             if touched is not None:
-                raise self._fail(self._race(func, flight, touched=touched, writes=writes))
+                raise self._fail(self._race(func, buffer, touched=touched, writes=writes))
 
     def _race(
-        self, func: Any, flight: Flight, *, touched: tuple[int, int], writes: bool
+        self, func: Any, buffer: InFlightBuffer, *, touched: tuple[int, int], writes: bool
     ) -> DataRace:
         before = 0
-        if flight.whole is not None:
-            skipped_bytes = flight.tensor.data_ptr() - flight.whole.data_ptr()
-            before = skipped_bytes // flight.tensor.element_size()
+        if buffer.whole is not None:
+            skipped_bytes = buffer.tensor.data_ptr() - buffer.whole.data_ptr()
+            before = skipped_bytes // buffer.tensor.element_size()
         file, line = call_site()
         access = Access(
             operation=dispatch.name_of(func),
@@ -253,7 +253,7 @@ class RaceDetector(TorchDispatchMode):
             start=before + touched[0],
             stop=before + touched[1],
         )
-        return DataRace(self._rank, access=access, flight=flight)
+        return DataRace(self._rank, access=access, buffer=buffer)
 
 
 def _shares_storage(result: Any, tensor: Tensor) -> bool:

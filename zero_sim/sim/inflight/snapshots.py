@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero_sim.sim.call import Call
 from zero_sim.sim.failures import InFlightRace
-from zero_sim.sim.in_flight import Flight, Flights, Role
+from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers, Role
 from zero_sim.sim.inflight.poison import bits_of, is_poison, poison, poison_of
 from zero_sim.sim.roles import read_tensors, span_bytes, written_parts, written_tensors
 from zero_sim.sim.shared_memory import shared_elems
@@ -27,8 +27,8 @@ from zero_sim.sim.shared_memory import shared_elems
 _WAIT_FIRST = "Wait for the operation before the program touches this memory, or give it a copy."
 
 
-def flights_of(call: Call, *, what: str, group_rank: int, group_size: int) -> list[Flight]:
-    """What a rank lends to an operation, as flights; memory both read and written is an output.
+def buffers_of(call: Call, *, what: str, group_rank: int, group_size: int) -> list[InFlightBuffer]:
+    """What a rank lends to an operation, as buffers; memory both read and written is an output.
 
     Args:
         call: The rank's side.
@@ -40,13 +40,15 @@ def flights_of(call: Call, *, what: str, group_rank: int, group_size: int) -> li
     parts = written_parts(call, group_rank=group_rank, group_size=group_size)
     read = read_tensors(call, group_rank=group_rank)
     inputs = [] if _in_place(call, group_rank) else [tensor.detach() for tensor in read]
-    lent: list[tuple[Role, Tensor, Tensor]] = [
+    given: list[tuple[Role, Tensor, Tensor]] = [
         *(("input", tensor, tensor) for tensor in inputs),
         *(("output", part.of(written), written[part.tensor]) for part in parts),
     ]
     return [
-        Flight(role=role, tensor=tensor, what=what, file=call.file, line=call.line, whole=whole)
-        for role, tensor, whole in lent
+        InFlightBuffer(
+            role=role, tensor=tensor, what=what, file=call.file, line=call.line, whole=whole
+        )
+        for role, tensor, whole in given
         if tensor.numel()
     ]
 
@@ -56,7 +58,7 @@ def _in_place(call: Call, group_rank: int) -> bool:
     return written_tensors(call, group_rank=group_rank) is call.inputs
 
 
-class Loan:
+class BufferSnapshots:
     """The lent memory of one rank's side of one operation.
 
     Args:
@@ -65,7 +67,7 @@ class Loan:
         what: The operation, as in `all_gather #3 of group world`.
         group_rank: The rank's place in the group.
         group_size: Number of members.
-        others: The flights of the rank that are in the air already.
+        others: The rank's buffers in flight already.
 
     Raises:
         InFlightRace: An earlier operation of the rank still writes memory that this one reads or
@@ -80,29 +82,29 @@ class Loan:
         what: str,
         group_rank: int,
         group_size: int,
-        others: Flights,
+        others: InFlightBuffers,
     ) -> None:
         self.rank = rank
-        self.flights = flights_of(call, what=what, group_rank=group_rank, group_size=group_size)
-        _check_free(self.flights, others, rank=rank)
-        self.staged = _stage(call, group_rank=group_rank)
+        self.buffers = buffers_of(call, what=what, group_rank=group_rank, group_size=group_size)
+        _check_free(self.buffers, others, rank=rank)
+        self.copied = _copied_call(call, group_rank=group_rank)
         parts = written_parts(call, group_rank=group_rank, group_size=group_size)
-        results = written_tensors(self.staged, group_rank=group_rank)
+        results = written_tensors(self.copied, group_rank=group_rank)
         self._results = [part.of(results) for part in parts]
-        self._outputs = [flight for flight in self.flights if flight.role == "output"]
-        self._inputs = [flight for flight in self.flights if flight.role == "input"]
+        self._outputs = [buffer for buffer in self.buffers if buffer.role == "output"]
+        self._inputs = [buffer for buffer in self.buffers if buffer.role == "input"]
         self._addresses = {
-            id(flight): flight.tensor.untyped_storage().data_ptr() for flight in self.flights
+            id(buffer): buffer.tensor.untyped_storage().data_ptr() for buffer in self.buffers
         }
-        self._overlapping = [
-            any(shared_elems(flight.tensor, output.tensor) for output in self._outputs)
-            for flight in self._inputs
+        self._aliasing = [
+            any(shared_elems(buffer.tensor, output.tensor) for output in self._outputs)
+            for buffer in self._inputs
         ]
-        copies = [copy for copy in self.staged.inputs if copy.numel()]
+        copies = [copy for copy in self.copied.inputs if copy.numel()]
         self._images = copies[: len(self._inputs)]
         self._written = False
-        for flight in self._outputs:
-            poison(flight.tensor)
+        for buffer in self._outputs:
+            poison(buffer.tensor)
         self._renew_images()
 
     def check_inputs(self) -> None:
@@ -111,10 +113,10 @@ class Loan:
         Raises:
             InFlightRace: It changed, or is gone.
         """
-        for flight, image in zip(self._inputs, self._images, strict=True):
-            self._check_storage(flight)
+        for buffer, image in zip(self._inputs, self._images, strict=True):
+            self._check_storage(buffer)
             _check_equal(
-                flight, bits_of(image), f"{flight.what} changed between issue and wait", self.rank
+                buffer, bits_of(image), f"{buffer.what} changed between issue and wait", self.rank
             )
 
     def check_outputs(self) -> None:
@@ -123,48 +125,48 @@ class Loan:
         Raises:
             InFlightRace: The program wrote it, or it is gone.
         """
-        for flight, result in zip(self._outputs, self._results, strict=True):
-            self._check_storage(flight)
+        for buffer, result in zip(self._outputs, self._results, strict=True):
+            self._check_storage(buffer)
             _check_equal(
-                flight,
+                buffer,
                 bits_of(result) if self._written else None,
-                f"{flight.what} was written by the program while in flight",
+                f"{buffer.what} was written by the program while in flight",
                 self.rank,
             )
 
     def write(self) -> None:
         """Bring the result into the rank's memory, after `check_inputs` and `check_outputs`."""
-        for flight, result in zip(self._outputs, self._results, strict=True):
-            bits_of(flight.tensor).copy_(bits_of(result))
+        for buffer, result in zip(self._outputs, self._results, strict=True):
+            bits_of(buffer.tensor).copy_(bits_of(result))
         self._written = True
         self._renew_images()
 
     def forget(self) -> None:
         """Let go of all memory, after the landing."""
-        self.staged = replace(self.staged, inputs=(), outputs=())
+        self.copied = replace(self.copied, inputs=(), outputs=())
         self._results, self._outputs, self._inputs = [], [], []
-        self._images, self._overlapping = [], []
+        self._images, self._aliasing = [], []
 
     def _renew_images(self) -> None:
-        for i, overlapping in enumerate(self._overlapping):
-            if overlapping:
+        for i, aliasing in enumerate(self._aliasing):
+            if aliasing:
                 self._images[i] = _copy(self._inputs[i].tensor)
 
-    def _check_storage(self, flight: Flight) -> None:
-        storage = flight.tensor.untyped_storage()
-        needed = span_bytes(flight.tensor)[1]
-        if storage.nbytes() >= needed and storage.data_ptr() == self._addresses[id(flight)]:
+    def _check_storage(self, buffer: InFlightBuffer) -> None:
+        storage = buffer.tensor.untyped_storage()
+        needed = span_bytes(buffer.tensor)[1]
+        if storage.nbytes() >= needed and storage.data_ptr() == self._addresses[id(buffer)]:
             return
         raise _race(
-            flight,
-            f"storage of the {flight.role} of {flight.what} was resized or freed while in flight",
+            buffer,
+            f"storage of the {buffer.role} of {buffer.what} was resized or freed while in flight",
             rank=self.rank,
             detail=f"needs {needed} bytes where it was issued, "
             f"the storage has {storage.nbytes()} now or moved",
         )
 
 
-def _stage(call: Call, *, group_rank: int) -> Call:
+def _copied_call(call: Call, *, group_rank: int) -> Call:
     """The call on copies: what is read as it is now, what is only written as fresh memory."""
     if read_tensors(call, group_rank=group_rank) is call.inputs:
         inputs = [_copy(tensor) for tensor in call.inputs]
@@ -181,26 +183,26 @@ def _fresh(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _check_free(flights: Sequence[Flight], others: Flights, *, rank: int) -> None:
+def _check_free(buffers: Sequence[InFlightBuffer], others: InFlightBuffers, *, rank: int) -> None:
     for other in others:
-        for flight in flights:
-            if "output" not in (flight.role, other.role):
+        for buffer in buffers:
+            if "output" not in (buffer.role, other.role):
                 continue
-            if shared_elems(flight.tensor, other.tensor) is not None:
+            if shared_elems(buffer.tensor, other.tensor) is not None:
                 raise _race(
-                    flight,
-                    f"{flight.what} was issued on memory that {other.what} has in flight",
+                    buffer,
+                    f"{buffer.what} was issued on memory that {other.what} has in flight",
                     rank=rank,
-                    detail=f"it is {flight.role} of this one and {other.role} of that one, "
+                    detail=f"it is {buffer.role} of this one and {other.role} of that one, "
                     f"which was issued at {other.site} and not waited for",
                 )
 
 
-def _check_equal(flight: Flight, image: Tensor | None, what: str, rank: int) -> None:
+def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: int) -> None:
     """Compare memory with the bits of an image, or with poison where there is none."""
-    bits = bits_of(flight.tensor)
+    bits = bits_of(buffer.tensor)
     if image is None:
-        good = is_poison(bits, flight.tensor.dtype)
+        good = is_poison(bits, buffer.tensor.dtype)
         if bool(good.all()):
             return
     elif torch.equal(bits, image):
@@ -211,17 +213,17 @@ def _check_equal(flight: Flight, image: Tensor | None, what: str, rank: int) -> 
     index = int(wrong[0])
     new_bits = _unsigned(bits.reshape(-1)[index])
     if image is None:
-        old_bits = poison_of(flight.tensor.dtype)
+        old_bits = poison_of(buffer.tensor.dtype)
     else:
         old_bits = _unsigned(image.reshape(-1)[index])
-    per_element = bits.numel() // flight.tensor.numel()
+    per_element = bits.numel() // buffer.tensor.numel()
     raise _race(
-        flight,
-        f"{flight.role} of {what}",
+        buffer,
+        f"{buffer.role} of {what}",
         rank=rank,
-        detail=f"element {index // per_element} of {flight.tensor.numel()} was "
-        f"{_shown(old_bits, flight.tensor.dtype, poisoned=image is None)} and is "
-        f"{_shown(new_bits, flight.tensor.dtype)}; {len(wrong)} changed in all",
+        detail=f"element {index // per_element} of {buffer.tensor.numel()} was "
+        f"{_shown(old_bits, buffer.tensor.dtype, poisoned=image is None)} and is "
+        f"{_shown(new_bits, buffer.tensor.dtype)}; {len(wrong)} changed in all",
         index=index // per_element,
         changed_count=len(wrong),
         old_bits=old_bits,
@@ -230,7 +232,7 @@ def _check_equal(flight: Flight, image: Tensor | None, what: str, rank: int) -> 
 
 
 def _race(
-    flight: Flight,
+    buffer: InFlightBuffer,
     what: str,
     *,
     rank: int,
@@ -243,10 +245,10 @@ def _race(
     return InFlightRace(
         what,
         rank=rank,
-        operation=flight.what,
-        site=flight.site,
-        dtype=str(flight.tensor.dtype).removeprefix("torch."),
-        shape=tuple(flight.tensor.shape),
+        operation=buffer.what,
+        site=buffer.site,
+        dtype=str(buffer.tensor.dtype).removeprefix("torch."),
+        shape=tuple(buffer.tensor.shape),
         detail=detail,
         hint=_WAIT_FIRST,
         index=index,

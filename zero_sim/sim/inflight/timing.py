@@ -17,18 +17,18 @@ import torch
 
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.comm.collectives import PERFORM
-from zero_sim.sim.comm.planned_faults import perform_struck
-from zero_sim.sim.faults import Strike
-from zero_sim.sim.in_flight import Flight, Flights
+from zero_sim.sim.comm.planned_faults import perform_with_faults
+from zero_sim.sim.faults import DueFault
+from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
 from zero_sim.sim.inflight.races import unwatched
-from zero_sim.sim.inflight.snapshots import flights_of
+from zero_sim.sim.inflight.snapshots import buffers_of
 from zero_sim.sim.order import Order
 from zero_sim.sim.waits import Pending, Turns
 
 _AS_IT_IS = nullcontext()
 
 
-class Leg(Protocol):
+class RankOp(Protocol):
     """One operation as the rank that waits for it has it."""
 
     @property
@@ -42,8 +42,8 @@ class Leg(Protocol):
         ...
 
     @property
-    def flights(self) -> Sequence[Flight]:
-        """What the rank has lent to it."""
+    def buffers(self) -> Sequence[InFlightBuffer]:
+        """What the rank has in flight for it."""
         ...
 
     def start_wait(self) -> None:
@@ -66,14 +66,14 @@ class Leg(Protocol):
 class Timing(Protocol):
     """When the operations of one run read and write."""
 
-    def issue(self, awaited: Pending, call: Call, *, rank: int, place: int, record: int) -> Leg:
+    def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
         """Take a member's call.
 
         Args:
             awaited: What the member waits for, which knows the call already.
             call: Its side.
             rank: Its world rank.
-            place: Its group rank; 0 for a send, 1 for a receive.
+            member: Its group rank; 0 for a send, 1 for a receive.
             record: Index of its record in the log.
 
         Raises:
@@ -102,25 +102,25 @@ class Timing(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EagerLeg:
+class EagerOp:
     """An operation under the eager timing: once all members are there nothing is left to do."""
 
     awaited: Pending
     record: int
-    flights: Sequence[Flight] = ()
+    buffers: Sequence[InFlightBuffer] = ()
 
     def start_wait(self) -> None:
-        """Nothing to do; `Leg.start_wait`."""
+        """Nothing to do; `RankOp.start_wait`."""
 
     def poll(self) -> None:
-        """Nothing to do; `Leg.poll`."""
+        """Nothing to do; `RankOp.poll`."""
 
     def admits(self) -> bool:
-        """Always; `Leg.admits`."""
+        """Always; `RankOp.admits`."""
         return True
 
     def land(self) -> None:
-        """Nothing to do; `Leg.land`."""
+        """Nothing to do; `RankOp.land`."""
 
 
 class Eager:
@@ -129,34 +129,34 @@ class Eager:
     Args:
         order: Order model of the reductions.
         turns: Makes those ready that wait.
-        flights: What each rank has lent, by world rank.
+        buffers: What each rank has in flight, by world rank.
         races: Whether somebody watches what is lent.
     """
 
     def __init__(
-        self, *, order: Order, turns: Turns, flights: Sequence[Flights], races: bool
+        self, *, order: Order, turns: Turns, buffers: Sequence[InFlightBuffers], races: bool
     ) -> None:
         self._order = order
         self._turns = turns
-        self._flights = flights
+        self._buffers = buffers
         self._races = races
 
-    def issue(self, awaited: Pending, call: Call, *, rank: int, place: int, record: int) -> Leg:
+    def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
         """Perform the operation if all members are there; `Timing.issue`."""
         if awaited.full:
             with aside(self._races), torch.inference_mode():
-                perform(awaited.members, self._order, strikes=awaited.strikes)
+                perform(awaited.members, self._order, due_faults=awaited.due_faults)
             for each in (awaited, awaited.joins):
                 if each is not None:
                     each.conclude()
                     self._turns.finish(each)
         # A sparse tensor's memory is made anew by what is written to it, so nothing can be lent.
         if not self._races or call.kind == SPARSE:
-            return EagerLeg(awaited, record)
-        flights = flights_of(call, what=awaited.what, group_rank=place, group_size=awaited.size)
-        for flight in flights:
-            self._flights[rank].take_off(flight)
-        return EagerLeg(awaited, record, flights)
+            return EagerOp(awaited, record)
+        buffers = buffers_of(call, what=awaited.what, group_rank=member, group_size=awaited.size)
+        for buffer in buffers:
+            self._buffers[rank].add(buffer)
+        return EagerOp(awaited, record, buffers)
 
     def advance(self) -> None:
         """Nothing is ever due; `Timing.advance`."""
@@ -176,16 +176,16 @@ def aside(races: bool) -> AbstractContextManager[object]:
 
 
 def perform(
-    calls: Sequence[Call], order: Order, *, strikes: Mapping[int, Sequence[Strike]]
+    calls: Sequence[Call], order: Order, *, due_faults: Mapping[int, Sequence[DueFault]]
 ) -> None:
     """Move the data of an operation.
 
     Args:
         calls: The members' calls in group-rank order; a send and its receive.
         order: Order model of the reductions.
-        strikes: Planned faults that act on the data, by the member's group rank.
+        due_faults: Planned faults that act on the data, by the member's group rank.
     """
-    if strikes:
-        perform_struck(calls, order, strikes=strikes)
+    if due_faults:
+        perform_with_faults(calls, order, due_faults=due_faults)
     else:
         PERFORM[calls[0].kind](calls, order)

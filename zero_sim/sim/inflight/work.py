@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed import Work
 
 from zero_sim.sim.callsite import call_site, site_of
-from zero_sim.sim.comm.plain import count_holders
+from zero_sim.sim.comm.plain_memory import count_holders
 from zero_sim.sim.comm.timeouts import after_another
 from zero_sim.sim.failures import TimedOut
-from zero_sim.sim.in_flight import Flights
-from zero_sim.sim.inflight.timing import Leg
+from zero_sim.sim.in_flight_buffers import InFlightBuffers
+from zero_sim.sim.inflight.timing import RankOp
 from zero_sim.sim.waits import Pending, Turns
 
 
@@ -26,12 +26,12 @@ class SimWork(Work):
     Args:
         baton: The baton of the run.
         rank: World rank.
-        legs: The operations, more than one where they were coalesced.
+        ops: The operations, more than one where they were coalesced.
         tensors: What they write.
-        flights: What the rank has lent.
+        buffers: What the rank has in flight.
     """
 
-    _owed: Sequence[int] = ()
+    _unwaited: Sequence[int] = ()
     """Indices of the records that must be waited for, or seen done, before the program returns."""
     timeout_seconds: float | None = None
     """How long a wait for it may take, in simulated time."""
@@ -42,16 +42,16 @@ class SimWork(Work):
         self,
         baton: Turns,
         rank: int,
-        legs: Sequence[Leg],
+        ops: Sequence[RankOp],
         tensors: Sequence[Tensor],
-        flights: Flights,
+        buffers: InFlightBuffers,
     ) -> None:
         super().__init__()
         self._baton = baton
         self._rank = rank
-        self._legs = legs
+        self._ops = ops
         self._tensors = list(tensors)
-        self._flights = flights
+        self._buffers = buffers
         self._landed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -63,15 +63,15 @@ class SimWork(Work):
         baton = self._baton
         baton.advance()
         if not self._landed:
-            for leg in self._legs:
-                baton.log.note(self._rank, "wait", leg.record)
-        for leg in self._legs:
-            leg.start_wait()
-            if not leg.awaited.done and leg.awaited.given_up is None:
-                self._wait_for(leg.awaited)
-            if leg.awaited.given_up is not None:
-                self._settle()
-                raise after_another(leg.awaited.given_up)
+            for op in self._ops:
+                baton.log.note(self._rank, "wait", op.record)
+        for op in self._ops:
+            op.start_wait()
+            if not op.awaited.done and op.awaited.given_up is None:
+                self._wait_for(op.awaited)
+            if op.awaited.given_up is not None:
+                self._mark_waited()
+                raise after_another(op.awaited.given_up)
         baton.check_alive()
         self._land()
         return True
@@ -84,7 +84,7 @@ class SimWork(Work):
         except TimedOut as error:
             awaited.given_up = error
             self._baton.finish(awaited)
-            self._settle()
+            self._mark_waited()
             raise
 
     def _land(self) -> None:
@@ -92,12 +92,12 @@ class SimWork(Work):
             return
         self._landed = True
         baton = self._baton
-        for leg in self._legs:
-            leg.land()
-            for flight in leg.flights:
-                self._flights.land(flight)
-            baton.log.note(self._rank, "land", leg.record)
-        self._settle()
+        for op in self._ops:
+            op.land()
+            for buffer in op.buffers:
+                self._buffers.land(buffer)
+            baton.log.note(self._rank, "land", op.record)
+        self._mark_waited()
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -112,47 +112,47 @@ class SimWork(Work):
             return True
         baton = self._baton
         baton.advance()
-        for leg in self._legs:
-            if leg.awaited.done:
+        for op in self._ops:
+            if op.awaited.done:
                 continue
             file, line = call_site()
-            if baton.poll(self._rank, leg.awaited, site_of(file, line)):
+            if baton.poll(self._rank, op.awaited, site_of(file, line)):
                 continue
-            leg.poll()
-            if not leg.awaited.done:
+            op.poll()
+            if not op.awaited.done:
                 return False
-        for leg in self._legs:
-            if not leg.admits():
+        for op in self._ops:
+            if not op.admits():
                 return False
         self._land()
         return True
 
-    def owe(self) -> None:
+    def require_wait(self) -> None:
         """Be the work that must be waited for, or seen done, before the rank's program returns."""
-        self._owed = [leg.record for leg in self._legs]
-        self._baton.log.unwaited.update(self._owed)
+        self._unwaited = [op.record for op in self._ops]
+        self._baton.log.unwaited.update(self._unwaited)
 
     def __del__(self) -> None:
         # torch itself drops works whose results nobody can read, and no program can change that.
-        if self._owed and self.is_of_torch and not self._is_result_held():
-            self._settle()
+        if self._unwaited and self.is_of_torch and not self._is_result_held():
+            self._mark_waited()
 
     def _is_result_held(self) -> bool:
         """Whether the program still has memory, other than none, that the operation writes."""
-        flights = [flight for leg in self._legs for flight in leg.flights]
+        buffers = [buffer for op in self._ops for buffer in op.buffers]
         own = {id(tensor): tensor for tensor in self._tensors}
-        own |= {id(flight.tensor): flight.tensor for flight in flights}
-        own |= {id(flight.whole): flight.whole for flight in flights if flight.whole is not None}
+        own |= {id(buffer.tensor): buffer.tensor for buffer in buffers}
+        own |= {id(buffer.whole): buffer.whole for buffer in buffers if buffer.whole is not None}
         of_storage = Counter(tensor.untyped_storage()._cdata for tensor in own.values())
         return any(
             tensor.numel() and count_holders(tensor) > of_storage[tensor.untyped_storage()._cdata]
             for tensor in self._tensors
         )
 
-    def _settle(self) -> None:
-        if self._owed:
-            self._baton.log.unwaited.difference_update(self._owed)
-            self._owed = ()
+    def _mark_waited(self) -> None:
+        if self._unwaited:
+            self._baton.log.unwaited.difference_update(self._unwaited)
+            self._unwaited = ()
 
     def is_success(self) -> bool:
         """Whether the operation is done: one that fails ends the world instead."""
@@ -175,7 +175,7 @@ class SimWork(Work):
 
     def source_rank(self) -> int:
         """Group rank that a receive came from."""
-        return getattr(self._legs[0].awaited, "source", -1)
+        return getattr(self._ops[0].awaited, "source", -1)
 
     _source_rank = source_rank
 
@@ -185,7 +185,7 @@ def join_works(
     *,
     baton: Turns,
     rank: int,
-    flights: Flights,
+    buffers: InFlightBuffers,
     result: Sequence[Any] | None = None,
 ) -> SimWork:
     """One work for several of a rank, each of which may still be waited for by itself.
@@ -194,11 +194,11 @@ def join_works(
         works: Those.
         baton: The baton of the run.
         rank: World rank.
-        flights: What the rank has lent.
+        buffers: What the rank has in flight.
         result: What it writes, where that is not what they do.
     """
-    legs = [leg for work in works for leg in work._legs]
+    ops = [op for work in works for op in work._ops]
     tensors = [tensor for work in works for tensor in work._tensors]
-    joined = SimWork(baton, rank, legs, tensors if result is None else result, flights)
-    joined._owed = [record for work in works for record in work._owed]
+    joined = SimWork(baton, rank, ops, tensors if result is None else result, buffers)
+    joined._unwaited = [record for work in works for record in work._unwaited]
     return joined

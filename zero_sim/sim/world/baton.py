@@ -86,8 +86,8 @@ class Baton:
         self._returned: set[int] = set()
         self._running = set(range(len(gates)))
         self._fruitless_polls = 0
-        self._excused: set[int] = set()
-        self._excuses = 0
+        self._paused: set[int] = set()
+        self._pauses = 0
 
     def start(self, timing: Timing) -> None:
         """Make every rank ready and hand over to the first; called by `World.run`'s thread.
@@ -171,7 +171,7 @@ class Baton:
     @property
     def progress(self) -> tuple[int, int]:
         """Changes whenever something happens that shows that the world moves."""
-        return self.turns, self._excuses
+        return self.turns, self._pauses
 
     @property
     def is_held(self) -> bool:
@@ -179,15 +179,15 @@ class Baton:
         return self.log.turns[-1:] == [self.holder]
 
     @property
-    def holder_is_excused(self) -> bool:
+    def holder_is_paused(self) -> bool:
         """Whether the time that the holder takes is not its program's."""
-        return self.holder in self._excused
+        return self.holder in self._paused
 
-    def excuse(self, rank: int, excused: bool) -> bool:
+    def pause(self, rank: int, pause_clock: bool) -> bool:
         """Set whether a rank's time is not its program's; returns what held before."""
-        before = rank in self._excused
-        (self._excused.add if excused else self._excused.discard)(rank)
-        self._excuses += 1
+        before = rank in self._paused
+        (self._paused.add if pause_clock else self._paused.discard)(rank)
+        self._pauses += 1
         return before
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
@@ -282,13 +282,13 @@ class Baton:
     def _deadlock(self) -> Deadlock:
         # Many ranks wait for one thing; it is asked once.
         waits = {id(awaited): awaited for awaited, _ in self._waiting.values()}
-        told = {key: (awaited.doing, awaited.missing) for key, awaited in waits.items()}
+        described = {key: (awaited.doing, awaited.missing) for key, awaited in waits.items()}
         statuses = []
         for rank in range(len(self.gates)):
             doing, missing, site = "returned", (), ""
             if rank in self._waiting:
                 awaited, site = self._waiting[rank]
-                doing, missing = told[id(awaited)]
+                doing, missing = described[id(awaited)]
             calls = self.log.latest(rank)
             if calls and calls[-1].site == site:
                 calls = calls[:-1]  # It is what the rank waits in, and told as that.

@@ -14,7 +14,7 @@ from zero_sim.sim.comm.facade import present_devices
 from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group, Message
 from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import WorldFailure
-from zero_sim.sim.faults import InjectedCrash, StalledByPlan, Strike
+from zero_sim.sim.faults import DueFault, InjectedCrash, StalledByPlan
 from zero_sim.sim.inflight.timing import aside
 from zero_sim.sim.inflight.work import SimWork, join_works
 from zero_sim.sim.log import CollectiveRecord
@@ -36,7 +36,9 @@ class SimCluster:
     def note_destroyed(self, group: Group, group_rank: int) -> None:
         """Note that a member destroyed its side of a group; `Cluster.note_destroyed`."""
         world = group.name == DEFAULT_GROUP
-        self.run.book.note_destroyed(group.ranks[group_rank], group.label, here(), world=world)
+        self.run.group_registry.note_destroyed(
+            group.ranks[group_rank], group.label, here(), world=world
+        )
 
     def note_aborted(self, group: Group, group_rank: int) -> None:
         """Nothing: a simulated call needs nobody to end it; `Cluster.note_aborted`."""
@@ -48,7 +50,7 @@ class SimCluster:
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
         """The error for using a destroyed group; `Cluster.used_after_destroy`."""
         rank = group.ranks[group_rank]
-        failure = self.run.book.use_after_destroy(rank, kind, here(), label=group.label)
+        failure = self.run.group_registry.use_after_destroy(rank, kind, here(), label=group.label)
         assert failure is not None
         return self.run.fail(failure)
 
@@ -57,7 +59,9 @@ class SimCluster:
         rank = group.ranks[group_rank]
         self._check_own(rank, group, call.kind)
         self.run.baton.advance()
-        strikes = self._strikes(rank, group, group_rank, call) if self.run.injector.faults else ()
+        due_faults = (
+            self._due_faults(rank, group, group_rank, call) if self.run.injector.faults else ()
+        )
         try:
             with aside(self.run.races):
                 collective, sequence = group.issue(group_rank, call)
@@ -68,14 +72,14 @@ class SimCluster:
             self._record(rank, group, call, sequence, asynchronous, _detail(call))
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
-        if strikes:
-            collective.strike(group_rank, strikes)
+        if due_faults:
+            collective.add_faults(group_rank, due_faults)
         self._record(rank, group, call, sequence, asynchronous, _detail(call))
-        work = self._work(collective, call, rank=rank, place=group_rank)
+        work = self._work(collective, call, rank=rank, member=group_rank)
         work.timeout_seconds = call.timeout_seconds
         if asynchronous:
             work.is_of_torch = is_of_torch()
-            work.owe()
+            work.require_wait()
         return work
 
     def _check_own(self, rank: int, group: Group, kind: str) -> None:
@@ -94,30 +98,32 @@ class SimCluster:
         if caller != rank:
             raise self.run.fail(foreign_group(caller, rank, group.label, f"{kind} at {here()}"))
 
-    def _work(self, awaited: Pending, call: Call, *, rank: int, place: int) -> SimWork:
+    def _work(self, awaited: Pending, call: Call, *, rank: int, member: int) -> SimWork:
         """Leave the call that was noted last to the timing."""
         record = len(self.run.log.collectives) - 1
-        leg = self.run.timing.issue(awaited, call, rank=rank, place=place, record=record)
+        op = self.run.timing.issue(awaited, call, rank=rank, member=member, record=record)
         tensors = call.outputs or call.inputs
-        return SimWork(self.run.baton, rank, [leg], tensors, self.run.flights[rank])
+        return SimWork(self.run.baton, rank, [op], tensors, self.run.buffers[rank])
 
-    def _strikes(self, rank: int, group: Group, group_rank: int, call: Call) -> Sequence[Strike]:
+    def _due_faults(
+        self, rank: int, group: Group, group_rank: int, call: Call
+    ) -> Sequence[DueFault]:
         """Let the faults happen that are due at a call; those that act on its data."""
         what = f"{call.kind} #{group.issued_by(group_rank)} of group {group.label}"
-        strikes = self.run.injector.due(rank, call, what=what)
-        for strike in strikes:
-            if strike.fault.kind == "crash":
-                strike.fired("the rank raised InjectedCrash")
-                raise InjectedCrash(f"crashed by plan {strike.when}")
-            if strike.fault.kind == "stall":
-                strike.fired("the rank never came to it")
-                stalled = StalledByPlan(strike.when)
+        due_faults = self.run.injector.due(rank, call, what=what)
+        for due in due_faults:
+            if due.fault.kind == "crash":
+                due.fired("the rank raised InjectedCrash")
+                raise InjectedCrash(f"crashed by plan {due.when}")
+            if due.fault.kind == "stall":
+                due.fired("the rank never came to it")
+                stalled = StalledByPlan(due.when)
                 self.run.baton.wait_for(rank, stalled, site_of(call.file, call.line))
         if call.kind == SPARSE:
-            for strike in strikes:
-                strike.missed("the tensors of this call are sparse, whose data no fault changes")
+            for due in due_faults:
+                due.missed("the tensors of this call are sparse, whose data no fault changes")
             return ()
-        return strikes
+        return due_faults
 
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
@@ -139,8 +145,8 @@ class SimCluster:
         self, rank: int, works: Sequence[SimWork], *, result: Sequence[Any] | None = None
     ) -> SimWork:
         """One work for several; `Cluster.join_works`."""
-        flights = self.run.flights[rank]
-        return join_works(works, baton=self.run.baton, rank=rank, flights=flights, result=result)
+        buffers = self.run.buffers[rank]
+        return join_works(works, baton=self.run.baton, rank=rank, buffers=buffers, result=result)
 
     def _exchange(
         self,
@@ -164,8 +170,8 @@ class SimCluster:
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
         self._record(rank, group, call, tag, True, f"peer {whom}")
-        work = self._work(message, call, rank=rank, place=0 if call.kind == "send" else 1)
-        work.owe()
+        work = self._work(message, call, rank=rank, member=0 if call.kind == "send" else 1)
+        work.require_wait()
         return work
 
     def _record(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from zero_sim.errors import UsageError
 from zero_sim.sim.callsite import hide_simulator
-from zero_sim.sim.contract.groups import GroupBook
+from zero_sim.sim.contract.groups import GroupRegistry
 from zero_sim.sim.contract.inversions import inversion_error
 from zero_sim.sim.contract.pending_works import never_waited
 from zero_sim.sim.failures import ContractViolation, RankFailed, WorldFailure
 from zero_sim.sim.faults import Injector
-from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.in_flight_buffers import InFlightBuffers
 from zero_sim.sim.inflight.timing import Timing
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.world.baton import Baton
@@ -26,10 +26,10 @@ class Run:
     log: EventLog
     injector: Injector
     timing: Timing
-    flights: list[Flights]
+    buffers: list[InFlightBuffers]
     """What each rank has lent and not waited for, by rank."""
     races: bool
-    book: GroupBook = field(default_factory=GroupBook)
+    group_registry: GroupRegistry = field(default_factory=GroupRegistry)
     _refused: list[tuple[int, UsageError]] = field(default_factory=list)
 
     def refuse(self, rank: int, error: UsageError) -> None:

@@ -19,14 +19,14 @@ from zero_sim.sim.comm.torch_stores import StoreWaits
 from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import RankEnded, RankFailed, RankStalled, WorldFailure
 from zero_sim.sim.faults import Fault, Injector, check_faults
-from zero_sim.sim.in_flight import Flights
+from zero_sim.sim.in_flight_buffers import InFlightBuffers
 from zero_sim.sim.inflight.late import TIMINGS, build_timing
 from zero_sim.sim.inflight.races import RaceDetector
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.order_backends import ORDERS
 from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
 from zero_sim.sim.waits import Awaited
-from zero_sim.sim.world import c10d, outside, profilers
+from zero_sim.sim.world import c10d, process_ends, profilers
 from zero_sim.sim.world.baton import Baton, RankLocal
 from zero_sim.sim.world.cluster import SimCluster
 from zero_sim.sim.world.process_state import ProcessState
@@ -118,7 +118,7 @@ class World:
             initialized=initialized,
             rank_local=rank_local,
         )
-        self.flights = [Flights() for _ in range(world_size)]
+        self.in_flight = [InFlightBuffers() for _ in range(world_size)]
         """What each rank has lent and not waited for, by rank; after a run, what never landed."""
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
@@ -136,7 +136,7 @@ class World:
         self._run = self._new_run()
         self._cluster = SimCluster(self._run)
         c10d.install()
-        outside.install()
+        process_ends.install()
         self._threads: list[threading.Thread] = []
         try:
             self._start_threads()
@@ -246,7 +246,7 @@ class World:
             group.reset(strict=self.strict)
         for rank in range(self.world_size):
             self._randomness.seed(rank, self.seed + rank)
-            self.flights[rank].clear()
+            self.in_flight[rank].clear()
         self._program, self._results = program, [None] * self.world_size
         self._baton.start(self._run.timing)
         try:
@@ -276,25 +276,25 @@ class World:
                 gate.release()
         for thread in self._threads:
             thread.join(_UNWIND_SECONDS)
-        outside.uninstall()
+        process_ends.uninstall()
         c10d.uninstall()
 
     @contextlib.contextmanager
-    def excused(self, excuse: bool = True) -> Iterator[None]:
+    def pause_clock(self, pause: bool = True) -> Iterator[None]:
         """Do not count against `stall_seconds` what the calling rank does inside this block.
 
         For a harness that runs code of its own in a rank's turn.
 
         Args:
-            excuse: False counts again what is done inside, within a block that does not.
+            pause: False counts again what is done inside, within a block that does not.
         """
         baton = self._baton
         rank = baton.holder
-        before = baton.excuse(rank, excuse)
+        before = baton.pause(rank, pause)
         try:
             yield
         finally:
-            baton.excuse(rank, before)
+            baton.pause(rank, before)
 
     @property
     def closed(self) -> bool:
@@ -329,7 +329,7 @@ class World:
             seed=self.seed,
             order=self.order,
             turns=baton,
-            flights=self.flights,
+            buffers=self.in_flight,
             races=self.races,
         )
         return Run(
@@ -337,7 +337,7 @@ class World:
             log=log,
             injector=injector,
             timing=timing,
-            flights=self.flights,
+            buffers=self.in_flight,
             races=self.races,
         )
 
@@ -387,19 +387,19 @@ class World:
             finally:
                 if not is_forked():
                     profilers.end_program(rank)
-                    keep = self.initialized and self._run.book.generation(rank) == 0
+                    keep = self.initialized and self._run.group_registry.generation(rank) == 0
                     c10d.reset_rank(keep=keep)
         except BaseException as raised:  # noqa: BLE001  Whatever a rank raises is the run's result.
             error = self._translated(rank, raised)
         finally:
             if is_forked():
-                outside.end_forked(error)
+                process_ends.end_forked(error)
             baton.end_rank(rank, error)
 
     def _watch(self, rank: int) -> AbstractContextManager[object]:
         if not self.races:
             return nullcontext()
-        return RaceDetector(rank, flights=self.flights[rank], fail=self._baton.fail)
+        return RaceDetector(rank, buffers=self.in_flight[rank], fail=self._baton.fail)
 
     def _leave(self, rank: int, status: int) -> None:
         """End the world in place of the process, since a rank called os._exit."""
@@ -425,7 +425,7 @@ class World:
         default = name == DEFAULT_GROUP and not ranks
         members = tuple(range(self.world_size)) if default else tuple(ranks)
         label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
-        generation, key = self._run.book.generation(members[group_rank]), name
+        generation, key = self._run.group_registry.generation(members[group_rank]), name
         if generation:
             key, label = f"{name}@{generation}", f"{label}, made anew {generation}"
         group = self._groups.get(key)
@@ -435,7 +435,7 @@ class World:
 
     def _announce_group(self, rank: int, name: str, ranks: Sequence[int]) -> None:
         try:
-            self._run.book.note_made(rank, name, ranks, here())
+            self._run.group_registry.note_made(rank, name, ranks, here())
         except WorldFailure as failure:
             raise self._run.fail(failure) from None
 
@@ -449,7 +449,7 @@ class World:
             raised = foreign_group(rank, foreign.owner, foreign.group_desc, f"at {file}:{line}")
             raised.__cause__ = error
             return self._run.fail(raised)
-        failure = self._run.book.use_after_destroy(rank, "used", site_of(file, line))
+        failure = self._run.group_registry.use_after_destroy(rank, "used", site_of(file, line))
         if failure is None:
             return error
         failure.__cause__ = error
@@ -472,7 +472,7 @@ class World:
             while not baton.all_ended.wait(self.stall_seconds):
                 # A thread that was woken and has not come to run does nothing that takes time.
                 is_stalled = baton.progress == progress and baton.is_held
-                if is_stalled and not baton.holder_is_excused:
+                if is_stalled and not baton.holder_is_paused:
                     self._interrupt(_stalled(baton.holder, self._threads, self.stall_seconds))
                 progress = baton.progress
         except KeyboardInterrupt as interrupt:
@@ -502,7 +502,7 @@ class World:
     def _lose(self) -> None:
         """Give the world up, with a rank in it that still runs and hands over to the others."""
         self._closed = True
-        outside.uninstall()
+        process_ends.uninstall()
         c10d.uninstall()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_sim.scenario.spec import GroupSpec, OptimizerName, OptimizerSpec
+from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -65,7 +65,7 @@ def group_index(spec: OptimizerSpec, name: str) -> int:
     return next(matches, len(spec.groups))
 
 
-def own_settings(group: GroupSpec) -> dict[str, float]:
+def own_settings(group: ParamGroupSpec) -> dict[str, float]:
     """What a param group sets for itself, under torch's names."""
     said = {"lr": group.lr, "weight_decay": group.weight_decay}
     return {name: value for name, value in said.items() if value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Unfit(Exception):
+class InvalidField(Exception):
     """A value of a manifest is not what it should be.
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.checkpoint.all_or_none import Team
+from zero_sim.checkpoint.all_or_none import Coordinator
 from zero_sim.errors import CheckpointError
 
 RANKS = 3
@@ -16,11 +16,11 @@ LENGTHS = (0, 1, 1000, 1012, 1013, 1016, 1024, 8177, 8182, 8184, 8192, 16_360, 1
 
 @pytest.fixture
 def teams(run_ranks):
-    """Run `program(team)` on simulated ranks."""
+    """Run `program(coordinator)` on simulated ranks."""
 
     def go(program, size=RANKS):
         def rank_program(rank):
-            return program(Team(dist.group.WORLD, device=torch.device("cpu")))
+            return program(Coordinator(dist.group.WORLD, device=torch.device("cpu")))
 
         return run_ranks(size, rank_program)
 
@@ -29,12 +29,12 @@ def teams(run_ranks):
 
 @pytest.fixture
 def refusals(teams):
-    """Run `program(team)`, which must fail on every rank; returns the messages."""
+    """Run `program(coordinator)`, which must fail on every rank; returns the messages."""
 
     def go(program, size=RANKS):
-        def failing(team):
+        def failing(coordinator):
             with pytest.raises(CheckpointError) as caught:
-                program(team)
+                program(coordinator)
             return str(caught.value)
 
         return teams(failing, size)
@@ -51,16 +51,18 @@ class TestLengths:
     """Whatever does not fit into a frame comes after it."""
 
     def test_all_to_all(self, teams, length):
-        def program(team):
-            return team.share(lambda: "ab"[team.rank % 2] * (length * team.rank), what="W")
+        def program(coordinator):
+            return coordinator.share(
+                lambda: "ab"[coordinator.rank % 2] * (length * coordinator.rank), what="W"
+            )
 
         expected = ["", "b" * length, "a" * 2 * length]
         assert teams(program) == [expected] * RANKS
 
     def test_all_to_one_to_all(self, teams, length):
-        def program(team):
-            return team.settle(
-                lambda: ["x" * (length if team.rank == 1 else 3)],
+        def program(coordinator):
+            return coordinator.gather_and_decide(
+                lambda: ["x" * (length if coordinator.rank == 1 else 3)],
                 lambda records: [[len(record[0]) for record in records], "y" * length],
                 what="W",
             )
@@ -70,7 +72,7 @@ class TestLengths:
     def test_one_to_all(self, teams, length):
         data = bytes(range(256)) * (length // 256 + 1)
         assert (
-            teams(lambda team: team.tell(lambda: data[:length], what="W"))
+            teams(lambda coordinator: coordinator.share_first(lambda: data[:length], what="W"))
             == [data[:length]] * RANKS
         )
 
@@ -79,61 +81,65 @@ class TestErrors:
     """Named with their ranks; nobody is left waiting."""
 
     @pytest.mark.parametrize("rank", range(RANKS))
-    @pytest.mark.parametrize("way", ["attempt", "share", "settle"])
+    @pytest.mark.parametrize("way", ["attempt", "share", "gather_and_decide"])
     def test_one_rank(self, refusals, rank, way):
-        def program(team):
+        def program(coordinator):
             def act():
-                return fail() if team.rank == rank else "x" * 20_000 * (way != "attempt")
+                return fail() if coordinator.rank == rank else "x" * 20_000 * (way != "attempt")
 
-            more = [lambda records: records] if way == "settle" else []
-            return getattr(team, way)(act, *more, what="Not done")
+            more = [lambda records: records] if way == "gather_and_decide" else []
+            return getattr(coordinator, way)(act, *more, what="Not done")
 
         assert refusals(program) == [f"Not done: rank {rank}: OSError: it broke"] * RANKS
 
     def test_all_ranks_alike(self, refusals):
         """Said once, and without ranks."""
-        assert set(refusals(lambda team: team.attempt(fail, what="Not done"))) == {
+        assert set(refusals(lambda coordinator: coordinator.attempt(fail, what="Not done"))) == {
             "Not done: OSError: it broke"
         }
 
     def test_the_rank_that_decides(self, refusals):
-        def program(team):
-            team.settle(lambda: "x" * 20_000, lambda records: fail(), what="Not done")
+        def program(coordinator):
+            coordinator.gather_and_decide(
+                lambda: "x" * 20_000, lambda records: fail(), what="Not done"
+            )
 
         assert set(refusals(program)) == {"Not done: rank 0: OSError: it broke"}
 
     def test_the_rank_that_tells(self, refusals):
-        assert set(refusals(lambda team: team.tell(fail, what="Not done"))) == {
-            "Not done: rank 0: OSError: it broke"
-        }
+        assert set(
+            refusals(lambda coordinator: coordinator.share_first(fail, what="Not done"))
+        ) == {"Not done: rank 0: OSError: it broke"}
 
     def test_a_long_message_is_cut(self, refusals):
-        messages = refusals(lambda team: team.attempt(lambda: fail("é" * 9000), what="W"))
+        messages = refusals(
+            lambda coordinator: coordinator.attempt(lambda: fail("é" * 9000), what="W")
+        )
         assert len(set(messages)) == 1
         assert 1900 < len(messages[0]) < 4100
 
     def test_what_is_no_json(self, refusals):
-        assert "TypeError" in refusals(lambda team: team.share(object, what="W"))[0]
+        assert "TypeError" in refusals(lambda coordinator: coordinator.share(object, what="W"))[0]
 
     def test_the_first_error_is_the_cause(self, teams):
-        def program(team):
+        def program(coordinator):
             with pytest.raises(CheckpointError) as caught:
-                team.attempt(lambda: fail() if team.rank else None, what="W")
+                coordinator.attempt(lambda: fail() if coordinator.rank else None, what="W")
             return type(caught.value.__cause__)
 
         assert teams(program) == [type(None), OSError, OSError]
 
 
 @pytest.mark.parametrize(
-    ("way", "count"), [("attempt", 1), ("share", 1), ("settle", 2), ("tell", 1)]
+    ("way", "count"), [("attempt", 1), ("share", 1), ("gather_and_decide", 2), ("share_first", 1)]
 )
 def test_how_many_collectives_it_takes(world_of, way, count):
     world = world_of(RANKS)
 
     def program(rank):
-        team = Team(dist.group.WORLD, device=torch.device("cpu"))
-        more = [lambda records: records] if way == "settle" else []
-        getattr(team, way)(lambda: b"" if way == "tell" else "", *more, what="W")
+        coordinator = Coordinator(dist.group.WORLD, device=torch.device("cpu"))
+        more = [lambda records: records] if way == "gather_and_decide" else []
+        getattr(coordinator, way)(lambda: b"" if way == "share_first" else "", *more, what="W")
 
     world.run(program)
     assert len(world.log.collectives) == RANKS * count

@@ -1,8 +1,8 @@
 """What a system owes of the numbers that the order of addition decides: known or not, one seam.
 
-Where the order is known, the reference tells the bits of all there is (`verify.owing_bits`). Where
+Where the order is known, the reference tells the bits of all there is (`judge.exact`). Where
 it is not, sums owe a place between two numbers, and all that follows from them its bits
-(`verify.owing_bounds`). A judge knows no difference between the two.
+(`judge.bounded`). A judge knows no difference between the two.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import Finding
-from zero_sim.judge.bounded import OwesBounds
-from zero_sim.judge.exact import OwesBits
-from zero_sim.judge.group import Group
-from zero_sim.judge.seen import Seen
+from zero_sim.judge.bounded import BoundedComparison
+from zero_sim.judge.exact import ExactComparison
+from zero_sim.judge.judge_report import JudgeReport
+from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.reference import (
     Addresses,
     BoundedReference,
@@ -35,7 +35,7 @@ AnyReference = Reference | BoundedReference
 AnyStep = ReferenceStep | BoundedStep
 
 
-class Owing(Protocol):
+class Comparison(Protocol):
     """What one group of ranks owes, step by step."""
 
     @property
@@ -57,11 +57,11 @@ class Owing(Protocol):
         """Whether the reference can take a step at all."""
         ...
 
-    def place(self, addresses: Sequence[Addresses]) -> None:
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Tell where each rank's working params lie, before the first step."""
         ...
 
-    def advance(self, panel: Sequence[Self]) -> Sequence[AnyStep]:
+    def advance(self, peers: Sequence[Self]) -> Sequence[AnyStep]:
         """Take the next step of all groups that share a norm, this one among them."""
         ...
 
@@ -85,7 +85,9 @@ class Owing(Protocol):
         """Compare a part that a rank owns: its gradient, its master, its optimizer state."""
         ...
 
-    def compare_told(self, engine: CompletedEngine, *, rank: int, step: int) -> Iterator[Finding]:
+    def compare_reported(
+        self, engine: CompletedEngine, *, rank: int, step: int
+    ) -> Iterator[Finding]:
         """Compare gradients of whole params, where the target declares that it shows them."""
         ...
 
@@ -95,12 +97,12 @@ class Owing(Protocol):
         """Compare the working params that a rank holds, those that others own included."""
         ...
 
-    def add_to(self, seen: Seen) -> Seen:
+    def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen of a run with what only this knows."""
         ...
 
 
-def owing_of(group: Group, *, reference: AnyReference, order_seed: int) -> Owing:
+def comparison_of(group: JudgedGroup, *, reference: AnyReference, order_seed: int) -> Comparison:
     """What a group owes by a reference.
 
     Args:
@@ -109,8 +111,8 @@ def owing_of(group: Group, *, reference: AnyReference, order_seed: int) -> Owing
         order_seed: Seed of the world, from which orders are drawn.
     """
     if isinstance(reference, Reference):
-        return OwesBits(group, reference=reference, order_seed=order_seed)
-    return OwesBounds(group, reference=reference)
+        return ExactComparison(group, reference=reference, order_seed=order_seed)
+    return BoundedComparison(group, reference=reference)
 
 
 def take_reference(

@@ -1,6 +1,6 @@
 """dp-cp groups are judged one by one, and nothing may join two of them."""
 
-from zero_sim.run.cells import cells_of, check_crossing
+from zero_sim.run.dp_cp_groups import check_crossing, dp_cp_groups_of
 from zero_sim.scenario.spec import DataSpec, ModelSpec, NanSpec, Scenario, TopologySpec, WorldSpec
 from zero_sim.sim import CollectiveRecord
 
@@ -23,13 +23,13 @@ def record(*ranks):
 
 def test_without_tp_and_pp_the_world_is_one_cell():
     case = scenario(cp=2)
-    (cell,) = cells_of(case)
-    assert cell.ranks == tuple(range(8))
-    assert cell.scenario is case
+    (dp_cp_group,) = dp_cp_groups_of(case)
+    assert dp_cp_group.ranks == tuple(range(8))
+    assert dp_cp_group.scenario is case
 
 
 def test_each_cell_sees_its_own_size_seed_and_nan():
-    first, second = cells_of(scenario(tp=2))
+    first, second = dp_cp_groups_of(scenario(tp=2))
     assert (first.ranks, second.ranks) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert first.scenario.world.size == second.scenario.world.size == 4
     assert first.scenario.run.seed != second.scenario.run.seed
@@ -38,28 +38,33 @@ def test_each_cell_sees_its_own_size_seed_and_nan():
 
 
 def test_a_collective_across_cells_is_a_finding():
-    cells = cells_of(scenario(tp=2))
-    assert not list(check_crossing([record(0, 2, 4, 6), record(1, 3)], cells))
-    (finding,) = check_crossing([record(0, 2), record(2, 5)], cells)
+    dp_cp_groups = dp_cp_groups_of(scenario(tp=2))
+    assert not list(check_crossing([record(0, 2, 4, 6), record(1, 3)], dp_cp_groups))
+    (finding,) = check_crossing([record(0, 2), record(2, 5)], dp_cp_groups)
     assert finding.check == "invariant.crossing"
     assert "[2, 5]" in finding.message
 
 
 def test_ranks_at_one_place_of_all_cells_may_meet():
     """That is how cells agree on a norm: 0 1 and 2 3 with two tp ranks."""
-    cells = cells_of(scenario(tp=2))
-    assert not list(check_crossing([record(0, 1), record(2, 3)], cells))
-    cells = cells_of(scenario(tp=2, pp=2))
-    assert not list(check_crossing([record(0, 1, 4, 5), record(2, 6)], cells))
-    assert list(check_crossing([record(0, 1, 2)], cells))
+    dp_cp_groups = dp_cp_groups_of(scenario(tp=2))
+    assert not list(check_crossing([record(0, 1), record(2, 3)], dp_cp_groups))
+    dp_cp_groups = dp_cp_groups_of(scenario(tp=2, pp=2))
+    assert not list(check_crossing([record(0, 1, 4, 5), record(2, 6)], dp_cp_groups))
+    assert list(check_crossing([record(0, 1, 2)], dp_cp_groups))
 
 
 def test_the_copies_of_later_ranks_do_not_count():
     """Shared over tp: counted where tp is 0; tied over pp: where pp is 0."""
-    cells = cells_of(scenario(tp=2, pp=2, shared=("bias",), tied=("w",)))
-    assert [cell.ranks[0] for cell in cells] == [0, 1, 4, 5]
-    assert [cell.uncounted for cell in cells] == [(), ("bias",), ("w",), ("bias", "w")]
+    dp_cp_groups = dp_cp_groups_of(scenario(tp=2, pp=2, shared=("bias",), tied=("w",)))
+    assert [dp_cp_group.ranks[0] for dp_cp_group in dp_cp_groups] == [0, 1, 4, 5]
+    assert [dp_cp_group.uncounted for dp_cp_group in dp_cp_groups] == [
+        (),
+        ("bias",),
+        ("w",),
+        ("bias", "w"),
+    ]
 
 
 def test_a_world_of_one_cell_may_join_anyone():
-    assert not list(check_crossing([record(0, 5)], cells_of(scenario())))
+    assert not list(check_crossing([record(0, 5)], dp_cp_groups_of(scenario())))

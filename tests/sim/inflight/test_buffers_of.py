@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero_sim.sim.call import Call
-from zero_sim.sim.inflight.snapshots import flights_of
+from zero_sim.sim.inflight.snapshots import buffers_of
 
 A, B, C = torch.zeros(2), torch.zeros(2), torch.zeros(2)
 BOTH = torch.zeros(4)
@@ -12,8 +12,8 @@ BOTH = torch.zeros(4)
 
 def lent(call, group_rank=1):
     """Role and memory of each flight, for one rank of two."""
-    flights = flights_of(call, group_rank=group_rank, group_size=2, what="it")
-    seen = [(flight.role, flight.tensor.data_ptr(), flight.tensor.numel()) for flight in flights]
+    buffers = buffers_of(call, group_rank=group_rank, group_size=2, what="it")
+    seen = [(buffer.role, buffer.tensor.data_ptr(), buffer.tensor.numel()) for buffer in buffers]
     return sorted(seen, reverse=True)
 
 
@@ -88,7 +88,7 @@ def test_roles(call, at_1, at_0):
 
 def test_a_flight_knows_its_call():
     call = Call(kind="all_gather", inputs=[BOTH[:2]], outputs=[BOTH], file="train.py", line=7)
-    _, output = flights_of(call, group_rank=0, group_size=2, what="all_gather #3 of group world")
+    _, output = buffers_of(call, group_rank=0, group_size=2, what="all_gather #3 of group world")
     assert (output.site, output.what) == ("train.py:7", "all_gather #3 of group world")
     assert output.whole.data_ptr() == BOTH.data_ptr()
     assert output.whole.numel() == 4

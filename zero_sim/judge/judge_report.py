@@ -14,13 +14,13 @@ from typing import Any, cast
 
 from zero_sim.findings.dataflow import sort_and_merge
 from zero_sim.findings.records import Finding
-from zero_sim.judge.guarantee import Row, Width
+from zero_sim.judge.guarantee import Guarantee, Width
+from zero_sim.judge.rank_digests import RankDigests
 from zero_sim.judge.rules import RulesTried, rules_together, with_rules
-from zero_sim.judge.shown import Shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class JudgeReport:
     """What a judge has to say of one group in one segment."""
 
     world_ranks: tuple[int, ...]
@@ -39,13 +39,13 @@ class Seen:
     """First step whose norm may round either way, so that nothing after clipping is owed."""
     unobserved: frozenset[str]
     """What the engine could tell and does not."""
-    owed: Counter[Row]
+    owed: Counter[Guarantee]
     """Elements of the reduced gradients of all steps, by why they are owed."""
     width: Width = field(default_factory=Width)
     """How much the bounds allow of those that stand under one."""
     unfollowed: str = ""
     """Why the run could not be followed from some step on, where the order is not known."""
-    shown: Shown = field(default_factory=Shown)
+    digests: RankDigests = field(default_factory=RankDigests)
     """What ranks showed of such a run, to be compared when all of it is there."""
     rules: RulesTried | None = None
     """What came of trying other rules on that step, if any would have given other bits."""
@@ -66,23 +66,23 @@ class Seen:
             "unobserved": sorted(self.unobserved),
             "owed": dict(self.owed),
             "width": self.width.as_dict(),
-            "shown": self.shown.as_dict(),
+            "digests": self.digests.as_dict(),
             "rules": None if self.rules is None else self.rules.as_dict(),
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Seen:
+    def from_dict(cls, data: Mapping[str, Any]) -> JudgeReport:
         """What `as_dict` gave."""
         return cls(
-            **{name: told[name] for name in _PLAIN},
-            world_ranks=tuple(told["world_ranks"]),
-            unobserved=frozenset(told["unobserved"]),
-            owed=cast(Counter[Row], Counter(told["owed"])),
-            width=Width(**told["width"]),
-            shown=Shown.from_dict(told["shown"]),
-            rules=None if told["rules"] is None else RulesTried.from_dict(told["rules"]),
-            findings=tuple(finding_from(each) for each in told["findings"]),
+            **{name: data[name] for name in _PLAIN},
+            world_ranks=tuple(data["world_ranks"]),
+            unobserved=frozenset(data["unobserved"]),
+            owed=cast(Counter[Guarantee], Counter(data["owed"])),
+            width=Width(**data["width"]),
+            digests=RankDigests.from_dict(data["digests"]),
+            rules=None if data["rules"] is None else RulesTried.from_dict(data["rules"]),
+            findings=tuple(finding_from(each) for each in data["findings"]),
         )
 
 
@@ -99,17 +99,17 @@ _PLAIN = (
 )
 
 
-def finding_from(told: Mapping[str, Any]) -> Finding:
+def finding_from(data: Mapping[str, Any]) -> Finding:
     """What `Finding.as_dict` gave."""
     names = {field.name for field in dataclasses.fields(Finding)} - {"evidence"}
-    values: dict[str, Any] = {name: told[name] for name in names}
+    values: dict[str, Any] = {name: data[name] for name in names}
     if values["index"] is not None:
         values["index"] = tuple(values["index"])
     values["differ_spans"] = tuple(tuple(span) for span in values["differ_spans"])
     return Finding(**values)
 
 
-def merge_seen(parts: Sequence[Seen]) -> Seen:
+def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:
     """What the judges of one group say together, each of which was shown other ranks.
 
     Args:
@@ -125,22 +125,22 @@ def merge_seen(parts: Sequence[Seen]) -> Seen:
         compared_elems=sum(part.compared_elems for part in parts),
         unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),
         unfollowed=next((part.unfollowed for part in parts if part.unfollowed), ""),
-        shown=Shown.together([part.shown for part in parts]),
+        digests=RankDigests.together([part.digests for part in parts]),
         rules=rules_together([part.rules if part.bad_step == bad else None for part in parts]),
         bad_step=bad,
         findings=tuple(found),
     )
-    return with_shown(merged)
+    return with_digests(merged)
 
 
-def with_shown(seen: Seen) -> Seen:
+def with_digests(judged: JudgeReport) -> JudgeReport:
     """Return what was seen with what the ranks showed compared; of the first bad step alone."""
-    compared = tuple(seen.shown.check())
-    steps = [seen.bad_step, *(finding.step for finding in compared)]
+    compared = tuple(judged.digests.check())
+    steps = [judged.bad_step, *(finding.step for finding in compared)]
     bad = min((step for step in steps if step is not None), default=None)
-    found = (*seen.findings, *compared)
+    found = (*judged.findings, *compared)
     return replace(
-        seen,
+        judged,
         bad_step=bad,
         findings=tuple(finding for finding in found if finding.step in (None, bad)),
     )

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from zero_sim.report.strip import WIDTH, draw_strip
+from zero_sim.report.text_buffer_map import WIDTH, draw_buffer_map
 
 
 def marked(lines, row="differ"):
@@ -13,7 +13,7 @@ def marked(lines, row="differ"):
 
 
 def test_a_small_buffer_word_for_word(even_strip):
-    assert draw_strip(even_strip()) == [
+    assert draw_buffer_map(even_strip()) == [
         "flat buffer 0, 24 elements: 2 differ, in 1 span, on rank 1",
         "offset  0         10        20",
         "bucket  000000000000000000000000",
@@ -28,7 +28,7 @@ def test_a_small_buffer_word_for_word(even_strip):
 @pytest.mark.parametrize("shards", [1, 7])
 def test_one_element_of_a_large_buffer_is_never_hidden(at, shards, even_strip):
     strip = even_strip(shards=shards, shard_elems=100_000, differ=((at, at + 1),))
-    lines = draw_strip(strip)
+    lines = draw_buffer_map(strip)
     overview, zoom = marked(lines)
     assert overview.count("^") == zoom.count("^") == 1
     per_char = -(-strip.elems // (WIDTH - 8))
@@ -36,17 +36,17 @@ def test_one_element_of_a_large_buffer_is_never_hidden(at, shards, even_strip):
 
 
 def test_the_zoom_shows_the_element_under_its_offset(even_strip):
-    lines = draw_strip(even_strip(shard_elems=1000, differ=((1234, 1235),)))
+    lines = draw_buffer_map(even_strip(shard_elems=1000, differ=((1234, 1235),)))
     ruler, zoom = marked(lines, "offset")[1], marked(lines)[1]
     start = int(ruler.split()[0])
     assert start + zoom.index("^") == 1234
 
 
 def test_a_cell_with_more_than_one_owner_says_so(even_strip):
-    lines = draw_strip(even_strip(shards=3, shard_elems=100, differ=((5, 6),)))
+    lines = draw_buffer_map(even_strip(shards=3, shard_elems=100, differ=((5, 6),)))
     # 300 elements, 4 to a character: the shards meet inside of none, but for names of params.
     assert "+" not in marked(lines, "rank")[0]
-    lines = draw_strip(even_strip(shards=3, shard_elems=101, differ=((5, 6),)))
+    lines = draw_buffer_map(even_strip(shards=3, shard_elems=101, differ=((5, 6),)))
     assert "+" in marked(lines, "rank")[0]
 
 
@@ -54,14 +54,14 @@ def test_a_cell_with_more_than_one_owner_says_so(even_strip):
 def test_lines_are_ascii_and_not_too_wide(shard_elems, even_strip):
     names = tuple(f"bl\u00f6ck.{i}.{'x' * 90}" for i in range(4))
     strip = even_strip(shard_elems=shard_elems, padding=0, names=names, differ=((1, 3),))
-    for line in draw_strip(strip):
+    for line in draw_buffer_map(strip):
         assert line.isascii()
         assert line.isprintable()
         assert len(line) <= WIDTH
 
 
 def test_a_hostile_name_stays_in_its_line(even_strip):
-    lines = draw_strip(even_strip(names=("a\nFAKE \x1b[31m", "b")))
+    lines = draw_buffer_map(even_strip(names=("a\nFAKE \x1b[31m", "b")))
     assert not any(line.startswith("FAKE") for line in lines)
     assert "a\\nFAKE" in "\n".join(lines)
 
@@ -69,7 +69,7 @@ def test_a_hostile_name_stays_in_its_line(even_strip):
 def test_many_params_are_counted(even_strip):
     names = tuple(f"p{i}" for i in range(40))
     strip = even_strip(shards=2, shard_elems=40, padding=0, names=names, differ=((70, 71),))
-    text = "\n".join(draw_strip(strip))
+    text = "\n".join(draw_buffer_map(strip))
     # What differs is named, however late it comes.
     assert "p35" in text
     assert "and 28 more" in text
@@ -78,7 +78,7 @@ def test_many_params_are_counted(even_strip):
 def test_replicas_and_untold_shards_are_explained(even_strip):
     strip = even_strip()
     shards = [dataclasses.replace(s, ranks=(s.index, s.index + 4)) for s in strip.shards[:3]]
-    lines = draw_strip(dataclasses.replace(strip, shards=tuple(shards)))
+    lines = draw_buffer_map(dataclasses.replace(strip, shards=tuple(shards)))
     assert marked(lines, "rank")[0] == "000000111111222222------"
     assert lines[-1] == (
         "rank    0 ranks 0, 4  1 ranks 1, 5  2 ranks 2, 6  - of a rank that owns nothing of it"
@@ -90,24 +90,24 @@ def test_what_no_rank_owns_stands_out(even_strip):
     strip = dataclasses.replace(
         strip, pieces=(dataclasses.replace(strip.pieces[0], stop=5), *strip.pieces[1:])
     )
-    lines = draw_strip(strip)
+    lines = draw_buffer_map(strip)
     assert marked(lines, "param")[0].startswith("aaaaa?a")
     assert "? owned by no rank" in lines[-1]
 
 
 def test_a_part_of_a_buffer_says_which(even_strip):
     strip = even_strip(start=6, differ=((7, 8),))
-    assert draw_strip(strip)[1] == "of it, elements 6 to 24"
+    assert draw_buffer_map(strip)[1] == "of it, elements 6 to 24"
 
 
 def test_spans_that_were_cut_off_are_not_denied(even_strip):
     strip = dataclasses.replace(even_strip(), differ_cut=True)
-    assert "2 or more differ, in more than the 1 spans shown" in draw_strip(strip)[0]
+    assert "2 or more differ, in more than the 1 spans shown" in draw_buffer_map(strip)[0]
 
 
 def test_where_all_of_it_differs_words_say_so(even_strip):
-    assert draw_strip(even_strip(differ=((0, 22),))) == [
+    assert draw_buffer_map(even_strip(differ=((0, 22),))) == [
         "flat buffer 0, 24 elements: 22 differ, in 1 span, on rank 1",
         "all of it differs: 2 params in 1 bucket and 4 shards",
     ]
-    assert len(draw_strip(even_strip(differ=((0, 21),)))) > 2
+    assert len(draw_buffer_map(even_strip(differ=((0, 21),)))) > 2

@@ -12,7 +12,7 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known, recognize
 from zero_sim.findings.records import Finding
-from zero_sim.judge.ownership import Holders
+from zero_sim.judge.ownership import Ownership
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Numerics, OwnedPart
@@ -37,12 +37,12 @@ class Comparer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class JudgedGroup:
     """A group of ranks with a judge: the judge and what it holds the ranks to share this."""
 
     scenario: Scenario
     numerics: Numerics
-    holders: Holders
+    ownership: Ownership
     world_ranks: Sequence[int]
     """Its ranks, as findings name them."""
     first_step: int

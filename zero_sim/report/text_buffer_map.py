@@ -1,4 +1,4 @@
-"""The strip picture: a flat buffer as rows of characters, with what differs marked below.
+"""The buffer map: a flat buffer as rows of characters, with what differs marked below.
 
 One character is one element where the buffer is small. Of a larger one, a first picture shows all
 of it, several elements to a character, and a second one the surroundings of the first difference,
@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zero_sim.findings.records import Strip, StripPiece
+    from zero_sim.findings.records import BufferMap, MappedPiece
 
 WIDTH = 96
 """Characters of a line, so that it fits into 100 below a case's indentation."""
@@ -31,7 +31,7 @@ _NOBODY = "?"
 _PADDING = "."
 _SEVERAL = "+"
 _NOTHING = " "
-_UNTOLD = "-"
+_UNKNOWN = "-"
 """In the row of ranks: a shard whose ranks own nothing of it, so that none tells of it."""
 
 
@@ -56,47 +56,47 @@ class _View:
         return range(first, (stop - 1 - self.start) // self.per_char + 1)
 
 
-def draw_strip(strip: Strip) -> list[str]:
+def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
     """The picture, as lines of at most `WIDTH` ASCII characters."""
-    lines = [describe_strip(strip)]
-    if equal_elems(strip) == 0:
-        return [*lines, describe_spread(strip)]
-    if (strip.start, strip.stop) != (0, strip.elems):
-        lines.append(f"of it, elements {strip.start:,} to {strip.stop:,}")
-    numel = strip.stop - strip.start
+    lines = [describe_buffer_map(buffer_map)]
+    if equal_elems(buffer_map) == 0:
+        return [*lines, describe_spread(buffer_map)]
+    if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
+        lines.append(f"of it, elements {buffer_map.start:,} to {buffer_map.stop:,}")
+    numel = buffer_map.stop - buffer_map.start
     if numel > _CELLS_MAX:
         per_char = -(-numel // _CELLS_MAX)
-        view = _View(start=strip.start, stop=strip.stop, per_char=per_char)
+        view = _View(start=buffer_map.start, stop=buffer_map.stop, per_char=per_char)
         lines.append(f"all, {per_char:,} elements a character ({_SEVERAL} more than one in it):")
-        lines.extend(_draw(strip, view, with_params=False))
+        lines.extend(_draw(buffer_map, view, with_params=False))
         lines.append("around the first difference, 1 element a character:")
-    view = _zoom(strip)
-    lines.extend(_draw(strip, view, with_params=True))
-    lines.extend(_legend(strip, view))
+    view = _zoom(buffer_map)
+    lines.extend(_draw(buffer_map, view, with_params=True))
+    lines.extend(_legend(buffer_map, view))
     return [line.rstrip() for line in lines]
 
 
-def equal_elems(strip: Strip) -> int | None:
+def equal_elems(buffer_map: BufferMap) -> int | None:
     """Elements of params that do not differ; None where it does not show all."""
-    if strip.differ_cut or (strip.start, strip.stop) != (0, strip.elems):
+    if buffer_map.differ_cut or (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return None
     inside = sum(
         max(0, min(piece.stop, stop) - max(piece.start, start))
-        for piece in strip.pieces
-        for start, stop in strip.differ
+        for piece in buffer_map.pieces
+        for start, stop in buffer_map.differ
     )
-    return sum(piece.stop - piece.start for piece in strip.pieces) - inside
+    return sum(piece.stop - piece.start for piece in buffer_map.pieces) - inside
 
 
-def describe_spread(strip: Strip) -> str:
-    """In words what is in a strip in which everything differs, or nearly."""
-    equal = equal_elems(strip)
-    params = len({piece.param for piece in strip.pieces})
+def describe_spread(buffer_map: BufferMap) -> str:
+    """In words what is in a buffer map in which everything differs, or nearly."""
+    equal = equal_elems(buffer_map)
+    params = len({piece.param for piece in buffer_map.pieces})
     but = f" but {_counted(equal, 'element')}" if equal else ""
     return (
         f"all of it differs{but}: "
-        f"{_counted(params, 'param')} in {_counted(len(strip.buckets), 'bucket')} and "
-        f"{_counted(len(strip.shards), 'shard')}"
+        f"{_counted(params, 'param')} in {_counted(len(buffer_map.buckets), 'bucket')} and "
+        f"{_counted(len(buffer_map.shards), 'shard')}"
     )
 
 
@@ -104,46 +104,50 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def describe_strip(strip: Strip) -> str:
-    """The strip in one sentence."""
-    count = len(strip.differ)
-    marked = sum(stop - start for start, stop in strip.differ)
+def describe_buffer_map(buffer_map: BufferMap) -> str:
+    """The buffer map in one sentence."""
+    count = len(buffer_map.differ)
+    marked = sum(stop - start for start, stop in buffer_map.differ)
     differ = f"{marked:,} differ" if marked != 1 else "1 differs"
     spans = f"in {count} span{'' if count == 1 else 's'}"
-    if strip.differ_cut:
+    if buffer_map.differ_cut:
         differ, spans = f"{marked:,} or more differ", f"in more than the {count} spans shown"
-    line = f"flat buffer {strip.buffer}, {strip.elems:,} elements: {differ}, {spans}"
-    if strip.differ_ranks:
-        word = "rank" if len(strip.differ_ranks) == 1 else "ranks"
-        line += f", on {word} {_numbers(strip.differ_ranks)}"
+    line = f"flat buffer {buffer_map.buffer}, {buffer_map.elems:,} elements: {differ}, {spans}"
+    if buffer_map.differ_ranks:
+        word = "rank" if len(buffer_map.differ_ranks) == 1 else "ranks"
+        line += f", on {word} {_numbers(buffer_map.differ_ranks)}"
     return line
 
 
-def _zoom(strip: Strip) -> _View:
-    numel = strip.stop - strip.start
-    start = strip.start
-    if numel > _CELLS_MAX and strip.differ:
+def _zoom(buffer_map: BufferMap) -> _View:
+    numel = buffer_map.stop - buffer_map.start
+    start = buffer_map.start
+    if numel > _CELLS_MAX and buffer_map.differ:
         # Tens, so that the ruler reads well.
-        start = max(strip.start, (strip.differ[0][0] - _CELLS_MAX // 3) // 10 * 10)
-        start = max(strip.start, min(start, strip.stop - _CELLS_MAX))
-    return _View(start=start, stop=min(strip.stop, start + _CELLS_MAX), per_char=1)
+        start = max(buffer_map.start, (buffer_map.differ[0][0] - _CELLS_MAX // 3) // 10 * 10)
+        start = max(buffer_map.start, min(start, buffer_map.stop - _CELLS_MAX))
+    return _View(start=start, stop=min(buffer_map.stop, start + _CELLS_MAX), per_char=1)
 
 
-def _draw(strip: Strip, view: _View, *, with_params: bool) -> Iterator[str]:
+def _draw(buffer_map: BufferMap, view: _View, *, with_params: bool) -> Iterator[str]:
     yield _line("offset", _ruler(view))
     yield _line(
         "bucket",
-        _row(view, [(b.start, b.stop, _DIGITS[b.index % len(_DIGITS)]) for b in strip.buckets]),
+        _row(
+            view, [(b.start, b.stop, _DIGITS[b.index % len(_DIGITS)]) for b in buffer_map.buckets]
+        ),
     )
-    yield _line("rank", _rank_row(strip, view))
+    yield _line("rank", _rank_row(buffer_map, view))
     if with_params:
-        letters = _letters_of(strip, view)
-        rows = [(p.start, p.stop, letters[p.param]) for p in strip.pieces if p.param in letters]
-        rows += [(start, stop, _PADDING) for start, stop in strip.padding]
-        rows += [(start, stop, _NOBODY) for start, stop in strip.unowned]
+        letters = _letters_of(buffer_map, view)
+        rows = [
+            (p.start, p.stop, letters[p.param]) for p in buffer_map.pieces if p.param in letters
+        ]
+        rows += [(start, stop, _PADDING) for start, stop in buffer_map.padding]
+        rows += [(start, stop, _NOBODY) for start, stop in buffer_map.unowned]
         yield _line("param", _row(view, rows))
     marks = [_NOTHING] * view.cells
-    for start, stop in strip.differ:
+    for start, stop in buffer_map.differ:
         for cell in view.cells_of(start, stop):
             marks[cell] = "^"
     yield _line("differ", "".join(marks))
@@ -162,9 +166,9 @@ def _row(view: _View, spans: Sequence[tuple[int, int, str]]) -> str:
     return "".join(cells)
 
 
-def _rank_row(strip: Strip, view: _View) -> str:
-    shards = [(s.start, s.stop, _DIGITS[s.ranks[0] % len(_DIGITS)]) for s in strip.shards]
-    return _row(view, shards).replace(_NOTHING, _UNTOLD)
+def _rank_row(buffer_map: BufferMap, view: _View) -> str:
+    shards = [(s.start, s.stop, _DIGITS[s.ranks[0] % len(_DIGITS)]) for s in buffer_map.shards]
+    return _row(view, shards).replace(_NOTHING, _UNKNOWN)
 
 
 def _ruler(view: _View) -> str:
@@ -179,43 +183,43 @@ def _ruler(view: _View) -> str:
     return "".join(cells)[:_CELLS_MAX]
 
 
-def _seen(strip: Strip, view: _View) -> list[StripPiece]:
-    return [p for p in strip.pieces if p.start < view.stop and view.start < p.stop]
+def _seen(buffer_map: BufferMap, view: _View) -> list[MappedPiece]:
+    return [p for p in buffer_map.pieces if p.start < view.stop and view.start < p.stop]
 
 
-def _letters_of(strip: Strip, view: _View) -> dict[str, str]:
+def _letters_of(buffer_map: BufferMap, view: _View) -> dict[str, str]:
     """A letter for each param in view; neighbours never share one."""
-    names = dict.fromkeys(piece.param for piece in _seen(strip, view))
+    names = dict.fromkeys(piece.param for piece in _seen(buffer_map, view))
     return {name: _LETTERS[i % len(_LETTERS)] for i, name in enumerate(names)}
 
 
-def _legend(strip: Strip, view: _View) -> Iterator[str]:
-    letters = _letters_of(strip, view)
+def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
+    letters = _letters_of(buffer_map, view)
     bad = {
         piece.param
-        for piece in _seen(strip, view)
-        if any(piece.start < stop and start < piece.stop for start, stop in strip.differ)
+        for piece in _seen(buffer_map, view)
+        if any(piece.start < stop and start < piece.stop for start, stop in buffer_map.differ)
     }
     # What differs is named before what does not, if there is not room for all.
     names = sorted(letters, key=lambda name: name not in bad)[:NAMES_MAX]
     entries = [f"{letters[n]} {_short(n)}" for n in letters if n in names]
     if len(letters) > len(names):
         entries.append(f"and {len(letters) - len(names)} more")
-    if any(start < view.stop and view.start < stop for start, stop in strip.padding):
+    if any(start < view.stop and view.start < stop for start, stop in buffer_map.padding):
         entries.append(f"{_PADDING} padding")
-    if any(start < view.stop and view.start < stop for start, stop in strip.unowned):
+    if any(start < view.stop and view.start < stop for start, stop in buffer_map.unowned):
         entries.append(f"{_NOBODY} owned by no rank")
     yield from _wrapped("param", entries)
     shared = [
         f"{_DIGITS[ranks[0] % len(_DIGITS)]} ranks {_numbers(ranks)}"
-        for ranks in dict.fromkeys(shard.ranks for shard in strip.shards)
+        for ranks in dict.fromkeys(shard.ranks for shard in buffer_map.shards)
         if len(ranks) > 1 or ranks[0] >= len(_DIGITS)
     ]
     entries = shared[:NAMES_MAX]
     if len(shared) > NAMES_MAX:
         entries.append(f"and {len(shared) - NAMES_MAX} more")
-    if _UNTOLD in _rank_row(strip, view):
-        entries.append(f"{_UNTOLD} of a rank that owns nothing of it")
+    if _UNKNOWN in _rank_row(buffer_map, view):
+        entries.append(f"{_UNKNOWN} of a rank that owns nothing of it")
     yield from _wrapped("rank", entries)
 
 

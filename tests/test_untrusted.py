@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.odd_files import make_odd
-from zero_sim.outside import Unreadable, nests_too_deep, printable, read_regular
+from zero_sim.untrusted import Unreadable, nests_too_deep, printable, read_regular
 
 
 @pytest.mark.parametrize("text", ["", "a b", "naïve ☃ 🙂", "a\\nb"])

@@ -12,43 +12,43 @@ from typing import Any
 
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, compare_copies
-from zero_sim.judge.grad_stats import Tally, Told, check_measures
+from zero_sim.judge.grad_stats import PartStats, ReportedStats, check_measures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
+class RankDigests:
     """What some ranks showed, of all steps."""
 
     copies: tuple[Copy, ...] = ()
     """What they hold that others, judged elsewhere, hold too."""
-    tallies: tuple[Tally, ...] = ()
+    part_stats: tuple[PartStats, ...] = ()
     """What the parts that they own add to the measure of the gradient."""
-    told: tuple[Told, ...] = ()
+    reported: tuple[ReportedStats, ...] = ()
     """What they say of that measure."""
 
     def check(self) -> Iterator[Finding]:
         """Give a finding for each thing that does not agree; ranks are the world's."""
         yield from compare_copies(self.copies)
-        yield from check_measures(self.tallies, self.told)
+        yield from check_measures(self.part_stats, self.reported)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Shown:
+    def from_dict(cls, data: Mapping[str, Any]) -> RankDigests:
         """What `as_dict` gave."""
         return cls(
-            copies=tuple(Copy(**each) for each in told["copies"]),
-            tallies=tuple(Tally(**each) for each in told["tallies"]),
-            told=tuple(Told(**each) for each in told["told"]),
+            copies=tuple(Copy(**each) for each in data["copies"]),
+            part_stats=tuple(PartStats(**each) for each in data["part_stats"]),
+            reported=tuple(ReportedStats(**each) for each in data["reported"]),
         )
 
     @classmethod
-    def together(cls, parts: Sequence[Shown]) -> Shown:
+    def together(cls, parts: Sequence[RankDigests]) -> RankDigests:
         """What several judges were shown."""
         return cls(
             copies=tuple(dict.fromkeys(copy for part in parts for copy in part.copies)),
-            tallies=tuple(tally for part in parts for tally in part.tallies),
-            told=tuple(dict.fromkeys(said for part in parts for said in part.told)),
+            part_stats=tuple(stats for part in parts for stats in part.part_stats),
+            reported=tuple(dict.fromkeys(claimed for part in parts for claimed in part.reported)),
         )

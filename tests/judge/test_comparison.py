@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.errors import UsageError
-from zero_sim.judge.group import Group
-from zero_sim.judge.known_or_not import owing_of, take_reference
-from zero_sim.judge.ownership import Holders
+from zero_sim.judge.comparison import comparison_of, take_reference
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.ownership import Ownership
 from zero_sim.reference import BoundedReference, Reference
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.targets import Numerics
@@ -28,17 +28,17 @@ def reference_of(case, *, before=None):
     return take_reference(case, before=before, workload=build_workload(case))
 
 
-def owing(case):
+def comparison(case):
     reference = reference_of(case)
-    group = Group(
+    group = JudgedGroup(
         scenario=case,
         numerics=Numerics(),
-        holders=Holders(case, held=reference.held),
+        ownership=Ownership(case, held=reference.held),
         world_ranks=range(case.world.size),
         first_step=0,
         sees_all=True,
     )
-    return owing_of(group, reference=reference, order_seed=0)
+    return comparison_of(group, reference=reference, order_seed=0)
 
 
 @pytest.mark.parametrize(("case", "kind"), [(CASE, Reference), (UNKNOWN, BoundedReference)])
@@ -58,7 +58,7 @@ def test_without_an_order_nothing_goes_on():
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
 def test_a_step_is_kept_until_it_is_forgotten(case):
-    owed = owing(case)
+    owed = comparison(case)
     (taken,) = owed.advance([owed])
     assert owed.steps == {0: taken}
     owed.forget(0)
@@ -66,7 +66,7 @@ def test_a_step_is_kept_until_it_is_forgotten(case):
 
 
 def test_a_step_that_some_rank_has_yet_to_see_outlives_the_next():
-    owed = owing(CASE)
+    owed = comparison(CASE)
     (taken,) = owed.advance([owed])
     before = {name: master.clone() for name, master in taken.masters.items()}
     owed.advance([owed])
@@ -75,4 +75,4 @@ def test_a_step_that_some_rank_has_yet_to_see_outlives_the_next():
 
 @pytest.mark.parametrize(("case", "unseen"), [(CASE, True), (UNKNOWN, False)])
 def test_only_a_known_order_needs_nothing_shown(case, unseen):
-    assert owing(case).steps_unseen is unseen
+    assert comparison(case).steps_unseen is unseen

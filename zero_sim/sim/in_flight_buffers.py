@@ -15,7 +15,7 @@ Role = Literal["input", "output"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Flight:
+class InFlightBuffer:
     """One tensor that an operation reads or writes until its rank has waited for it."""
 
     role: Role
@@ -34,37 +34,37 @@ class Flight:
         return site_of(self.file, self.line)
 
 
-class Flights:
-    """The flights of one rank, in the order of their issue."""
+class InFlightBuffers:
+    """The rank's buffers in flight, in the order of their issue."""
 
     def __init__(self) -> None:
-        self._flights: dict[int, Flight] = {}
+        self._buffers: dict[int, InFlightBuffer] = {}
         self.changes = 0
         """How often what is in flight has changed."""
         self.watcher: Callable[[], None] | None = None
         """Called when the first one takes off and when the last one has landed."""
 
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(self._flights.values())
+    def __iter__(self) -> Iterator[InFlightBuffer]:
+        return iter(self._buffers.values())
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._buffers)
 
-    def take_off(self, flight: Flight) -> None:
+    def add(self, buffer: InFlightBuffer) -> None:
         """Note that its memory is lent from now on."""
-        self._flights[id(flight)] = flight
+        self._buffers[id(buffer)] = buffer
         self.changes += 1
-        if self.watcher is not None and len(self._flights) == 1:
+        if self.watcher is not None and len(self._buffers) == 1:
             self.watcher()
 
-    def land(self, flight: Flight) -> None:
+    def land(self, buffer: InFlightBuffer) -> None:
         """Note that its rank has waited for it; landing twice is fine."""
-        if self._flights.pop(id(flight), None) is not None:
+        if self._buffers.pop(id(buffer), None) is not None:
             self.changes += 1
-            if self.watcher is not None and not self._flights:
+            if self.watcher is not None and not self._buffers:
                 self.watcher()
 
     def clear(self) -> None:
         """Forget all, between two programs."""
-        self._flights.clear()
+        self._buffers.clear()
         self.changes += 1

@@ -1,4 +1,4 @@
-"""The strip picture as SVG, for the HTML report: as wide as the screen.
+"""The buffer map as SVG, for the HTML report: as wide as the screen.
 
 Places are in percent of the width, so that boxes become narrower and text does not.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from zero_sim.report.markup import Markup, element, joined
 
 if TYPE_CHECKING:
-    from zero_sim.findings.records import Strip
+    from zero_sim.findings.records import BufferMap
 
 ROW = 22
 GAP = 4
@@ -37,20 +37,24 @@ class _Frame:
         return inside * 100 / (self.stop - self.start)
 
 
-def strip_pictures(strip: Strip) -> Markup:
-    """The strip, and where it is large its surroundings of the first difference below it."""
-    pictures = [_picture(strip, _Frame(start=strip.start, stop=strip.stop))]
-    if strip.stop - strip.start > 2 * DETAIL_ELEMS and strip.differ:
-        start = max(strip.start, strip.differ[0][0] - DETAIL_ELEMS // 4)
-        start = max(strip.start, min(start, strip.stop - DETAIL_ELEMS))
+def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
+    """The buffer map, and where it is large its surroundings of the first difference below it."""
+    pictures = [_picture(buffer_map, _Frame(start=buffer_map.start, stop=buffer_map.stop))]
+    if buffer_map.stop - buffer_map.start > 2 * DETAIL_ELEMS and buffer_map.differ:
+        start = max(buffer_map.start, buffer_map.differ[0][0] - DETAIL_ELEMS // 4)
+        start = max(buffer_map.start, min(start, buffer_map.stop - DETAIL_ELEMS))
         pictures.append(element("p", "Around the first difference:"))
-        pictures.append(_picture(strip, _Frame(start=start, stop=start + DETAIL_ELEMS)))
+        pictures.append(_picture(buffer_map, _Frame(start=start, stop=start + DETAIL_ELEMS)))
     return joined(pictures)
 
 
-def _picture(strip: Strip, frame: _Frame) -> Markup:
+def _picture(buffer_map: BufferMap, frame: _Frame) -> Markup:
     height = _TOP + len(_ROWS) * (ROW + GAP)
-    parts = [*_ruler(frame), *_parts(strip, frame, _TOP), *_marks(strip, frame, height=height)]
+    parts = [
+        *_ruler(frame),
+        *_parts(buffer_map, frame, _TOP),
+        *_marks(buffer_map, frame, height=height),
+    ]
     labels = element("div", *(element("span", label) for label in _ROWS), class_="labels")
     svg = element("svg", *parts, width="100%", height=height, role="img", class_="strip")
     return element("div", labels, svg, class_="picture")
@@ -65,12 +69,12 @@ def _ruler(frame: _Frame) -> Iterator[Markup]:
         yield element("text", f"{offset:,}", x=f"{frame.x(offset):.3f}%", y=12, class_="tick")
 
 
-def _parts(strip: Strip, frame: _Frame, top: int) -> Iterator[Markup]:
+def _parts(buffer_map: BufferMap, frame: _Frame, top: int) -> Iterator[Markup]:
     rows = [top + i * (ROW + GAP) for i in range(3)]
-    for bucket in strip.buckets:
+    for bucket in buffer_map.buckets:
         title = f"bucket {bucket.index}: elements {bucket.start} to {bucket.stop}"
         yield from _box(frame, bucket.start, bucket.stop, rows[0], str(bucket.index), title, "")
-    for shard in strip.shards:
+    for shard in buffer_map.shards:
         ranks = ", ".join(map(str, shard.ranks))
         title = (
             f"rank {ranks}: shard {shard.index} of bucket {shard.bucket}, elements "
@@ -79,13 +83,13 @@ def _parts(strip: Strip, frame: _Frame, top: int) -> Iterator[Markup]:
         hue = _hue(shard.ranks[0])
         yield from _box(frame, shard.start, shard.stop, rows[1], ranks, title, hue)
     numbers: dict[str, int] = {}
-    for piece in strip.pieces:
+    for piece in buffer_map.pieces:
         number = numbers.setdefault(piece.param, len(numbers))
         stop = piece.param_start + piece.stop - piece.start
         title = f"{piece.param}[{piece.param_start}:{stop}]: elements {piece.start} to {piece.stop}"
         hue = _hue(number + 2)
         yield from _box(frame, piece.start, piece.stop, rows[2], piece.param, title, hue)
-    for name, spans in (("padding", strip.padding), ("unowned", strip.unowned)):
+    for name, spans in (("padding", buffer_map.padding), ("unowned", buffer_map.unowned)):
         for start, stop in spans:
             title = f"{name}: elements {start} to {stop}"
             yield from _box(frame, start, stop, rows[2], name, title, "", class_=name)
@@ -124,8 +128,8 @@ def _box(
         yield element("svg", text, **box)
 
 
-def _marks(strip: Strip, frame: _Frame, *, height: int) -> Iterator[Markup]:
-    for start, stop in strip.differ:
+def _marks(buffer_map: BufferMap, frame: _Frame, *, height: int) -> Iterator[Markup]:
+    for start, stop in buffer_map.differ:
         if start >= frame.stop or stop <= frame.start:
             continue
         left, width = frame.x(start), frame.x(stop) - frame.x(start)

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_sim.findings.dataflow import of_first_step, sort_and_merge
-from zero_sim.findings.records import CaseResult, Finding, Strip
+from zero_sim.findings.records import BufferMap, CaseResult, Finding
 from zero_sim.judge import guards
 from zero_sim.judge.expected import settle
-from zero_sim.judge.guarantee import Row, Width, in_words, width_in_words
+from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
+from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.rules import rules_together, with_rules
-from zero_sim.judge.seen import Seen
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
@@ -20,10 +20,10 @@ from zero_sim.workloads import EXACT_MODELS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
+class Observations:
     """Everything that is known of a case that ran."""
 
-    seen: Sequence[Seen]
+    judged: Sequence[JudgeReport]
     """What the judges saw, of each group and segment."""
     failures: Sequence[Finding] = ()
     """What else went wrong, the first cause first."""
@@ -35,7 +35,7 @@ class Account:
     """What the system has to say of the run."""
     notes: Sequence[str] = ()
     """What the backend has to say of it."""
-    strips: Sequence[Strip | None] = ()
+    buffer_maps: Sequence[BufferMap | None] = ()
     """Of each judge, the buffer of its first finding."""
     collectives: int = 0
     log_digest: str = ""
@@ -43,41 +43,46 @@ class Account:
     def findings(self) -> tuple[Finding, ...]:
         """Everything that is wrong, the earliest first."""
         # Groups of ranks that share a norm see each other's mistakes, and some a step later.
-        judged = of_first_step([finding for seen in self.seen for finding in seen.findings])
-        bad = min((seen.bad_step for seen in self.seen if seen.bad_step is not None), default=None)
-        rules = rules_together([seen.rules for seen in self.seen if seen.bad_step == bad])
-        return (*with_rules(sort_and_merge(judged), rules), *self.failures)
+        found = of_first_step([finding for judged in self.judged for finding in judged.findings])
+        bad = min(
+            (judged.bad_step for judged in self.judged if judged.bad_step is not None), default=None
+        )
+        rules = rules_together([judged.rules for judged in self.judged if judged.bad_step == bad])
+        return (*with_rules(sort_and_merge(found), rules), *self.failures)
 
-    def strip(self) -> Strip | None:
+    def buffer_map(self) -> BufferMap | None:
         """The buffer of the first finding, or of another one where that lies in none."""
-        found, drawn = self.findings(), [strip for strip in self.strips if strip is not None]
-        for seen, strip in zip(self.seen, self.strips, strict=False):
-            identities = [finding.identity for finding in seen.findings]
-            if strip is not None and found and found[0].identity in identities:
-                return strip
+        found, drawn = (
+            self.findings(),
+            [buffer_map for buffer_map in self.buffer_maps if buffer_map is not None],
+        )
+        for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False):
+            identities = [finding.identity for finding in judged.findings]
+            if buffer_map is not None and found and found[0].identity in identities:
+                return buffer_map
         return next(iter(drawn), None)
 
 
-def conclude(scenario: Scenario, account: Account) -> CaseResult:
+def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
     """Judge a case; the result says nothing of its time.
 
     Args:
         scenario: The case.
-        account: What came of it.
+        observations: What came of it.
     """
-    found = account.findings()
+    found = observations.findings()
     if not found:
-        found = tuple(_check_accuracy(scenario, account.accuracy))
+        found = tuple(_check_accuracy(scenario, observations.accuracy))
     # A run that went wrong has said nothing yet about how much a pass would have meant.
-    doubts = () if found else _doubts(scenario, account)
+    doubts = () if found else _doubts(scenario, observations)
     verdict, findings, reached = settle(
-        scenario.expect.finding, found=found, doubts=doubts, faults=account.faults
+        scenario.expect.finding, found=found, doubts=doubts, faults=observations.faults
     )
-    owed = sum((seen.owed for seen in account.seen), start=Counter[Row]())
-    notes = [*reached, *_notes(account, agreed=not found), *account.notes]
+    owed = sum((judged.owed for judged in observations.judged), start=Counter[Guarantee]())
+    notes = [*reached, *_notes(observations, agreed=not found), *observations.notes]
     if scenario.model.name in EXACT_MODELS or not scenario.world.order_known:
         notes.append(in_words(owed))
-    width = sum((seen.width for seen in account.seen), start=Width())
+    width = sum((judged.width for judged in observations.judged), start=Width())
     notes.extend(filter(None, [width_in_words(owed, width)]))
     return CaseResult(
         id=scenario.name,
@@ -86,28 +91,30 @@ def conclude(scenario: Scenario, account: Account) -> CaseResult:
         findings=findings,
         notes=tuple(notes),
         owed={str(row): count for row, count in sorted(owed.items())},
-        compared_elems=sum(seen.compared_elems for seen in account.seen),
-        unobserved=_unobserved(account),
-        collectives=account.collectives,
-        log_digest=account.log_digest,
-        strip=account.strip() if findings else None,
+        compared_elems=sum(judged.compared_elems for judged in observations.judged),
+        unobserved=_unobserved(observations),
+        collectives=observations.collectives,
+        log_digest=observations.log_digest,
+        strip=observations.buffer_map() if findings else None,
     )
 
 
-def _notes(account: Account, *, agreed: bool) -> Iterator[str]:
-    if account.accuracy is not None:
-        yield f"held-out accuracy {account.accuracy:.4f}"
-    yield from account.said
-    if unobserved := _unobserved(account):
+def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:
+    if observations.accuracy is not None:
+        yield f"held-out accuracy {observations.accuracy:.4f}"
+    yield from observations.said
+    if unobserved := _unobserved(observations):
         yield f"not observed, since the target does not tell it: {', '.join(unobserved)}"
-    for record in account.faults:
+    for record in observations.faults:
         # Where all agreed, each of the others is a finding of its own.
         if not agreed or (record.fired and record.kind == "slow"):
             yield f"planned fault{'' if record.fired else ' that never happened'}: {record}"
 
 
-def _unobserved(account: Account) -> tuple[str, ...]:
-    return tuple(sorted(frozenset[str]().union(*(seen.unobserved for seen in account.seen))))
+def _unobserved(observations: Observations) -> tuple[str, ...]:
+    return tuple(
+        sorted(frozenset[str]().union(*(judged.unobserved for judged in observations.judged)))
+    )
 
 
 def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
@@ -124,9 +131,9 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
     ]
 
 
-def _doubts(scenario: Scenario, account: Account) -> tuple[Finding, ...]:
+def _doubts(scenario: Scenario, observations: Observations) -> tuple[Finding, ...]:
     """Why equality would mean little, though nothing is wrong."""
     return (
-        *guards.check_meaning(scenario, account.seen),
-        *guards.check_faults(account.faults),
+        *guards.check_meaning(scenario, observations.judged),
+        *guards.check_faults(observations.faults),
     )

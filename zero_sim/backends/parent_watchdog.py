@@ -26,4 +26,4 @@ def end_with_parent() -> None:
         # Nobody is left to hear of what runs here, nor to wait for it.
         os._exit(1)
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_sim.scenario.names import matching_groups
-from zero_sim.scenario.spec import GroupSpec, ModelSpec, ReloadSpec, Scenario, TopologySpec
+from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, ReloadSpec, Scenario, TopologySpec
 from zero_sim.scenario.unused import without_unused
 from zero_sim.shrink.size import params_of
 
@@ -31,7 +31,7 @@ def _changed(record: Any, names: Sequence[str], value: object) -> Any:
     return replace(record, **{first: inner})
 
 
-def fitted(scenario: Scenario) -> Scenario:
+def repaired(scenario: Scenario) -> Scenario:
     """The case with what is bound to the number of ranks and steps within them, and nothing unused.
 
     One whose counts are out of range stays as it is, for the rules to refuse.
@@ -40,11 +40,11 @@ def fitted(scenario: Scenario) -> Scenario:
     counts = (topology.tp, topology.pp, topology.cp, topology.ep, scenario.system.redundancy)
     if min(counts) < 1:
         return scenario
-    scenario = _fit_world(scenario)
+    scenario = _repair_world(scenario)
     size, steps = scenario.world.size, scenario.run.steps
     after = scenario.reload
     if after is not None:
-        after = _fit_reload(scenario, after) if steps > 1 else None
+        after = _repair_reload(scenario, after) if steps > 1 else None
         size = min(size, after.world_size or size) if after is not None else size
     nan = scenario.data.nan
     if nan is not None:
@@ -54,7 +54,7 @@ def fitted(scenario: Scenario) -> Scenario:
     return without_unused(replace(scenario, data=data, reload=after, faults=faults))
 
 
-def _fit_world(scenario: Scenario) -> Scenario:
+def _repair_world(scenario: Scenario) -> Scenario:
     topology, system, size = scenario.topology, scenario.system, scenario.world.size
     if size % (topology.tp * topology.pp * topology.cp):
         topology = TopologySpec(ep=topology.ep)
@@ -62,7 +62,7 @@ def _fit_world(scenario: Scenario) -> Scenario:
     ranks = size // parts
     topology = replace(
         topology,
-        ep=_fit_ep(scenario.model, ranks, wanted=topology.ep),
+        ep=_repair_ep(scenario.model, ranks, wanted=topology.ep),
         shared=topology.shared if topology.tp > 1 else (),
         tied=topology.tied if topology.pp > 1 else (),
     )
@@ -70,13 +70,13 @@ def _fit_world(scenario: Scenario) -> Scenario:
     return replace(scenario, topology=topology, system=replace(system, redundancy=redundancy))
 
 
-def _fit_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
+def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
     topology = scenario.topology
     size = after.world_size or scenario.world.size
     if size % (topology.tp * topology.pp * topology.cp):
         size = scenario.world.size
     ranks = size // (topology.tp * topology.pp)
-    ep = _fit_ep(scenario.model, ranks, wanted=after.ep or topology.ep)
+    ep = _repair_ep(scenario.model, ranks, wanted=after.ep or topology.ep)
     redundancy = largest_divisor(ranks // ep, after.redundancy or scenario.system.redundancy)
     system = scenario.system
     return replace(
@@ -90,7 +90,7 @@ def _fit_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
     )
 
 
-def _fit_ep(model: ModelSpec, ranks: int, *, wanted: int) -> int:
+def _repair_ep(model: ModelSpec, ranks: int, *, wanted: int) -> int:
     return largest_divisor(math.gcd(ranks, model.experts), wanted) if model.name == "moe" else 1
 
 
@@ -130,7 +130,7 @@ def with_model(
         shared=_renamed(scenario.topology.shared, before, heirs),
         tied=_renamed(scenario.topology.tied, before, heirs),
     )
-    return fitted(
+    return repaired(
         replace(
             scenario,
             model=replace(model, freeze=freeze),
@@ -141,8 +141,8 @@ def with_model(
 
 
 def _regrouped(
-    groups: Sequence[GroupSpec], before: Sequence[str], heirs: Mapping[str, str]
-) -> list[GroupSpec]:
+    groups: Sequence[ParamGroupSpec], before: Sequence[str], heirs: Mapping[str, str]
+) -> list[ParamGroupSpec]:
     return [
         dataclasses.replace(group, match=endings[0])
         for group in groups

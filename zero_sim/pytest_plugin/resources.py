@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import World
 
-STAGE: pytest.StashKey[Stage] = pytest.StashKey()
+RESOURCES: pytest.StashKey[SessionResources] = pytest.StashKey()
 
 
-class Stage:
+class SessionResources:
     """Worlds and worker processes of one session, opened when first needed."""
 
     def __init__(self, config: pytest.Config) -> None:

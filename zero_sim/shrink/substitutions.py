@@ -13,14 +13,14 @@ from typing import Literal
 
 from zero_sim.scenario.spec import (
     FreezeSpec,
-    GroupSpec,
     LossScaleSpec,
     NanSpec,
+    ParamGroupSpec,
     ReloadSpec,
     Scenario,
 )
-from zero_sim.shrink.fit import changed, fitted
 from zero_sim.shrink.models import with_bare_params
+from zero_sim.shrink.repair import changed, repaired
 from zero_sim.shrink.size import params_of
 
 Change = Callable[[Scenario], Scenario]
@@ -29,10 +29,10 @@ TINY = ((1,), (2,), (1, 1))
 """Sizes of the params of models than which hardly any is smaller."""
 
 
-def trades(scenario: Scenario) -> Iterator[Scenario]:
+def substitutions(scenario: Scenario) -> Iterator[Scenario]:
     """The case with one feature more, on fewer ranks, with fewer params, or in fewer steps."""
     for base in _bases(scenario):
-        yield from (fitted(change(base)) for change in _CHANGES)
+        yield from (repaired(change(base)) for change in _CHANGES)
 
 
 def one_world(scenario: Scenario) -> Scenario:
@@ -42,7 +42,7 @@ def one_world(scenario: Scenario) -> Scenario:
         return scenario
     names = ("stage", "redundancy", "bucket_elems", "partition", "param_order")
     system = {name: getattr(after, name) for name in names if getattr(after, name) is not None}
-    return fitted(
+    return repaired(
         replace(
             scenario,
             reload=None,
@@ -56,7 +56,7 @@ def one_world(scenario: Scenario) -> Scenario:
 def _bases(scenario: Scenario) -> Iterator[Scenario]:
     count = len(params_of(scenario.model))
     for ranks in range(1, min(2, scenario.world.size) + 1):
-        fewer = fitted(changed(scenario, "world.size", ranks))
+        fewer = repaired(changed(scenario, "world.size", ranks))
         for sizes in TINY:
             if len(sizes) <= count:
                 yield with_bare_params(fewer, [(n,) for n in sizes])
@@ -64,7 +64,7 @@ def _bases(scenario: Scenario) -> Iterator[Scenario]:
             yield fewer
     if scenario.run.steps > 1:
         yield changed(one_world(scenario), "run.steps", 1)
-        yield fitted(changed(scenario, "run.steps", scenario.run.steps - 1))
+        yield repaired(changed(scenario, "run.steps", scenario.run.steps - 1))
 
 
 def _setting(path: str, value: object) -> Change:
@@ -103,7 +103,7 @@ def _frozen(index: int, *, start: int) -> Change:
 
 def _grouped(scenario: Scenario) -> Scenario:
     name = params_of(scenario.model)[-1][0]
-    return changed(scenario, "optimizer.groups", (GroupSpec(match=name, lr=0.03),))
+    return changed(scenario, "optimizer.groups", (ParamGroupSpec(match=name, lr=0.03),))
 
 
 def _growing(scenario: Scenario) -> Scenario:

@@ -1,6 +1,6 @@
 """The process that bears workers: it imports once what they need, then forks.
 
-Importing torch takes seconds, forking milliseconds. The nursery itself never computes, so that no
+Importing torch takes seconds, forking milliseconds. It never computes itself, so that no
 thread of torch's is alive when it forks.
 
 `Teams` runs it with the module search path of its own process. It speaks JSON lines. On stdin first
@@ -53,10 +53,10 @@ def _fork(settings: Mapping[str, Any], who: Mapping[str, Any]) -> int:
 
 
 def _be_worker(settings: Mapping[str, Any], who: Mapping[str, Any]) -> None:
-    """Never comes back: nothing of the nursery's own may run in the child, whatever happens."""
+    """Never comes back: nothing of the fork server's own may run in the child, whatever happens."""
     status = 1
     try:
-        # The nursery's stdin is not the child's to read, nor to keep open.
+        # The fork server's stdin is not the child's to read, nor to keep open.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         connection = Client(settings["address"], authkey=bytes.fromhex(settings["authkey"]))
         connection.send_bytes(json.dumps({**who, "pid": os.getpid()}).encode())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_sim.sim.call import REDUCE_OPS, SPARSE, Call
 from zero_sim.sim.callsite import site_of
-from zero_sim.sim.contract.memory import find_overlap, is_contiguous, shape_of
+from zero_sim.sim.contract.memory import find_aliasing, is_contiguous, shape_of
 from zero_sim.sim.failures import ContractViolation
 
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
@@ -200,13 +200,13 @@ def _check_memory(
             f"{tensor.stride()}, {why}. Pass tensor.contiguous(), and copy the result back.",
         )
     if len(tensors) > 1:
-        overlap = find_overlap(call, group_rank=group_rank, world_size=world_size)
-        if overlap is not None:
+        aliased = find_aliasing(call, group_rank=group_rank, world_size=world_size)
+        if aliased is not None:
             _refuse(
                 call,
                 rank,
                 "aliasing",
-                f"expected tensors that share no memory, except in place at rank x count; {overlap}"
+                f"expected tensors that share no memory, except in place at rank x count; {aliased}"
                 ". NCCL would read what it has overwritten. Pass a copy.",
             )
 

@@ -14,7 +14,7 @@ from zero_sim.fuzz.records import BatchReport, Job
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class BatchPool:
     """Runs batches, some at a time."""
 
     pool: Pool
@@ -44,9 +44,9 @@ class Crew:
 
 
 @contextlib.contextmanager
-def open_crew(
+def open_batch_pool(
     *, render: Render, jobs: int | None = None, scheduler: str | None = None
-) -> Iterator[Crew]:
+) -> Iterator[BatchPool]:
     """Those who run the batches of a campaign.
 
     Args:
@@ -59,11 +59,11 @@ def open_crew(
     """
     if scheduler is not None:
         with connected(scheduler, slots=jobs) as cluster:
-            yield Crew(cluster, render)
+            yield BatchPool(cluster, render)
     elif jobs is None or jobs == 1:
-        yield Crew(OwnProcess(), render)
+        yield BatchPool(OwnProcess(), render)
     elif jobs < 1:
         raise UsageError(f"expected at least 1 job, got {jobs}")
     else:
         with contextlib.closing(Processes(jobs)) as processes:
-            yield Crew(processes, render)
+            yield BatchPool(processes, render)

@@ -1,7 +1,7 @@
 """The parts of a world that train params of their own: its dp-cp groups.
 
-Each cell is judged by itself, by a reference of its own. They have one thing in common: the norm is
-over the params of all cells, and an overflow in one is one in all.
+Each is judged by itself, by a reference of its own. They have one thing in common: the norm is
+over the params of all dp-cp groups, and an overflow in one is one in all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class DpCpGroup:
     """One dp-cp group."""
 
     ranks: tuple[int, ...]
@@ -27,11 +27,11 @@ class Cell:
     scenario: Scenario
     """The case as this group alone sees it: its size, its seed, its ranks counted from 0."""
     uncounted: tuple[str, ...] = ()
-    """Endings of the names of params that another cell counts in the norm."""
+    """Endings of the names of params that another dp-cp group counts in the norm."""
 
 
-def cells_of(scenario: Scenario) -> tuple[Cell, ...]:
-    """The cells of a case's world; one, the world itself, where tp and pp are 1."""
+def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
+    """The dp-cp groups of a case's world; one, the world itself, where tp and pp are 1."""
     spec = scenario.topology
     parts = spec.tp * spec.cp * spec.pp
     topology = Topology(
@@ -39,9 +39,9 @@ def cells_of(scenario: Scenario) -> tuple[Cell, ...]:
     )
     groups = topology.dp_cp_groups()
     if len(groups) == 1:
-        return (Cell(ranks=groups[0], scenario=scenario),)
+        return (DpCpGroup(ranks=groups[0], scenario=scenario),)
     return tuple(
-        Cell(
+        DpCpGroup(
             ranks=ranks,
             scenario=_as_seen_by(scenario, ranks, index),
             uncounted=_copies_at(scenario, topology.coordinates(ranks[0])),
@@ -68,16 +68,21 @@ def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenari
     )
 
 
-def check_crossing(records: Iterable[CollectiveRecord], cells: Sequence[Cell]) -> Iterator[Finding]:
-    """Check that collectives join ranks of one cell, or of one place in all cells.
+def check_crossing(
+    records: Iterable[CollectiveRecord], dp_cp_groups: Sequence[DpCpGroup]
+) -> Iterator[Finding]:
+    """Check that collectives join ranks of one dp-cp group, or of one place in all dp-cp groups.
 
-    Ranks at one place agree on norm and overflow; nothing else is to pass between cells. A barrier
+    Ranks at one place agree on norm and overflow; nothing else is to pass between groups. A barrier
     moves no data and may join anyone.
     """
-    homes = [set(cell.ranks) for cell in cells]
-    homes += [set(ranks) for ranks in zip(*(cell.ranks for cell in cells), strict=True)]
+    homes = [set(dp_cp_group.ranks) for dp_cp_group in dp_cp_groups]
+    homes += [
+        set(ranks)
+        for ranks in zip(*(dp_cp_group.ranks for dp_cp_group in dp_cp_groups), strict=True)
+    ]
     for record in records:
-        if record.kind == "barrier" or len(cells) == 1:
+        if record.kind == "barrier" or len(dp_cp_groups) == 1:
             continue
         if not any(home.issuperset(record.group_ranks) for home in homes):
             yield Finding(
