@@ -1,4 +1,4 @@
-"""What zero_sim costs, as medians and as ratios taken in one run.
+"""Measurements of what zero_sim costs, as medians and as ratios taken in one run.
 
 Machines are noisy: a ratio compares two things that were timed in turns; an absolute figure tells
 only about the machine it was taken on.

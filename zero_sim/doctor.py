@@ -1,4 +1,4 @@
-"""What this machine can run, and why it cannot run the rest."""
+"""The diagnosis of this machine: which parts it can run, and why it cannot run the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from anybody: text to be shown, files to be read, and how deep they nest.
+"""Untrusted input: text to be shown, files to be read, and how deep they nest.
 
 Names come from scenario files, bundles and the modules of systems under test. Printed as they are,
 they could forge lines of a report, recolour or rename a terminal, or turn text around.

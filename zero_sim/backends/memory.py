@@ -1,4 +1,4 @@
-"""What is loaded stays loaded, so the collector need not look at it."""
+"""The collector's memory: what is loaded stays loaded, so that it need not be looked at again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to begin no further case: after so long, or once somebody asks, with Ctrl-C or SIGTERM."""
+"""The end of long work: no further case begins after so long, or after Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ def _receive(worker: _Worker, *, with_listening: bool = False) -> Ending | _List
     """A worker's ending; None for a sign of life, which it is to wait for those elsewhere.
 
     Args:
-        worker: It.
+        worker: One whose connection has something to read.
         with_listening: Whether those it listens to are workers of other processes.
     """
     try:

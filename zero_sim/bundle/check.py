@@ -1,4 +1,4 @@
-"""What the parts of a bundle must have in common: numbers within the case, parts that fit.
+"""Checks across the parts of a bundle: numbers lie within the case, parts fit each other.
 
 Whoever can write a bundle can write any hash into it as well. So what is read of it is held to what
 the case allows, and its parts to each other: what shows or repeats a bundle need not ask again.

@@ -1,4 +1,4 @@
-"""From parsed JSON to records: every value must be there and be of its field's type."""
+"""Records out of parsed JSON: every value must be there and be of its field's type."""
 
 from __future__ import annotations
 

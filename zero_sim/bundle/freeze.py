@@ -1,4 +1,4 @@
-"""Makes the case of a bundle a scenario file of its own, to be run from then on."""
+"""Frozen cases: the case of a bundle as a scenario file of its own, to be run from then on."""
 
 from __future__ import annotations
 

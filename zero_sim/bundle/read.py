@@ -1,4 +1,4 @@
-"""Reads a bundle, which may come from anybody: everything is checked and nothing is executed."""
+"""The reader of bundles, which may come from anybody: all is checked and nothing is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bundle holds, and the id that names it."""
+"""The record that a bundle is, and the id that names it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def bundle_id(scenario: Scenario, finding: Finding, *, target: str = "") -> str:
     What the case is called does not count: the same failure has the same id wherever it is found.
 
     Args:
-        scenario: The case.
+        scenario: The case that failed.
         finding: Its first one.
         target: `module:name` of a system under test that was imported.
     """

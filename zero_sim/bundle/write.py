@@ -1,4 +1,4 @@
-"""Writes a bundle: all of it or nothing."""
+"""The writer of bundles: all of one or nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_bundle(scenario: Scenario, result: CaseResult, *, folder: Path, target
     """Write the bundle of a failed case; one of the same failure that is there is replaced.
 
     Args:
-        scenario: The case.
+        scenario: The case that failed.
         result: What came of it, with at least one finding and its event logs.
         folder: Where bundles go.
         target: `module:name` of the system under test where it was imported.

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run: everything that can be told without reading a tensor."""
+"""Compatibility of a checkpoint with a run, as far as it shows without reading a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in a file of tensors, and where: its header, which follows from what it holds."""
+"""Entries of a file of tensors, and their offsets: its header, which follows from what it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a checkpoint has, by its form, and that they can hold what they are said to.
+"""Files of a checkpoint, by its form, and a check that they can hold what the manifest says.
 
 All of it follows from the manifest, so that no file is opened which is not of the checkpoint, and
 none is read to its end which claims to be longer than what it holds.

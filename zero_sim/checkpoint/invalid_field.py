@@ -1,4 +1,4 @@
-"""What is said of a value in a manifest that should not be there."""
+"""The error for a field of a manifest whose value should not be there."""
 
 from __future__ import annotations
 

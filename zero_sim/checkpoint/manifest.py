@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: one JSON file that is written last and checked first."""
+"""The manifest of a checkpoint: one JSON file that is written last and checked first."""
 
 from __future__ import annotations
 

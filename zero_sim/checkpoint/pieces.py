@@ -1,4 +1,4 @@
-"""Which rank writes which elements, and from where an element is read again. Integers only.
+"""Pieces: which rank writes which elements, and where each is read again. Integers only.
 
 Nothing here knows of buffers, buckets or shards: a piece of a checkpoint is a param's name and a
 span of its elements in logical order, which mean the same in every layout.

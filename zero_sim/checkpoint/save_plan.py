@@ -1,4 +1,4 @@
-"""What the ranks settle before any of them writes: what there is, and who writes which piece."""
+"""The plan of a save, agreed before any rank writes: what there is, and who writes which piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank has to say about the run: the pieces that it owns, and what all ranks know.
+"""A rank's snapshot of the run: the pieces that it owns, and what all ranks know.
 
 [Note: named by param]
 Nothing is named by place. A buffer offset, a padded length, the position of a param or of a param

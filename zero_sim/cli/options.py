@@ -1,4 +1,4 @@
-"""What the command line lets a user put in the place of what scenarios say."""
+"""Options that replace what scenarios say."""
 
 from __future__ import annotations
 

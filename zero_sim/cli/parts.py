@@ -1,4 +1,4 @@
-"""What the commands of the command line share."""
+"""Parts that several commands share."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import Scenario
 
 Call = tuple[str, int, int]
@@ -114,7 +115,7 @@ def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
     return tuple(
         ParamSize(
             name=name,
-            kind="expert" if "experts" in name.split(".") else "dense",
+            kind=kind_of(name),
             dtype=str(param.dtype),
             elems=param.numel(),
             param_bytes=param.element_size(),

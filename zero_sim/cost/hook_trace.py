@@ -1,4 +1,4 @@
-"""When gradients arrive and modules begin on a rank, in the time of the event log.
+"""The hook trace of a rank: when gradients arrive and modules begin, in the event log's time.
 
 The harness sees it for itself, by hooks of its own on the module that it hands to the system, so
 that a system need not be believed what it says of its overlap.

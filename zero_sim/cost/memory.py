@@ -1,4 +1,4 @@
-"""What a rank of the textbook's ZeRO holds between two steps, in closed form, against what it does.
+"""Memory between two steps: closed forms of the textbook's ZeRO against what a rank holds.
 
 Only what grows with the model counts; scalars and the module's own tensors do not.
 """

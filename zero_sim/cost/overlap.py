@@ -1,4 +1,4 @@
-"""Whether a system that is to overlap communicates while it computes, in closed form.
+"""Overlap of communication with computation: closed forms against the log and the hook trace.
 
 A reduction that is issued late and a gather that is waited for early have the right numbers, the
 right calls and the wrong cost. When each has to be on its way follows from when gradients arrive

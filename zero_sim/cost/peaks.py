@@ -1,4 +1,4 @@
-"""What of whole gradients and params may be in memory at each moment of a step, against what is.
+"""Peaks within a step: how much of whole gradients and params may be in memory, against what is.
 
 Between steps stages 2 and 3 hold shards (`zero_sim.cost.memory`); what they save is saved only if
 whole memory goes within the step, too. When it has to follows from when modules begin and end and

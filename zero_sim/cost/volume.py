@@ -1,4 +1,4 @@
-"""What a step of the textbook's ZeRO communicates, in closed form, against what it did.
+"""Volume of communication: closed forms of the textbook's ZeRO against the calls of a step.
 
 A stage that reduces more than it has to, gathers twice or sends elements that belong to nobody has
 the right numbers and the wrong cost. The closed forms follow from the scenario and the sizes of the

@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same bits, and where they first do not.
+"""Comparison of two tensors: whether they hold the same bits, and where they first do not.
 
 [Note: the rule for equality]
 Two elements are equal if their bits are, with two exceptions: +0 and -0 are equal, since whether an

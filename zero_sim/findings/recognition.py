@@ -1,4 +1,4 @@
-"""What stands where something else should: known values, recognized bit by bit.
+"""Recognition of values that stand where others should, bit by bit.
 
 Where a number is wrong, it is often a right one that belongs elsewhere: another param's, what was
 there before the step, a gradient that nobody reduced. That says what the system did.

@@ -1,4 +1,4 @@
-"""What the judge says: verdicts, findings and results. Records only; every report reads these."""
+"""Records of the judge: verdicts, findings and results. Every report reads these."""
 
 from __future__ import annotations
 

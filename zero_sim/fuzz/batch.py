@@ -1,4 +1,4 @@
-"""Runs one batch of a campaign: draws cases, judges them, and shrinks what is new."""
+"""One batch of a campaign: draws cases, judges them, and shrinks what is new."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs batches: this process, others on this machine, or a Dask cluster."""
+"""A pool for batches: this process, others on this machine, or a Dask cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special about a layout, and which of it, alone and in pairs, a campaign has met.
+"""Features of layouts, and which of them, alone and in pairs, a campaign has met.
 
 Integers only: features are read off the plans that result, not off what a case asked for, so that a
 bucket size nobody notices counts for nothing.

@@ -123,7 +123,7 @@ def overflows(draw: st.DrawFn, *, scenario: Scenario) -> NanSpec:
 
     Args:
         draw: Given by Hypothesis.
-        scenario: The case.
+        scenario: The case, which has loss scaling.
     """
     return NanSpec(
         rank=draw(st.integers(0, scenario.world.size - 1)),

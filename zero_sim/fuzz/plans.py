@@ -1,4 +1,4 @@
-"""From a case to the layouts that result: those that its system plans, planned anew."""
+"""Layouts of a case: those that its system plans, planned anew."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.scenario.copies import state_copies
+from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec
 from zero_sim.workloads import build_module, build_workload
 
@@ -68,7 +69,7 @@ def _trained(module: Module) -> tuple[ParamSpec, ...]:
             name=name,
             shape=tuple(param.shape),
             dtype=_DTYPES[str(param.dtype)],
-            kind="expert" if "experts" in name.split(".") else "dense",
+            kind=kind_of(name),
         )
         for name, param in module.named_parameters()
         if param.requires_grad

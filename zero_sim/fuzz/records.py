@@ -1,4 +1,4 @@
-"""What a campaign is made of: jobs, what came of them, and findings. Plain data that travels."""
+"""Records of a campaign: jobs, reports of batches, and findings. Plain data that travels."""
 
 from __future__ import annotations
 

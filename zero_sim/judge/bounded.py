@@ -1,4 +1,4 @@
-"""What is owed where the order of addition is not known: bounds of sums, the bits of all else.
+"""The comparison where the order of addition is unknown: bounds of sums, the bits of all else.
 
 [Note: what is owed where the order is not known]
 Step by step, each of these is checked, and together they leave the sums no other freedom:
@@ -44,7 +44,7 @@ class BoundedComparison:
     See [Note: what is owed where the order is not known].
 
     Args:
-        group: The group.
+        group: The judged group, and what is known of it.
         reference: Its oracle, at the step before the first one.
     """
 
@@ -74,7 +74,7 @@ class BoundedComparison:
         """Whether there was nothing before a step that could not be followed.
 
         Args:
-            step: The step.
+            step: Index of the step, from 0.
         """
         return self.uncertified_step is None or step <= self.uncertified_step
 
@@ -111,7 +111,7 @@ class BoundedComparison:
         """Forget a step that every rank was shown with, but for the params to go on from.
 
         Args:
-            step: It.
+            step: Index of the step, from 0.
         """
         self.steps.pop(step, None)
         self._ledger.forget(before=step)
@@ -120,7 +120,7 @@ class BoundedComparison:
         """None: params in fp8 are judged only where the order is known.
 
         Args:
-            step: The step.
+            step: Index of the step, from 0.
         """
         return {}
 
@@ -132,7 +132,7 @@ class BoundedComparison:
         """Return what was seen with what ranks showed, compared where all of them did.
 
         Args:
-            judged: It.
+            judged: The judge's report so far.
         """
         digests = RankDigests(
             copies=tuple(self._copies),
@@ -172,8 +172,8 @@ class BoundedComparison:
 
         Args:
             result: What the engine said of the step.
-            rank: The rank.
-            step: The step.
+            rank: The rank, within the judged group.
+            step: Index of the step, from 0.
         """
         expected = self.steps[step]
         self._norms[rank] = result.norm
@@ -204,9 +204,9 @@ class BoundedComparison:
         """Compare a part's gradient with its bounds, and what follows from it bit for bit.
 
         Args:
-            part: It.
+            part: The part of a param that a rank owns, as its engine shows it.
             rank: The rank that owns it.
-            step: The step.
+            step: Index of the step, from 0.
         """
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
@@ -269,8 +269,8 @@ class BoundedComparison:
 
         Args:
             engine: The rank's engine.
-            rank: The rank.
-            step: The step.
+            rank: The rank, within the judged group.
+            step: Index of the step, from 0.
         """
         yield from ()
 
@@ -281,8 +281,8 @@ class BoundedComparison:
 
         Args:
             params: By name.
-            rank: The rank.
-            step: The step.
+            rank: The rank, within the judged group.
+            step: Index of the step, from 0.
         """
         for name, like in self.steps[step].params.items():
             got = params.get(name)

@@ -1,4 +1,4 @@
-"""What a system owes of the numbers that the order of addition decides: known or not, one seam.
+"""The comparison with the reference, one seam whether the order of addition is known or not.
 
 Where the order is known, the reference tells the bits of all there is (`judge.exact`). Where
 it is not, sums owe a place between two numbers, and all that follows from them its bits
@@ -106,7 +106,7 @@ def comparison_of(group: JudgedGroup, *, reference: AnyReference, order_seed: in
     """What a group owes by a reference.
 
     Args:
-        group: The group.
+        group: The judged group, and what is known of it.
         reference: The oracle, at the step before the first one.
         order_seed: Seed of the world, from which orders are drawn.
     """

@@ -1,4 +1,4 @@
-"""What is owed where the order of addition is known: every bit, as the reference computes it."""
+"""The comparison where the order of addition is known: every bit, as the reference computes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExactComparison:
     """Holds a group to the bits that its reference computes.
 
     Args:
-        group: The group.
+        group: The judged group, and what is known of it.
         reference: Its oracle, at the step before the first one.
         order_seed: Seed of the world, from which orders are drawn.
     """
@@ -92,7 +92,7 @@ class ExactComparison:
         """Forget a step that every rank was shown with.
 
         Args:
-            step: It.
+            step: Index of the step, from 0.
         """
         self.steps.pop(step, None)
         self._rules.forget(step)
@@ -101,7 +101,7 @@ class ExactComparison:
         """The scales of params in fp8 after a step.
 
         Args:
-            step: It.
+            step: Index of the step, from 0.
         """
         return self.steps[step].scales
 
@@ -110,7 +110,7 @@ class ExactComparison:
 
         Args:
             engine: The rank's engine.
-            rank: The rank.
+            rank: The rank, within the judged group.
         """
         standing = self._reference.standing()
         # Ranks that wait for none of the others may be steps ahead of them.
@@ -122,8 +122,8 @@ class ExactComparison:
 
         Args:
             result: What the engine said of the step.
-            rank: The rank.
-            step: The step.
+            rank: The rank, within the judged group.
+            step: Index of the step, from 0.
         """
         expected = self.steps[step]
         norm = result.norm if expected.norm_certified else None
@@ -138,9 +138,9 @@ class ExactComparison:
         """Compare a part's gradient, master and optimizer state.
 
         Args:
-            part: It.
+            part: The part of a param that a rank owns, as its engine shows it.
             rank: The rank that owns it.
-            step: The step.
+            step: Index of the step, from 0.
         """
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
@@ -178,8 +178,8 @@ class ExactComparison:
 
         Args:
             engine: The rank's engine.
-            rank: The rank.
-            step: The step.
+            rank: The rank, within the judged group.
+            step: Index of the step, from 0.
         """
         group, spec = self._group, self._group.scenario.optimizer
         changed = spec.clip_norm or spec.clip_value or spec.loss_scale
@@ -246,8 +246,8 @@ class ExactComparison:
 
         Args:
             params: By name.
-            rank: The rank.
-            step: The step.
+            rank: The rank, within the judged group.
+            step: Index of the step, from 0.
         """
         for name, value in self.steps[step].params.items():
             if name not in self._group.ownership.held[rank]:
@@ -270,7 +270,7 @@ class ExactComparison:
         """Return what was seen with the rules that would fit what differs.
 
         Args:
-            judged: It.
+            judged: The judge's report so far.
         """
         return replace(judged, rules=self._rules.of_step(judged.bad_step))
 

@@ -1,4 +1,4 @@
-"""From what was found to the verdict, where a case says that something must be found, too."""
+"""Expected findings: the verdict where a case says that something must be found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says of its engine before the first step: what others need in order to judge.
+"""Facts of a rank's engine, reported before the first step: all that others need to judge.
 
 The order of a sum depends on where an element stands, and the bits of a product on where a param
 lies; so the oracle that replays all ranks has to hear it of all of them.
@@ -71,7 +71,7 @@ def facts_of(engine: CompletedEngine, *, with_start: bool = False) -> Facts:
     """Ask a rank's engine.
 
     Args:
-        engine: It.
+        engine: The rank's engine, completed.
         with_start: Whether to look at what it begins with, too.
     """
     params = engine.params()

@@ -1,4 +1,4 @@
-"""Why the bits of a reduced gradient are owed, element by element. There is no tolerance.
+"""Guarantees: why the bits of a reduced gradient are owed, by element. There is no tolerance.
 
 - `order-free`: the oracle certified that every order of addition gives these bits, so every backend
   owes them, whatever is known of it.

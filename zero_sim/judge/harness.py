@@ -1,4 +1,4 @@
-"""What is the harness's own in a rank's turn, kept apart from what is the system's.
+"""Harness time: the harness's own part of a rank's turn, kept apart from the system's.
 
 Judge and workload run in the ranks' threads, between the system's own calls. What fails there says
 nothing about the system, and how long it takes is not the system's time. Inside the judge, in turn,

@@ -1,4 +1,4 @@
-"""What must hold whatever the numbers are; none of it needs the reference."""
+"""Invariants that hold whatever the numbers are; none of them needs the reference."""
 
 from __future__ import annotations
 

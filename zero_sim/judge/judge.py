@@ -1,4 +1,4 @@
-"""Compares everything a rank holds with the reference, after every step.
+"""The judge: compares everything a rank holds with the reference, after every step.
 
 A judge is called by the rank programs themselves, one rank at a time, right after a step and before
 anything else changes the state; so nothing is copied unless a difference is found.
@@ -45,7 +45,7 @@ class Judge:
     """Judges one run; collects findings of the first step at which anything is wrong.
 
     Args:
-        scenario: The case.
+        scenario: The case that is judged.
         reference: The oracle, at the step before `first_step`.
         first_step: The first step to judge, more than 0 after a checkpoint was reloaded.
         stop_step: The step before which this world ends; all of the case where left out.
@@ -248,7 +248,7 @@ class Judge:
         """Judge all of a rank's state after a step.
 
         Args:
-            rank: The rank.
+            rank: The rank, within the judged group.
             step: The step it has just done, from 0.
             losses: Its loss for each micro-batch.
             result: What its engine said of the step.

@@ -1,4 +1,4 @@
-"""What a judge has seen of one run, as plain data: it can be sent, and merged with what others saw.
+"""A judge's report of one run, as plain data: it can be sent, and merged with those of others.
 
 Where each rank is a process of its own, each has a judge of its own with an oracle of its own. What
 they say of the oracle is the same; what they say of the ranks adds up.

@@ -1,4 +1,4 @@
-"""What is known of one group of ranks while it is judged, and what is noted of it."""
+"""The group of ranks that is judged: what is known of it, and what is noted."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class JudgedGroup:
         """Compare what the optimizer made of a part of a param.
 
         Args:
-            part: It.
+            part: The part of a param that a rank owns, as its engine shows it.
             rank: The rank that owns it.
             step: After which step.
             master: What it must be, cut to the part.

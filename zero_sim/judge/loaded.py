@@ -1,4 +1,4 @@
-"""What a rank goes on with after it has loaded a checkpoint, compared before its first forward.
+"""Loaded state of a rank, compared before its first forward after a checkpoint.
 
 Where a load goes wrong, everything after it is wrong: said here, it has the param and the key.
 """
@@ -35,7 +35,7 @@ def compare_loaded(
     compared after the next step.
 
     Args:
-        group: The group.
+        group: The judged group, and what is known of it.
         engine: The rank's engine.
         standing: What the reference goes on with.
         rank: The rank, within the group.

@@ -1,4 +1,4 @@
-"""Who holds what, and where it lies: what engines say before the first step, rank by rank."""
+"""Ownership, rank by rank: who holds what, and where, as engines report before the first step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ownership:
     """The ranks of a group, and what each of them holds.
 
     Args:
-        scenario: The case.
+        scenario: The case that is judged.
         held: For every rank, the names of the params that it is to hold. It is the reference that
             knows that, never the system.
     """

@@ -1,4 +1,4 @@
-"""Where each element stands in the calls that reduce it: what most orders of addition depend on.
+"""Positions of elements in the calls that reduce them, which most orders of addition depend on.
 
 The reference knows no buffers; where the order model needs positions, it is told them as facts that
 were observed on the running system.
@@ -45,7 +45,7 @@ def check_reported(facts: Facts, *, scenario: Scenario, target_name: str) -> Non
 
     Args:
         facts: What a rank's engine says before the first step.
-        scenario: The case.
+        scenario: The case, whose order of addition counts.
         target_name: Of the target that built it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What ranks showed of a run whose sums no reference knows; compared once all of it is there.
+"""Digests of what ranks showed where no reference knows the sums; compared once all are there.
 
 Where each rank is judged in a process of its own, this is what judges have to tell each other.
 """

@@ -1,4 +1,4 @@
-"""Which known rules of arithmetic fit what a system shows, where the one that it declares does not.
+"""Rules of arithmetic that fit what a system shows, where the one that it declares does not.
 
 A right system whose rule is declared wrongly differs from the reference as a wrong one does. So
 where an update differs and other rules would have given other bits, each of them is tried on all
@@ -128,10 +128,10 @@ class RulesTrial:
         """Note what was observed after an update.
 
         Args:
-            step: The step.
+            step: Index of the step, from 0.
             otherwise: How it could have gone on; None where there is one rule only.
             pick: Takes the same from an update.
-            got: It.
+            got: What the rank has, by the same names.
             agrees: Whether it is as the reference has it.
         """
         if otherwise is None:
@@ -167,7 +167,7 @@ def part_picked(part: OwnedPart) -> tuple[Pick, Mapping[str, Tensor]]:
     """How to take what belongs to a part from an update, and what it holds now.
 
     Args:
-        part: It.
+        part: The part of a param that a rank owns, as its engine shows it.
     """
     place = part.place
 
@@ -187,7 +187,7 @@ def param_picked(name: str, got: Tensor) -> tuple[Pick, Mapping[str, Tensor]]:
     """The same of a working param.
 
     Args:
-        name: It.
+        name: Name of the working param.
         got: What the rank has.
     """
     return lambda update: {name: update.params[name]}, {name: got}

@@ -1,4 +1,4 @@
-"""Whether a case can be trained at all: what the reference cannot do says nothing of a system."""
+"""Trainability of a case: where the reference cannot train it, nothing is said of a system."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def check_trainable(
     """Check that the reference has taken a step with finite numbers.
 
     Args:
-        taken: The step.
-        scenario: The case.
+        taken: The step as the reference took it.
+        scenario: The case that is judged.
         world_ranks: The ranks of the group, as messages name them.
 
     Raises:

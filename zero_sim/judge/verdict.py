@@ -1,4 +1,4 @@
-"""From what was seen, on whatever backend, to the result of a case."""
+"""The verdict: from the reports of all judges, on whatever backend, to the result of a case."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
     """Judge a case; the result says nothing of its time.
 
     Args:
-        scenario: The case.
+        scenario: The case that is judged.
         observations: What came of it.
     """
     found = observations.findings()

@@ -1,4 +1,4 @@
-"""Where every param lies: flat offsets, padding, buckets, shards and fragments. Integers only."""
+"""Layouts: flat offsets, padding, buckets, shards and fragments of params. Integers only."""
 
 from __future__ import annotations
 

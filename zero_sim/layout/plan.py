@@ -1,4 +1,4 @@
-"""What a layout is: where every param, bucket and shard lies, and who owns which element.
+"""The layout as data: where every param, bucket and shard lies, and who owns which element.
 
 A *buffer* is the flat memory of all params of one kind and dtype. It is cut into *buckets*, the
 units of communication; a bucket holds whole params and then padding. A bucket is cut into

@@ -1,4 +1,4 @@
-"""What a layout is asked for: the params, and the policy that places them."""
+"""The request for a layout: the params, and the policy that places them."""
 
 from __future__ import annotations
 

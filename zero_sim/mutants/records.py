@@ -1,4 +1,4 @@
-"""What a mutant is, and what became of it: records only."""
+"""Records of mutants and of what became of them."""
 
 from __future__ import annotations
 

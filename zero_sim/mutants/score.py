@@ -1,4 +1,4 @@
-"""How many mutants a campaign found, by class, by flag, and of the core set."""
+"""The score of a campaign: how many mutants it found, by class, by flag, and of the core set."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def first_ranks(
     See [Note: which rank comes when].
 
     Args:
-        site: The call.
+        site: The call that adds, and where in its buffer the elements are.
         positions: 1D, int64: where the elements stand in the buffer that is added as one.
         order: One that depends on positions and is not `random-tree`.
         rank_count: Ranks of the group.

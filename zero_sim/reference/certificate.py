@@ -1,4 +1,4 @@
-"""Which elements of a sum come out the same in every order of addition.
+"""The certificate of a sum: which elements come out the same in every order of addition.
 
 [Note: certified sums]
 Let all terms of one element be whole numbers of one unit, a power of two; let P be the sum of the

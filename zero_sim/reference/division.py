@@ -1,4 +1,4 @@
-"""When and by what the sum of the ranks' gradients is divided."""
+"""Division of the sum of the ranks' gradients: when, and by what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step would have come to by another known rule, from the same gradient and state."""
+"""Alternative steps: what another known rule would have given from the same gradient and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in memory a param lies, modulo the width of a vector: it can change the bits of a product.
+"""Placement of params in memory, modulo a vector's width: it can change the bits of a product.
 
 [Note: addresses]
 A matrix product with a vector (one row of inputs, or one output) starts its vector loop at an

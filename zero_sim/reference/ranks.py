@@ -98,7 +98,7 @@ class Ranks:
     they hold differs: rank r has the experts of index `r % ep`.
 
     Args:
-        scenario: The case.
+        scenario: The case that is replayed.
         workload: Its workload.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each rank computes on its own: its micro-batches, one by one, at their own shapes.
+"""The replay of one rank's own computation: its micro-batches, one by one, at their own shapes.
 
 The global batch in one go would be faster and wrong: another batch split gives other bits.
 """

@@ -20,7 +20,7 @@ from zero_sim.report.timeline import CallSpan, Timeline, read_timeline
 from zero_sim.report.torch_names import output_elems, profiler_name, scalar_type
 from zero_sim.sim import EventLog
 
-_BATON, _ISSUE, _FLIGHT = 0, 1, 2
+_BATON, _ISSUE, _IN_FLIGHT = 0, 1, 2
 """Lanes of a rank; flights that overlap take further ones."""
 
 _RANKS_SHOWN = 30
@@ -43,7 +43,7 @@ def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
     world_size = max((timeline.world_size for timeline in timelines), default=0)
     groups = {(c.record.group, c.record.group_ranks) for t in timelines for c in t.calls}
     events: list[Event] = []
-    lane_counts = [_FLIGHT] * world_size
+    lane_counts = [_IN_FLIGHT] * world_size
     base = 0
     for timeline in timelines:
         lanes = _flight_lanes(timeline)
@@ -96,7 +96,7 @@ def write_chrome_trace(path: Path, logs: Sequence[EventLog], *, name: str) -> No
 
 def _names(lane_counts: Sequence[int]) -> Iterator[Event]:
     for rank, lane_count in enumerate(lane_counts):
-        lanes = ["baton", "issue", *(f"in flight {n}" for n in range(lane_count - _FLIGHT))]
+        lanes = ["baton", "issue", *(f"in flight {n}" for n in range(lane_count - _IN_FLIGHT))]
         yield _meta("process_name", rank, 0, name=f"rank {rank}")
         yield _meta("process_sort_index", rank, 0, sort_index=rank)
         for lane, label in enumerate(lanes):
@@ -135,7 +135,7 @@ def _flight_lanes(timeline: Timeline) -> dict[int, int]:
             heappush(free[rank], heappop(busy[rank])[1])
         lane = heappop(free[rank]) if free[rank] else len(busy[rank])
         heappush(busy[rank], (stop, lane))
-        lanes[index] = _FLIGHT + lane
+        lanes[index] = _IN_FLIGHT + lane
     return lanes
 
 

@@ -1,4 +1,4 @@
-"""What each check means: why sharded training needs it, what usually breaks it, where it was seen.
+"""Explanations of checks: why sharded training needs each, what breaks it, where it was seen.
 
 The bugs named are public ones in other projects: the nearest known relatives of a finding, not its
 cause.

@@ -1,4 +1,4 @@
-"""What an event log says of time: when each call was issued, when it ended, and whether it did.
+"""The timeline of an event log: when each call was issued, when it ended, and whether it did.
 
 The one reading of a log that all exporters share.
 """

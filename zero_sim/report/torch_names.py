@@ -1,4 +1,4 @@
-"""What torch's own tools call the things in a log: dtypes, collectives, groups."""
+"""Names that torch's own tools have for dtypes, collectives and groups of a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of a case runs: a plain training loop with the judge looking on.
+"""The program of every rank of a case: a plain training loop with the judge looking on.
 
 A case is one segment, or two where it reloads a checkpoint into another world in between.
 """
@@ -60,7 +60,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     """The segments of a case, in order.
 
     Args:
-        scenario: The case.
+        scenario: The case that runs.
         folder: Where a checkpoint goes.
     """
     reload, steps = scenario.reload, scenario.run.steps

@@ -91,7 +91,7 @@ def result_of(scenario: Scenario, ran: CaseRun) -> CaseResult:
     """The result of a case; it says nothing of its time.
 
     Args:
-        scenario: The case.
+        scenario: The case that runs.
         ran: What came of it.
 
     Raises:

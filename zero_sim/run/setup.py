@@ -107,7 +107,7 @@ class OrderProbe:
         """Where the backend drifted from the model that a case relies on; empty if nowhere.
 
         Args:
-            scenario: The case.
+            scenario: The case that relies on the order.
             measure: Measures so many ranks, beside the model of that name.
         """
         size, order = scenario.world.size, scenario.world.order
@@ -133,7 +133,7 @@ def judge_after_probe(
 
     Args:
         drift: What was measured; empty where the backend adds as modelled.
-        scenario: The case.
+        scenario: The case that relies on the order.
         setup: What carries its collectives.
         judge: Runs the case that it is given and judges it.
     """

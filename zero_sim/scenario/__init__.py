@@ -1,4 +1,4 @@
-"""What one case is: records, and the files they are written in.
+"""Scenarios: the records of a case, and the files they are written in.
 
 This module re-exports the records alone, so that the system, the simulator and the reference can
 read a scenario without importing what parses one; see `load`, `discover` and `schema` for that.

@@ -1,4 +1,4 @@
-"""How many copies of what a case shards there are."""
+"""Copies of what a case shards: how many there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a case may be: estimates that keep a slip from taking all memory, or hours.
+"""Estimates of a case's cost, which keep a slip from taking all memory, or hours.
 
 They count what grows: elements on all ranks, and passes of a rank through its params. A case within
 them runs in minutes on a laptop; the next larger one is rather several cases.

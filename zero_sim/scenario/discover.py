@@ -1,4 +1,4 @@
-"""From paths on the command line to cases: files and folders, read as far as they can be read."""
+"""Cases found by paths of the command line: files and folders, as far as they can be read."""
 
 from __future__ import annotations
 

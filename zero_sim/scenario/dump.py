@@ -1,4 +1,4 @@
-"""From a scenario back to data and to TOML: one case, complete, or only what was chosen in it."""
+"""A scenario as data and as TOML again: one case, complete, or only what was chosen in it."""
 
 from __future__ import annotations
 

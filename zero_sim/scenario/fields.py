@@ -1,4 +1,4 @@
-"""What the records of `spec` say about themselves: field paths, their types, and both in words.
+"""Fields of the records of `spec`: their paths, their types, and both in words.
 
 Everything that talks about a field (messages, matrix paths, the JSON Schema) asks here, so that a
 field added to `spec` needs no second mention anywhere.

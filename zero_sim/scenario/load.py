@@ -1,4 +1,4 @@
-"""From a TOML file to scenarios: read, expand, validate; every problem of the file at once."""
+"""Scenarios of a TOML file: read, expanded, validated; every problem of the file at once."""
 
 from __future__ import annotations
 

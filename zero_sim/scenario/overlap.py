@@ -1,4 +1,4 @@
-"""Whether a case overlaps communication with computation, where it leaves that open."""
+"""Overlap of communication with computation in a case that leaves it open."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def after_reload(scenario: Scenario) -> Scenario:
     """The case as it goes on after its checkpoint; as it is where it has none.
 
     Args:
-        scenario: The case.
+        scenario: The case, before the checkpoint.
     """
     changed: dict[str, dict[str, object]] = {}
     for name in _changed_by(scenario.reload):
@@ -67,7 +67,7 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
     """Check that what goes together before a checkpoint does so after it, too.
 
     Args:
-        scenario: The case.
+        scenario: The case, before the checkpoint.
     """
     if scenario.reload is None:
         return

@@ -1,4 +1,4 @@
-"""What a scenario must keep beyond the types of its fields.
+"""Rules that a scenario must keep beyond the types of its fields.
 
 Two kinds of rule, all pure and all asked: the range of one number (`BOUNDS`, which the JSON Schema
 shows too) and conditions over several fields (`RULES`). Each names the fields that it reads, so
@@ -131,7 +131,7 @@ def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> li
     """All that is wrong with a scenario whose types are right.
 
     Args:
-        scenario: The case.
+        scenario: The case that is checked.
         known_bad: Paths already reported; no rule that reads one of them is asked.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What one case is: frozen records, no behaviour, no third-party import.
+"""Records of one case: frozen, no behaviour, no third-party import.
 
 The string under each field is its one description: the JSON Schema and the command line read it.
 Checks that need more than one field live in `zero_sim.scenario.rules`.

@@ -1,4 +1,4 @@
-"""What to try: the nearest name, the nearest choice, the value as it should have been written."""
+"""Suggestions: the nearest name, the nearest choice, the value as it should have been written."""
 
 from __future__ import annotations
 

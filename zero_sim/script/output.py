@@ -1,4 +1,4 @@
-"""What ranks print: line by line, each told by its rank."""
+"""Output of ranks, line by line, each with its rank."""
 
 from __future__ import annotations
 

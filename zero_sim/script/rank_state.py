@@ -1,4 +1,4 @@
-"""What a process has once and each rank of a script must have for itself, besides torch's state.
+"""State that a process has once and each rank of a script needs for itself, besides torch's.
 
 Its environment, arguments, working directory, own modules, `print`, and logging. Under the baton
 the values of the rank that gets it are put in place, and those of whoever had it are taken out.

@@ -1,4 +1,4 @@
-"""What one run of a script left: how it ended, what rank 0 printed, what ranks had at points."""
+"""The record of one run of a script: how it ended, rank 0's output, what ranks had at points."""
 
 from __future__ import annotations
 

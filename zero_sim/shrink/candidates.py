@@ -1,4 +1,4 @@
-"""What is tried in place of a case, pass by pass; the search takes what is smaller and fails."""
+"""Candidates to replace a case, pass by pass; the search takes what is smaller and fails."""
 
 from __future__ import annotations
 

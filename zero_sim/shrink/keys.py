@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Self
 
 from zero_sim.findings.records import BufferMap, CaseResult, MappedShard
+from zero_sim.scenario.kinds import kind_of
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|<[^>]*>")
 _ASIDE = re.compile(r"\([^()]*\)|\[[^][]*\]")
@@ -144,7 +145,7 @@ def _within(differ: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]])
 def _kind(param: str | None) -> str:
     if param is None:
         return ""
-    return "expert" if "experts" in param.split(".") else "dense"
+    return kind_of(param)
 
 
 def _template(message: str) -> str:

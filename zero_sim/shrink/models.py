@@ -124,7 +124,7 @@ def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
     """The case with bare params in place of its model.
 
     Args:
-        scenario: The case.
+        scenario: The case that is changed.
         shapes: One a param.
     """
     model = scenario.model

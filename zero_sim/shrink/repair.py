@@ -1,4 +1,4 @@
-"""Keeps a case valid while one thing in it is changed: what depends on that thing follows it."""
+"""Repair of a case in which one thing was changed: what depends on that thing follows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def changed(scenario: Scenario, path: str, value: object) -> Scenario:
     """The case with another value in one field.
 
     Args:
-        scenario: The case.
+        scenario: The case that is changed.
         path: The field, dotted.
         value: What it holds then.
     """
@@ -110,7 +110,7 @@ def with_model(
     """The case with another model; what names a param names its heir, or goes.
 
     Args:
-        scenario: The case.
+        scenario: The case that is changed.
         model: The other model; what it says of frozen params is replaced.
         heirs: The param of the new model for each of the old one; by place where left out.
     """

@@ -1,4 +1,4 @@
-"""How large a case is to whoever has to hold it in the head."""
+"""The size of a case, to whoever has to hold it in the head."""
 
 from __future__ import annotations
 

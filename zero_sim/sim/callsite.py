@@ -1,4 +1,4 @@
-"""Where a collective was called: the innermost frame that is no library's that all programs share.
+"""The call site of a collective: the innermost frame of no library that all programs share.
 
 Those are torch, Python's own modules, `typing_extensions`, which torch wraps deprecated names with,
 and the simulator. So the site does not depend on how a version of torch wraps its functions.

@@ -1,4 +1,4 @@
-"""What the simulator asks of torch's dispatcher; torch's private names for it live here.
+"""Questions to torch's dispatcher; torch's private names for it live here.
 
 [Note: CommDebugMode]
 It counts collectives by the operators that they are to the dispatcher. Functional collectives pass

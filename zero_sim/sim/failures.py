@@ -1,4 +1,4 @@
-"""How a run of the simulated world can end badly, each naming the culprit."""
+"""Failures that end a run of the simulated world, each naming the culprit."""
 
 from __future__ import annotations
 

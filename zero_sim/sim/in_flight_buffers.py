@@ -1,4 +1,4 @@
-"""What is in flight: the memory that a rank has lent to operations it has not waited for."""
+"""Buffers in flight: the memory that a rank has given to operations it has not waited for."""
 
 from __future__ import annotations
 

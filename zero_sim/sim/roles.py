@@ -1,4 +1,4 @@
-"""Which memory one rank's side of an operation reads, and which it writes.
+"""Roles of memory: which of it one rank's side of an operation reads, and which it writes.
 
 [Note: own parts]
 Where the part of an output that a rank gives itself is the very memory of its input, as in an

@@ -1,4 +1,4 @@
-"""Who runs next: a policy picks one of the ranks that can run.
+"""Schedules: a policy picks the next one of the ranks that can run.
 
 A run is a function of (program, timing, schedule, seed); two runs with equal ones give equal event
 logs. A schedule serves one run; what makes a fresh one for each run is a recipe.

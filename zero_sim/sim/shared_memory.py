@@ -1,4 +1,4 @@
-"""Whether two tensors share memory, element by element, whatever their shapes and strides."""
+"""Shared memory of two tensors, element by element, whatever their shapes and strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine answers, held to the protocol: a mistake in it is said where it is made.
+"""Answers of an engine, held to the protocol: a mistake in one is reported where it is made.
 
 Whoever wraps a system makes mistakes of another kind than the system does: a number in place of a
 record, a name with the wrapper's prefix. They are no findings, and no failures of the judge that
@@ -137,7 +137,7 @@ def check_params(answer: object, *, engine: object, model: Model | None) -> dict
 
     Args:
         answer: What came.
-        engine: It.
+        engine: The engine that answered, for messages.
         model: The bare model; where left out, names and devices are not looked at.
 
     Raises:
@@ -191,7 +191,7 @@ def check_parts(
 
     Args:
         answer: What came.
-        engine: It.
+        engine: The engine that answered, for messages.
         model: As for `check_params`.
         has_stepped: Whether a step was taken, after which gradients are told.
 

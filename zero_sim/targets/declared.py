@@ -1,4 +1,4 @@
-"""What a target declares: what it may be asked for, and by which rules it computes.
+"""Declarations of a target: what it may be asked for, and by which rules it computes.
 
 Declared facts, never tolerances. A case outside the capabilities is refused before it runs; the
 numerics turn the case that a target is given into the case that the reference replays, so that the

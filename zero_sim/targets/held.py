@@ -1,4 +1,4 @@
-"""Which memory the project's own system holds, found by following its references."""
+"""Memory that the project's own system holds, found by following its references."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from zero_sim import checkpoint
 from zero_sim.layout import BucketPlan, Span
 from zero_sim.layout.topology import Topology
+from zero_sim.scenario.kinds import is_expert
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import (
     CheckpointForm,
@@ -80,7 +81,7 @@ def is_counted(spec: TopologySpec, name: str, *, place: Mapping[str, int]) -> bo
 
 def kind_of(name: str, tensor: Tensor) -> str:
     """The kind of a param: what lies below a module named `experts` is one of its experts."""
-    return "expert" if "experts" in name.split(".") else "dense"
+    return "expert" if is_expert(name) else "dense"
 
 
 def _reduced_by(

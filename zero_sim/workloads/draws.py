@@ -40,7 +40,7 @@ def seed_of(scenario: Scenario, *, step: int, rank: int, micro: int) -> int:
     gradients are meant to be equal.
 
     Args:
-        scenario: The case.
+        scenario: The case whose batches are drawn.
         step: Optimizer step, from 0.
         rank: Rank that runs the forward.
         micro: Micro-batch within the step, from 0.

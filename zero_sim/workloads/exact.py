@@ -1,4 +1,4 @@
-"""What the exact workloads share: a budget of units, and a hash of a param's bits.
+"""Parts that the exact workloads share: a budget of units, and a hash of a param's bits.
 
 [Note: budgets]
 Contributions that are whole numbers of one unit add up without any rounding, in every order, as

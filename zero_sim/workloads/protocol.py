@@ -1,4 +1,4 @@
-"""What a workload owes to whoever trains it: a module, batches, a loss, maybe an accuracy."""
+"""The protocol of a workload: a module, batches, a loss, maybe an accuracy."""
 
 from __future__ import annotations
 

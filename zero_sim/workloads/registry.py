@@ -1,4 +1,4 @@
-"""From the name of a model in a scenario to the workload that trains it."""
+"""The registry of workloads, by the name of a model in a scenario."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""What ranks begin with, where they do not begin alike."""
+"""Starts of ranks that do not begin alike."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+from zero_sim.scenario.kinds import is_expert
 
 _FEWEST = 2
 _KINDS = 7
@@ -22,6 +24,6 @@ def make_distinct(module: nn.Module, *, rank: int, ep: int) -> None:
     """
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            first_holders = ep if "experts" in name.split(".") else 1
+            first_holders = ep if is_expert(name) else 1
             if rank >= first_holders:
                 tensor.fill_(_FEWEST + rank % _KINDS)

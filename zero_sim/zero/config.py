@@ -1,4 +1,4 @@
-"""How the ZeRO engine is configured: one frozen record that all its layers read."""
+"""The configuration of the ZeRO engine: one frozen record that all its layers read."""
 
 from __future__ import annotations
 

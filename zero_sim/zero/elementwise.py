@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded: those that cannot tell a fragment from a param.
+"""Elementwise optimizers, which may be sharded: they cannot tell a fragment from a param.
 
 An update is elementwise if each element of master and state follows from the same element of
 master, state and gradient and from numbers that all ranks share. And it must round each element

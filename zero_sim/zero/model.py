@@ -1,4 +1,4 @@
-"""Which params of a module are trained, and which modules cannot be."""
+"""Params of a module that are trained, and modules that cannot be."""
 
 from __future__ import annotations
 

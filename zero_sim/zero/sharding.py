@@ -1,4 +1,4 @@
-"""What of a model's memory each rank keeps a part of: the stages of ZeRO as rows of a table.
+"""Sharding: what of a model's memory each rank keeps a part of, ZeRO's stages as rows of a table.
 
 Source: ZeRO (arXiv 1910.02054), section 5: P_os, P_os+g and P_os+g+p. Stage 0 is plain data
 parallelism: every rank is a shard group of its own, and all of them hold copies.

@@ -1,4 +1,4 @@
-"""What the gradients of one step are divided by: an integer, counted while the step goes on."""
+"""The divisor of one step's gradients: an integer, counted while the step goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the whole memory of a unit is: kept for good, or there only while somebody uses it.
+"""Storage of a unit's whole memory: kept for good, or there only while somebody uses it.
 
 [Note: addresses]
 The address of a weight modulo the width of a vector can change the bits of a product. torch puts

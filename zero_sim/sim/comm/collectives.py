@@ -1,4 +1,4 @@
-"""What each collective does to the data, once every member has come.
+"""Collectives: the effect of each on the data, once every member has come.
 
 Pure functions over the members' calls in group-rank order. In-place forms, where an output is a
 view of an input, come out as they do on a device.

@@ -46,7 +46,7 @@ class SimBackend:
     """The face of a group's backend; what it does not have itself is the group's.
 
     Args:
-        group: The group.
+        group: The simulated group to which collectives are handed.
         name: The backend that was asked for, such as `gloo`; `sim` where none was.
         timeout: What `options` says.
     """

@@ -1,4 +1,4 @@
-"""What becomes of the data of one collective on its way, where faults are due.
+"""Planned faults in the data of one collective, on its way.
 
 [Note: the message, not the memory]
 A fault of what a rank sends acts on a copy: the collective reads the copy, and the rank's own

@@ -1,4 +1,4 @@
-"""Where ranks meet: groups, collectives that fill up call by call, and mail between two ranks."""
+"""Rendezvous of ranks: groups, collectives that fill up call by call, and messages of two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NCCL would refuse, hang on or silently misread: calls that do not fit each other.
+"""Calls that do not fit each other: NCCL would refuse, hang on or silently misread them.
 
 Every check names both ranks' call sites; none of them looks at values. What only NCCL minds, while
 gloo accepts it, is checked where `strict` says so.

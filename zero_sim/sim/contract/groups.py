@@ -93,7 +93,7 @@ def foreign_group(rank: int, owner: int, label: str, what: str) -> ContractViola
     Args:
         rank: World rank that uses it.
         owner: World rank whose it is.
-        label: The group.
+        label: The group, as messages name it.
         what: The use, with its site.
     """
     return ContractViolation(

@@ -1,4 +1,4 @@
-"""What one rank's call says by itself: sizes, dtypes and memory that no other rank could fit.
+"""Checks of one rank's call by itself: sizes, dtypes and memory that no other rank could fit.
 
 It also says by what the call is compared with the other ranks'; see [Note: one comparison] in
 `zero_sim.sim.contract.fitting`.
@@ -57,7 +57,7 @@ def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: boo
     """Check what one rank's call says by itself.
 
     Args:
-        call: The call.
+        call: One rank's call, as it came in.
         group_rank: Group rank that made it.
         ranks: World ranks of the group.
         strict: Whether to check what NCCL refuses and gloo accepts, too.

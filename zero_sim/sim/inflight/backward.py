@@ -1,4 +1,4 @@
-"""Tells who wants to know of it that a thread begins a backward; torch's private names for it.
+"""Listeners to the begin of a backward in a thread; torch's private names for it live here.
 
 [Note: modes in a backward]
 torch's engine notes the modes of the thread when a backward begins, and sets them anew for every

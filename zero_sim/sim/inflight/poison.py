@@ -1,4 +1,4 @@
-"""What memory holds while an operation that will write it is in flight.
+"""Poison: the contents of memory while an operation that will write it is in flight.
 
 Floating-point elements are NaNs with a payload that nothing else makes, so that a value read too
 early is seen in the result and known in a debugger; bytes of integers are 0xA5; a bool is True,

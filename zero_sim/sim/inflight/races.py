@@ -1,4 +1,4 @@
-"""Finds the operation that touches memory in flight: lent to a collective and not waited for.
+"""The race detector: finds the operation that touches a collective's memory before the wait.
 
 A detector sees every tensor operation of one rank: it is a `TorchDispatchMode`, which torch asks
 before each operation, also those of autograd, of hooks and of torch's C++ code. What gets at memory

@@ -1,4 +1,4 @@
-"""What a tensor operation does to its arguments' memory, as its schema tells."""
+"""Uses of memory by a tensor operation, argument by argument, as its schema tells."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def join_works(
     """One work for several of a rank, each of which may still be waited for by itself.
 
     Args:
-        works: Those.
+        works: The works to join, at least one, all of this rank.
         baton: The baton of the run.
         rank: World rank.
         buffers: What the rank has in flight.

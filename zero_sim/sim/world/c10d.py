@@ -1,4 +1,4 @@
-"""Where torch's process-wide distributed state becomes a rank's own; private torch names live here.
+"""c10d's process-wide state, made a rank's own; torch's private names for it live here.
 
 [Note: rank-local c10d]
 torch keeps one "world" (default group, group names, tags) per process. While any simulated world is
@@ -113,7 +113,7 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
     """Let a group answer to the backend that a program asked for, if it asked for one.
 
     Args:
-        group: The group.
+        group: The group that was just made.
         asked: What the program passed, by name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a process has once and each rank must have for itself: globals of torch, flags, hooks.
+"""State that a process has once and each rank needs for itself: globals of torch, flags, hooks.
 
 Under the baton the values of the rank that gets it are put in place, and those of whoever had it
 are taken out, as with random numbers. A rank begins every program with what the caller of

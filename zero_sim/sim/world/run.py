@@ -36,7 +36,7 @@ class Run:
         """Note what a thread that a rank started was refused, since nobody may look at its error.
 
         Args:
-            rank: The rank.
+            rank: World rank that started the thread.
             error: What was raised in the thread.
         """
         self._refused.append((rank, error))

@@ -1,0 +1,75 @@
+"""The words of the project: how docstrings begin, what identifiers are called, the glossary."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted((ROOT / "zero_sim").rglob("*.py"))
+
+HEADLESS = ("From", "How", "Tells", "What", "When", "Where", "Whether", "Which", "Who", "Why")
+"""First words of a docstring that does not begin with what lives in the module."""
+
+RETIRED = frozenset({
+    "carriage", "crew", "crews", "excused", "flight", "flights", "holders", "leg", "legs", "lent",
+    "lifeline", "loan", "mail", "meetings", "nursery", "owing", "pace", "paces", "panel", "seat",
+    "seats", "sight", "sights", "strike", "strikes", "tallies", "tally", "trades", "untold",
+})  # fmt: skip
+"""Words of the house that the field has other ones for; `docs/words.md` has those."""
+
+ELSEWHERE = {
+    # Holders of references, and of units: the plain word.
+    "zero_sim/cost": {"holders"},
+    "zero_sim/findings": {"holders"},
+    "zero_sim/fuzz": {"holders"},
+    "zero_sim/checkpoint": {"holders"},
+    "zero_sim/zero": {"holders"},
+}
+
+GLOSSARY = (
+    "aliasing", "buffer in flight", "buffer map", "candidate", "comparison", "digests", "due fault",
+    "facts", "fork server", "fragment", "guarantee", "harness time", "hook event", "hook trace",
+    "job rank", "judge report", "judged group", "observations", "overlap", "ownership",
+    "parent watchdog", "peers", "rank op", "rendezvous", "repair", "reported", "shard", "snapshot",
+    "substitution", "unit",
+)  # fmt: skip
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_begins_with_the_noun_that_lives_there(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, "a module says what it is for"
+    assert docstring.split()[0] not in HEADLESS
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_line_of_args_says_more_than_the_name(path):
+    empty = r"(?m)^\s+\w+: (?:(?:It|Those|That)|The (?:call|case|group|path|rank|scenario|step))\.$"
+    assert re.findall(empty, path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_identifier_is_a_retired_word(path):
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    names = {token.string.strip("_").lower() for token in tokens if token.type == tokenize.NAME}
+    room = "/".join(name_of(path).split("/")[:2])
+    assert names & (RETIRED - ELSEWHERE.get(room, set())) == set()
+
+
+@pytest.mark.parametrize("word", GLOSSARY)
+def test_a_word_of_the_house_is_in_the_glossary(word):
+    text = re.sub(r"\s+", " ", (ROOT / "docs/words.md").read_text())
+    assert f"**{word}**" in text
+
+
+def test_what_an_experts_param_is_called_is_known_in_one_place():
+    knowing = [name_of(path) for path in MODULES if re.search(r'"experts" in', path.read_text())]
+    assert knowing == ["zero_sim/scenario/kinds.py"]
