@@ -73,3 +73,15 @@ def test_a_word_of_the_house_is_in_the_glossary(word):
 def test_what_an_experts_param_is_called_is_known_in_one_place():
     knowing = [name_of(path) for path in MODULES if re.search(r'"experts" in', path.read_text())]
     assert knowing == ["zero_sim/scenario/kinds.py"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_errors_have_one_dialect(path):
+    # `expected X, got Y`, as most rooms have it.
+    if name_of(path).startswith(("zero_sim/zero/", "zero_sim/layout/")):
+        pytest.skip("speaks the other one still")
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise):
+            found += [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+    assert [text for text in found if re.search(r"\bbut got\b", str(text))] == []

@@ -163,7 +163,7 @@ class TestSaving:
         """Named with the known ones."""
 
         def program(rank):
-            with pytest.raises(CheckpointError, match="sharded, consolidated, dcp but got 'zip'"):
+            with pytest.raises(CheckpointError, match="sharded, consolidated, dcp, got 'zip'"):
                 kit.save(path, kit.build(), form="zip")
 
         run_ranks(RANKS, program)
@@ -198,25 +198,25 @@ class TestFiles:
 
     def test_nothing_there(self, refusal, path):
         """The message names the path."""
-        assert f"Expected a checkpoint at {path} but there is nothing" in refusal()
+        assert f"expected a checkpoint at {path} but there is nothing" in refusal()
 
     def test_a_folder_without_a_manifest(self, refusal, path):
         """It is no checkpoint."""
         path.mkdir()
-        assert "Expected manifest.json" in refusal()
+        assert "expected manifest.json" in refusal()
 
     def test_a_manifest_that_is_no_json(self, saved, refusal, path):
         """Cut off."""
         saved()
         manifest = path / "manifest.json"
         manifest.write_bytes(manifest.read_bytes()[:-40])
-        assert "Expected JSON in" in refusal()
+        assert "expected JSON in" in refusal()
 
     def test_another_version(self, saved, refusal, path):
         """Named, with the known one."""
         saved()
         rewrite_manifest(path, lambda whole: whole.update(version=99))
-        assert "Expected version 2" in refusal()
+        assert "expected version 2" in refusal()
         rewrite_manifest(path, lambda whole: whole.update(format="other"))
         assert "got something else" in refusal()
 
@@ -243,16 +243,16 @@ class TestFiles:
             match damage:
                 case "truncated":
                     file.write_bytes(content[:-1])
-                    expected = f"{len(content)} bytes in {file} but got {len(content) - 1}"
+                    expected = f"{len(content)} bytes in {file}, got {len(content) - 1}"
                 case "missing":
                     file.unlink()
                     expected = f"{len(content)} bytes from {file}"
                 case "foreign":
                     file.write_bytes(bytes(len(content)))
-                    expected = f"of {file} but got"
+                    expected = f"of {file}, got"
                 case _:
                     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-                    expected = f"of {file} but got"
+                    expected = f"of {file}, got"
             assert expected in refusal()
             file.write_bytes(content)
 

@@ -112,7 +112,7 @@ class TestCode:
 
         messages, _ = load_each(alter(), weights_only=weights_only)
         assert len(messages) >= 14
-        assert all("Expected" in message for message in messages)
+        assert all("expected" in message for message in messages)
         assert not (tmp_path / "marker").exists()
 
     @pytest.mark.parametrize("listed", [True, False])
@@ -151,7 +151,7 @@ class TestCode:
                 yield path
 
         messages, _ = load_each(alter())
-        assert all("nothing that runs, but got 'posix', 'mkdir'" in m for m in messages)
+        assert all("nothing that runs, got 'posix', 'mkdir'" in m for m in messages)
         assert not (tmp_path / "marker").exists()
 
     def test_a_payload_within_a_container(self, copy, load_each, kit, tmp_path):
@@ -223,7 +223,7 @@ class TestContainers:
         path = copy("dcp")
         _rebuild_containers(path, kit, **how)
         (message,), _ = load_each([path])
-        assert "Expected a container of torch.save around" in message
+        assert "expected a container of torch.save around" in message
 
     def test_entries_that_claim_more_than_there_is(self, copy, load_each, kit):
         """Local headers and directories are numbers like others."""
@@ -243,7 +243,7 @@ class TestContainers:
         messages, facts = load_each(alter())
         refused = [message for message in messages if message is not None]
         assert len(refused) >= 5
-        assert all("Expected a container of torch.save" in message for message in refused)
+        assert all("expected a container of torch.save" in message for message in refused)
         # The rest is what the directory says besides, of dates and attributes.
         _, expected = load_each([copy("dcp")])
         kit.assert_same_runs([facts], [expected])
@@ -289,7 +289,7 @@ class TestPlaces:
         word = kind if kind in ("pipe", "socket", "folder") else "link"
         assert messages
         for message in messages:
-            assert f"but got a {word}, not a regular file." in message
+            assert f", got a {word}, not a regular file." in message
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("claim", ["less", "more", "sparse"])
@@ -322,7 +322,7 @@ class TestPlaces:
         path = copy("sharded")
         os.truncate(path / "manifest.json", 1 << 40)
         (message,), _ = load_each([path])
-        assert "Expected at most 268435456 bytes" in message
+        assert "expected at most 268435456 bytes" in message
 
     @pytest.mark.parametrize("form", FORMS)
     def test_names_of_other_files(self, copy, load_each, kit, tmp_path, form):

@@ -32,7 +32,7 @@ def test_a_property_stays_one():
 
 
 def test_a_name_that_does_not_exist_is_refused():
-    with pytest.raises(MutantError, match=r"Unit\.reduze to replace but got None"):
+    with pytest.raises(MutantError, match=r"Unit\.reduze to replace, got None"):
         Patches()(Unit, "reduze")
 
 

@@ -160,5 +160,5 @@ class TestBadSpans:
     )
     def test_is_refused(self, spans):
         """The error says what was expected."""
-        with pytest.raises(UsageError, match="Expected spans"):
+        with pytest.raises(UsageError, match="expected spans"):
             add_ranks([torch.ones(4)] * 2, order="ring", spans=spans)

@@ -105,7 +105,7 @@ def find_bytes(
         LookupError, struct.error,
     ) as error:  # fmt: skip
         raise CheckpointError(
-            f"Expected a container of torch.save around {size_bytes} bytes in bytes {start} to "
-            f"{stop} of {where} but got {error}."
+            f"expected a container of torch.save around {size_bytes} bytes in bytes {start} to "
+            f"{stop} of {where}, got {error}."
         ) from error
     return start + first

@@ -89,8 +89,8 @@ def check_index(path: Path, *, manifest: Manifest) -> None:
         AttributeError,
     ) as error:  # fmt: skip
         raise CheckpointError(
-            f"Expected in {path} an index of the pieces that the manifest lists, and nothing that "
-            f"runs, but got {error}. Do not let torch.distributed.checkpoint read it: that runs "
+            f"expected in {path} an index of the pieces that the manifest lists, and nothing that "
+            f"runs, got {error}. Do not let torch.distributed.checkpoint read it: that runs "
             f"what it says."
         ) from error
 

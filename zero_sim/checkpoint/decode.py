@@ -63,15 +63,15 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         whole = _parse(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"Expected JSON in {where} but got {len(data)} bytes that are none ({error})."
+            f"expected JSON in {where}, got {len(data)} bytes that are none ({error})."
         ) from error
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(
-            f"Expected a manifest with format={FORMAT!r} in {where} but got something else."
+            f"expected a manifest with format={FORMAT!r} in {where}, got something else."
         )
     if type(whole.get("version")) is not int or whole["version"] != VERSION:
         raise CheckpointError(
-            f"Expected version {VERSION} in {where} but got {_show(whole.get('version'))}. "
+            f"expected version {VERSION} in {where}, got {_show(whole.get('version'))}. "
             f"Try the release that wrote it."
         )
     try:
@@ -79,16 +79,16 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         digest = digest_content(table["content"])
         if table["sha256"] != digest:
             raise CheckpointError(
-                f"Expected sha256 {_show(table['sha256'])} of the content of {where} but got "
+                f"expected sha256 {_show(table['sha256'])} of the content of {where}, got "
                 f"{digest}: the file was changed after it was written."
             )
         manifest = _read_manifest(table["content"], "content")
         check_layout(manifest, "content")
     except RecursionError as error:
-        raise CheckpointError(f"Expected a manifest in {where} but got lists too deep.") from error
+        raise CheckpointError(f"expected a manifest in {where}, got lists too deep.") from error
     except InvalidField as unfit:
         raise CheckpointError(
-            f"Expected {unfit.path} in {where} to be {unfit.expected} but got {unfit.got}."
+            f"expected {unfit.path} in {where} to be {unfit.expected}, got {unfit.got}."
         ) from unfit
     return manifest
 

@@ -40,7 +40,7 @@ class Folder:
         """
         final = Path(os.path.abspath(path))
         if not final.name:
-            raise CheckpointError(f"Expected the path of a checkpoint but got {os.fspath(path)!r}.")
+            raise CheckpointError(f"expected the path of a checkpoint, got {os.fspath(path)!r}.")
         return cls(final)
 
     @property
@@ -67,11 +67,11 @@ class Folder:
                 break
         if not self.final.exists():
             raise CheckpointError(
-                f"Expected a checkpoint at {self.final} but there is nothing. A run that was cut "
+                f"expected a checkpoint at {self.final} but there is nothing. A run that was cut "
                 f"off while it saved its first one leaves {self.saving.name}, which is incomplete."
             )
         raise CheckpointError(
-            f"Expected {MANIFEST_NAME} in {self.final} but there is none: it is no checkpoint."
+            f"expected {MANIFEST_NAME} in {self.final} but there is none: it is no checkpoint."
         )
 
     def begin(self) -> None:
@@ -85,7 +85,7 @@ class Folder:
             is_free = self.final.is_dir() and not any(self.final.iterdir())
             if not is_ours and not is_free:
                 raise CheckpointError(
-                    f"Expected a new name, or that of a checkpoint to be replaced, but got "
+                    f"expected a new name, or that of a checkpoint to be replaced, got "
                     f"{self.final}, which holds no {MANIFEST_NAME}. Try another name."
                 )
         elif (self.previous / MANIFEST_NAME).is_file():
@@ -127,7 +127,7 @@ def open_regular(path: Path) -> BinaryIO:
         return untrusted.open_regular(path, follow=False)
     except Unreadable as reason:
         raise CheckpointError(
-            f"Expected to read {path} but got {reason}. If it is a link of yours, try a copy with "
+            f"expected to read {path}, got {reason}. If it is a link of yours, try a copy with "
             f"`cp -RL`, which follows links."
         ) from None
 
@@ -144,7 +144,7 @@ def read_manifest(folder: Path) -> bytes:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointError(
-                f"Expected at most {MANIFEST_BYTES_MAX} bytes in {path} but got {size_bytes}: it "
+                f"expected at most {MANIFEST_BYTES_MAX} bytes in {path}, got {size_bytes}: it "
                 f"is no manifest."
             )
         return file.read(size_bytes)

@@ -141,7 +141,7 @@ def _check_spans(folder: Path, manifest: Manifest) -> None:
         problems = find_span_problems(manifest, reader.spans())
     if problems:
         raise CheckpointError(
-            f"Expected {folder} to hold every element once but got " + "; ".join(problems) + "."
+            f"expected {folder} to hold every element once, got " + "; ".join(problems) + "."
         )
 
 
@@ -172,7 +172,7 @@ def _check_fit(
         problems += find_optimizer_problems(manifest, optimizer)
     if problems:
         raise CheckpointError(
-            f"Expected {folder} to fit this run but got {len(problems)} differences:\n  "
+            f"expected {folder} to fit this run, got {len(problems)} differences:\n  "
             + "\n  ".join(problems)
         )
 
@@ -209,7 +209,7 @@ def _match_groups(ballots: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, i
         if len(voted) > 1:
             first, second, *_ = voted.values()
             raise CheckpointError(
-                f"{WHAT}: Expected param groups as in the checkpoint but got {first!r} and "
+                f"{WHAT}: expected param groups as in the checkpoint, got {first!r} and "
                 f"{second!r} together in group {index}: the checkpoint has different settings for "
                 f"them."
             )

@@ -167,7 +167,7 @@ def take_apart(record: Any) -> dict[str, Any]:
     """Return what a record holds by name, for `json.dumps` to encode the records in it in turn."""
     names = getattr(type(record), "__dataclass_fields__", None)
     if names is None:
-        raise TypeError(f"Expected what JSON can hold, or a record, but got {record!r}.")
+        raise TypeError(f"expected what JSON can hold, or a record, got {record!r}.")
     return {name: getattr(record, name) for name in names}
 
 

@@ -81,7 +81,7 @@ def assign_writers(
     problems = find_cover_problems(numels, spans)
     if problems:
         raise CheckpointError(
-            "Expected the ranks to own every element once but got " + "; ".join(problems) + "."
+            "expected the ranks to own every element once, got " + "; ".join(problems) + "."
         )
     return chosen
 

@@ -156,7 +156,7 @@ def _check_free(folder: Folder) -> None:
     running = _under_way.get(folder.final)
     if running is not None and not running.waited:
         raise CheckpointError(
-            f"Expected no other save into {folder.final} under way but there is one. "
+            f"expected no other save into {folder.final} under way but there is one. "
             f"Try wait() on its handle first."
         )
 

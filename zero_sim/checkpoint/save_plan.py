@@ -82,7 +82,7 @@ def agree_on_save(
     def begin() -> dict[str, Any]:
         if form not in get_args(Form):
             raise CheckpointError(
-                f"Expected form to be one of {', '.join(get_args(Form))} but got {form!r}."
+                f"expected form to be one of {', '.join(get_args(Form))}, got {form!r}."
             )
         snapshot = take_snapshot(ddp, optimizer, copy=copy)
         begun.append((Folder.at(path), snapshot))

@@ -99,8 +99,8 @@ def take_snapshot(
     for record, tensor in module:
         if not ddp.is_held_by_all(ddp.kind_of(record.name, tensor)):
             raise CheckpointError(
-                f"Expected every tensor that is not trained to be on all ranks, as one of them "
-                f"saves it, but got {record.kind} {record.name!r}, which some hold. Try to train "
+                f"expected every tensor that is not trained to be on all ranks, as one of them "
+                f"saves it, got {record.kind} {record.name!r}, which some hold. Try to train "
                 f"it, with a learning rate of 0."
             )
     return Snapshot(
@@ -162,7 +162,7 @@ def merge_params(
         merged.setdefault(param.name, param)
         if holders.setdefault(param.name, holder) != holder:
             raise CheckpointError(
-                f"Expected params that not all ranks hold to have names of their own but got two "
+                f"expected params that not all ranks hold to have names of their own, got two "
                 f"called {param.name!r}, in the groups of ranks {holders[param.name]} and {holder}."
                 f" Try names that tell experts apart, whatever rank they are on."
             )
@@ -237,7 +237,7 @@ def merge_reports(
     writers = assign_writers(numels, owned)
     classes = {report["optimizer"] for report in reports}
     if len(classes) > 1:
-        raise CheckpointError(f"Expected one class of optimizer but got {sorted(classes)}.")
+        raise CheckpointError(f"expected one class of optimizer, got {sorted(classes)}.")
     groups: list[dict[str, Any]] = []
     known: dict[str, tuple[int, list[dict[str, Any]], int]] = {}
     for rank, report in enumerate(reports):
@@ -249,7 +249,7 @@ def merge_reports(
             first = known.setdefault(piece["param"], (*mine, rank))
             if first[:2] != mine:
                 raise CheckpointError(
-                    f"Expected one param group and one step count for each param but ranks "
+                    f"expected one param group and one step count for each param but ranks "
                     f"{first[2]} and {rank}, which own parts of {piece['param']!r}, have "
                     f"{groups[first[0]]}, {first[1]} and {settings}, {piece['state']}."
                 )
@@ -300,12 +300,12 @@ def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[dict[str, Any]]:
 
 def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: str) -> StateRecord:
     if not isinstance(key, str):
-        raise CheckpointError(f"Expected state under a string but got {key!r} {where}.")
+        raise CheckpointError(f"expected state under a string, got {key!r} {where}.")
     if isinstance(value, Tensor) and value.dim():
         if value.shape != leaf.shape:
             raise CheckpointError(
-                f"Expected state of one element or of shape {tuple(leaf.shape)}, the part that "
-                f"this rank owns, but got {key!r} of shape {tuple(value.shape)} {where}."
+                f"expected state of one element or of shape {tuple(leaf.shape)}, the part that "
+                f"this rank owns, got {key!r} of shape {tuple(value.shape)} {where}."
             )
         return StateRecord(key=key, dtype=name_dtype(value.dtype))
     try:

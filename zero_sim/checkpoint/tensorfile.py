@@ -95,14 +95,14 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
         with open_regular(path) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes != record.size_bytes:
-                return f"Expected {record.size_bytes} bytes in {path} but got {size_bytes}."
+                return f"expected {record.size_bytes} bytes in {path}, got {size_bytes}."
             digest = _hash(file)
     except CheckpointError as error:
         return str(error)
     except OSError as error:
-        return f"Expected to read {record.size_bytes} bytes from {path} but got {error!r}."
+        return f"expected to read {record.size_bytes} bytes from {path}, got {error!r}."
     if digest != record.sha256:
-        return f"Expected sha256 {record.sha256} of {path} but got {digest}."
+        return f"expected sha256 {record.sha256} of {path}, got {digest}."
     return None
 
 
@@ -157,8 +157,8 @@ class TensorFileReader:
             source = self._read_piece(file, piece)[part.in_piece.start : part.in_piece.stop]
             if source.dtype != output.dtype:
                 raise CheckpointError(
-                    f"Expected {output.dtype} under {piece.key!r} in {self._folder / file.name} "
-                    f"but got {source.dtype}."
+                    f"expected {output.dtype} under {piece.key!r} in {self._folder / file.name}, "
+                    f"got {source.dtype}."
                 )
             output[part.in_wanted.start : part.in_wanted.stop].copy_(source)
 
@@ -171,7 +171,7 @@ class TensorFileReader:
                 raise
             except (OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"Expected {len(file.pieces)} tensors in {path} but got {error!r}."
+                    f"expected {len(file.pieces)} tensors in {path}, got {error!r}."
                 ) from error
         return self._open[file.name].find(piece.key)
 
@@ -203,8 +203,8 @@ class _OpenFile:
             len(self._bytes) != layout.size_bytes
         ):
             raise CheckpointError(
-                f"Expected {path} to begin with the header of the {len(layout.entries)} tensors "
-                f"that the manifest lists, in all {layout.size_bytes} bytes, but got "
+                f"expected {path} to begin with the header of the {len(layout.entries)} tensors "
+                f"that the manifest lists, in all {layout.size_bytes} bytes, got "
                 f"{len(self._bytes)} bytes with another."
             )
 
@@ -226,8 +226,7 @@ class _OpenFile:
         found = torch.frombuffer(self._bytes, dtype=dtype, count=entry.numel, offset=start)
         if dtype == torch.bool and int(found.view(torch.uint8).max()) > 1:
             raise CheckpointError(
-                f"Expected bytes of 0 and 1 under {key!r} in {self._path}, as of bools, but got "
-                f"others."
+                f"expected bytes of 0 and 1 under {key!r} in {self._path}, as of bools, got others."
             )
         return found
 

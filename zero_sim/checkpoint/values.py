@@ -35,9 +35,7 @@ def name_dtype(dtype: torch.dtype) -> str:
     """
     name = str(dtype).removeprefix("torch.")
     if name not in SAFETENSORS_DTYPES:
-        raise CheckpointError(
-            f"Expected a tensor of {', '.join(SAFETENSORS_DTYPES)} but got {dtype}."
-        )
+        raise CheckpointError(f"expected a tensor of {', '.join(SAFETENSORS_DTYPES)}, got {dtype}.")
     return name
 
 
@@ -48,7 +46,7 @@ def find_dtype(name: str) -> torch.dtype:
         CheckpointError: If there is none of this name.
     """
     if name not in SAFETENSORS_DTYPES:
-        raise CheckpointError(f"Expected the name of a dtype but got {name!r}.")
+        raise CheckpointError(f"expected the name of a dtype, got {name!r}.")
     return getattr(torch, name)
 
 
@@ -78,7 +76,7 @@ def encode_value(value: object) -> Any:
             bits = view_bytes(value).hex()
             return {"tensor": name_dtype(value.dtype), "bits": bits, "value": str(value.item())}
     raise CheckpointError(
-        f"Expected a number, string, None, 0D tensor or a list of those but got {value!r} "
+        f"expected a number, string, None, 0D tensor or a list of those, got {value!r} "
         f"(type={type(value).__name__})."
     )
 
@@ -101,4 +99,4 @@ def decode_value(encoded: Any) -> Any:
         case {"tensor": name, "bits": bits}:
             content = torch.frombuffer(bytearray.fromhex(bits), dtype=torch.uint8)
             return content.view(find_dtype(name)).reshape(())
-    raise CheckpointError(f"Expected an encoded value but got {encoded!r}.")
+    raise CheckpointError(f"expected an encoded value, got {encoded!r}.")

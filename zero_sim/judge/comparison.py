@@ -146,7 +146,7 @@ def take_reference(
         return BoundedReference(scenario, workload=workload, clip=clip)
     if isinstance(before, BoundedReference):
         raise UsageError(
-            "Expected a known order of addition in a case that goes on in another world, but got "
+            "expected a known order of addition in a case that goes on in another world, got "
             "world.order_known = false. Try leaving out one of the two."
         )
     before.continue_as(scenario, workload=workload, weights_only=weights_only)

@@ -51,7 +51,7 @@ class Patches:
         original = present.fget if isinstance(present, property) else present
         if not inspect.isfunction(original):
             raise MutantError(
-                f"Expected a function {owner.__name__}.{name} to replace but got {present!r}. "
+                f"expected a function {owner.__name__}.{name} to replace, got {present!r}. "
                 f"Try its new name, or the module that calls it."
             )
 

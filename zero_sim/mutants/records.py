@@ -106,7 +106,7 @@ def mutant(
     def make(plant: Plant) -> Mutant:
         named = tuple(flag for flag in FLAGS if flag in flags.split())
         if len(named) != len(flags.split()) or not plant.__doc__:
-            raise MutantError(f"Expected known flags and a docstring of {id} but got {flags!r}.")
+            raise MutantError(f"expected known flags and a docstring of {id}, got {flags!r}.")
         description = " ".join(plant.__doc__.split())
         return Mutant(
             id=id, kind=kind, flags=named, description=description, seen_in=seen_in, kill=kill,

@@ -327,8 +327,8 @@ def _check_spans(
     """Return the non-empty spans in order, once they are known to tile the param."""
     if spans is None:
         raise UsageError(
-            f"Expected spans for each param, because order {order!r} depends on where an element "
-            "stands in the call that adds it, but got none. Try passing `orders`, or order "
+            f"expected spans for each param, because order {order!r} depends on where an element "
+            "stands in the call that adds it, got none. Try passing `orders`, or order "
             "'linear'."
         )
     tiles = sorted((span for span in spans if span.stop != span.start), key=lambda span: span.start)
@@ -337,13 +337,13 @@ def _check_spans(
         fits = tile.stop > tile.start and 0 <= tile.site.ends_on < rank_count
         if tile.start != reached or not fits:
             raise UsageError(
-                f"Expected spans that continue at element {reached} and end on a rank below "
-                f"{rank_count}, but got {tile}. Try spans that tile the param, no gap or overlap."
+                f"expected spans that continue at element {reached} and end on a rank below "
+                f"{rank_count}, got {tile}. Try spans that tile the param, no gap or overlap."
             )
         reached = tile.stop
     if reached != param_elems:
         raise UsageError(
-            f"Expected spans that tile all {param_elems} elements of the param, but they "
+            f"expected spans that tile all {param_elems} elements of the param, but they "
             f"cover {reached}. Try spans that count elements of the flattened param, from 0."
         )
     return tiles

@@ -219,7 +219,7 @@ class Reference:
             before, after = getattr(self._scenario, field), getattr(scenario, field)
             if before != after:
                 raise UsageError(
-                    f"Expected a scenario that goes on with {field} = {before}, but got {after}. "
+                    f"expected a scenario that goes on with {field} = {before}, got {after}. "
                     "Try changing only `world`, `system`, `data` and `run`."
                 )
         self._scenario = scenario

@@ -112,7 +112,7 @@ class Ranks:
         shares = self._build_shares()
         if not shares[0].params:
             raise ModelError(
-                "Expected a model with at least one param that requires a gradient, but got none "
+                "expected a model with at least one param that requires a gradient, got none "
                 f"from model.name={scenario.model.name!r}. Try giving `model.shapes` a shape."
             )
         self._assign(shares)

@@ -58,7 +58,7 @@ def load_split() -> DigitSplit:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise EnvironmentProblem(
-            "Expected scikit-learn, whose bundled digits the model 'digits' learns, but it is not "
+            "expected scikit-learn, whose bundled digits the model 'digits' learns, but it is not "
             'installed here. Try `pip install "zero-sim[digits]"`.'
         ) from error
     values, classes = load_digits(return_X_y=True)

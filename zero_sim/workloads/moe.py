@@ -97,8 +97,7 @@ class MoeWorkload:
         count, ep = scenario.model.experts, scenario.topology.ep
         if count % ep:
             raise UsageError(
-                f"Expected experts that topology.ep divides but got {count} for ep={ep}. "
-                f"Try {2 * ep}."
+                f"expected experts that topology.ep divides, got {count} for ep={ep}. Try {2 * ep}."
             )
         self._share = count // ep
         hidden, generator = scenario.model.hidden, weight_generator(scenario)
