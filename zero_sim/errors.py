@@ -40,7 +40,7 @@ class EnvironmentProblem(ZeroSimError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing wrong with a scenario."""
+    """One thing wrong with a scenario, or with another file that a person wrote."""
 
     path: str
     """Dotted path of the field, such as `world.size`; empty for the file as a whole."""
@@ -56,7 +56,7 @@ class Problem:
 
 
 class ScenarioError(UsageError):
-    """A scenario is not valid; carries every problem found, not just the first."""
+    """A scenario, or a file beside it, is not valid; carries every problem, not just the first."""
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
         self.source = source

@@ -35,12 +35,18 @@ def outputs(
     ran = invoke("run", "one.toml", "bad.toml", "--json").stdout
     bundle = json.loads(ran)["cases"][0]["bundle"]
     few = ("--jobs", 1, "--cases", 1)
+    counted = ("--params", "1e6", "--ranks", "8")
     told = {
         "run": [ran],
         "replay": [invoke("replay", bundle, "--json").stdout],
         "explain": [invoke("explain", name, "--json").stdout for name in (bundle, "equality.loss")],
         "shrink": [invoke("shrink", bundle, "--seconds", "1e-9", "--json").stdout],
         "fuzz": [invoke("fuzz", *few, "--json").stdout],
+        "memory": [invoke("memory", *counted, "--json").stdout],
+        "traffic": [invoke("traffic", *counted, "--json").stdout],
+        "advise": [
+            invoke("advise", *counted, "--memory", limit, "--json").stdout for limit in (1, 1e-8)
+        ],
         "doctor": [invoke("doctor", "--json").stdout],
         "bench": [invoke("bench", "--json").stdout],
     }

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from zero_sim.cost.calls import calls_of_step
 from zero_sim.cost.forms import ParamSize, bucket_forms, sizes_of
 from zero_sim.cost.memory import bytes_held, check_memory
-from zero_sim.cost.volume import calls_of_step
 from zero_sim.mutants import find_mutants
 from zero_sim.scenario.spec import (
     LossScaleSpec,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 import zero_sim
+from zero_sim.cli.costs import advise, memory, traffic
 from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fuzz import fuzz
 from zero_sim.cli.mutants import mutants
@@ -380,7 +381,7 @@ def schema(what: str) -> None:
     """Print the JSON Schema of a scenario file, or of what a command prints with --json.
 
     WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
-    fuzz, shrink, mutants, doctor or bench.
+    fuzz, shrink, mutants, memory, traffic, advise, doctor or bench.
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
@@ -427,7 +428,10 @@ def bench(as_json: bool) -> None:
         click.echo(render_measurements(measurements))
 
 
+main.add_command(advise)
 main.add_command(fuzz)
+main.add_command(memory)
 main.add_command(mutants)
 main.add_command(shrink)
 main.add_command(torchrun)
+main.add_command(traffic)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import Scenario
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Call = tuple[str, int, int]
 """Kind of a collective, size of its group, and the elements that a rank contributes."""
@@ -38,6 +40,8 @@ class ParamSize:
     """Size of an element."""
     grad_bytes: int
     """Size of an element of its gradient, as autograd gives it."""
+    grad_dtype: str = ""
+    """Dtype of that; empty for the param's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,7 @@ class BucketForm:
 
     names: tuple[str, ...]
     """Its params, in registration order."""
+    kind: str
     names_with_elems: tuple[str, ...]
     """Those of them that have elements."""
     elems: int
@@ -70,6 +75,9 @@ class BucketForm:
     first param is registered last."""
     param_bytes: int
     grad_bytes: int
+    param_dtype: str
+    """As the event log names it, `bfloat16`."""
+    grad_dtype: str
 
     @property
     def sum_call(self) -> Call:
@@ -105,9 +113,14 @@ class BucketForm:
         )
 
     @property
+    def owned_elems(self) -> int:
+        """Elements of params in this rank's shard, its padding left out."""
+        return max(0, min(self.payload_elems - self.shard_start, self.shard_elems))
+
+    @property
     def owns_elems(self) -> bool:
         """Whether a param reaches into this rank's shard."""
-        return self.shard_elems > 0 and self.shard_start < self.payload_elems
+        return self.owned_elems > 0
 
 
 def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
@@ -120,6 +133,7 @@ def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
             elems=param.numel(),
             param_bytes=param.element_size(),
             grad_bytes=(getattr(param, "grad_dtype", None) or param.dtype).itemsize,
+            grad_dtype=str(getattr(param, "grad_dtype", None) or param.dtype),
         )
         for name, param in module.named_parameters()
         if param.requires_grad
@@ -147,8 +161,9 @@ def bucket_forms(
     ]
     index = {size.name: index for index, size in enumerate(sizes)}
     firsts = [min(index[name] for name in form.names) for form in forms]
+    last = max(firsts, default=None)
     return tuple(
-        replace(form, is_last=first == max(firsts))
+        replace(form, is_last=True) if first == last else form
         for form, first in zip(forms, firsts, strict=True)
     )
 
@@ -184,17 +199,22 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> Buck
     shortest, longer_count = divmod(elems, shards)
     # Of the shards of a place in its block each block has one, in their order.
     shard = place % group_size * parts + place // group_size % parts if system.stage else 0
-    starts = [index * shortest + min(index, longer_count) for index in range(shards + 1)]
     first = shard - shard % parts
+
+    def start(index: int) -> int:
+        return index * shortest + min(index, longer_count)
+
+    grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
     members = _in_order(bucket, scenario=scenario)
     return BucketForm(
         names=tuple(size.name for size in members),
+        kind=bucket[0].kind,
         names_with_elems=tuple(size.name for size in members if size.elems),
         elems=elems,
         payload_elems=payload,
-        shard_elems=starts[shard + 1] - starts[shard],
-        shard_start=starts[shard],
-        block_elems=starts[first + parts] - starts[first],
+        shard_elems=start(shard + 1) - start(shard),
+        shard_start=start(shard),
+        block_elems=start(first + parts) - start(first),
         group_size=group_size,
         replica_count=system.redundancy,
         is_even=longer_count == 0,
@@ -203,7 +223,22 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> Buck
         is_last=False,
         param_bytes=param_bytes,
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
+        param_dtype=_named(bucket[0].dtype),
+        grad_dtype="float32" if system.grad_dtype == "fp32" else _named(grad_dtype),
     )
+
+
+def by_registration(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
+) -> list[BucketForm]:
+    """The same buckets, by the first registered param of each: the order of a forward."""
+    place = {size.name: index for index, size in enumerate(sizes)}
+    forms = bucket_forms(sizes, scenario=scenario, rank=rank)
+    return sorted(forms, key=lambda form: min(place[name] for name in form.names))
+
+
+def _named(dtype: str) -> str:
+    return dtype.removeprefix("torch.")
 
 
 def _in_order(members: Sequence[ParamSize], *, scenario: Scenario) -> Sequence[ParamSize]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from operator import attrgetter
 
-from zero_sim.cost.forms import BucketForm, Call, ParamSize, bucket_forms, in_words
+from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration, in_words
 from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
@@ -120,7 +120,7 @@ def check_overlap(
             world_rank=world_ranks[index],
             hook_trace=hook_trace,
             calls=calls.get(world_ranks[index], ()),
-            forms=_by_registration(sizes[index], scenario=scenario, rank=index),
+            forms=by_registration(sizes[index], scenario=scenario, rank=index),
             scenario=scenario,
             issues=issues,
         )
@@ -139,14 +139,6 @@ def _calls_of_ranks(log: EventLog) -> dict[int, list[_Timed]]:
         elif moment.what in ("wait", "land"):
             calls[moment.record].waited = min(calls[moment.record].waited, time)
     return {rank: list(calls.values()) for rank, calls in timed.items()}
-
-
-def _by_registration(
-    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
-) -> list[BucketForm]:
-    place = {size.name: index for index, size in enumerate(sizes)}
-    forms = bucket_forms(sizes, scenario=scenario, rank=rank)
-    return sorted(forms, key=lambda form: min(place[name] for name in form.names))
 
 
 def _check_sums(rank: _Rank) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from zero_sim.cost.forms import BucketForm, ParamSize, bucket_forms
+from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.hook_trace import readers_of
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
@@ -264,11 +264,7 @@ def watch_peaks(
         rank: Rank in that group.
         look: Tells what is whole in the rank's memory.
     """
-    place = {size.name: index for index, size in enumerate(sizes)}
-    forms = sorted(
-        bucket_forms(sizes, scenario=scenario, rank=rank),
-        key=lambda form: min(place[name] for name in form.names),
-    )
+    forms = by_registration(sizes, scenario=scenario, rank=rank)
     readers = {reader: read for reader, read in readers_of(module, names=names).items() if reader}
     buckets = {
         reader: frozenset(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -54,6 +55,10 @@ class _Supervised:
 _supervised: _Supervised | None = None
 _cases = 0
 
+_TAKE_MODELS = ("memory", "traffic", "advise")
+_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""Commands that may name a model of somebody else, and what such a name looks like."""
+
 
 def foreign_target(arguments: Sequence[str]) -> str:
     """What a command line names that somebody else wrote; empty where there is nothing.
@@ -63,6 +68,8 @@ def foreign_target(arguments: Sequence[str]) -> str:
     """
     if arguments and arguments[0] == "torchrun":
         return next((word for word in arguments if word.endswith(".py")), "the script")
+    if arguments and arguments[0] in _TAKE_MODELS:
+        return next((word for word in arguments[1:] if _MODEL.fullmatch(word)), "")
     named = [after for word, after in pairwise(arguments) if word == "--target"]
     named += [word.partition("=")[2] for word in arguments if word.startswith("--target=")]
     return next((name for name in named if ":" in name), "")

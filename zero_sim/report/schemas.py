@@ -19,7 +19,19 @@ from typing import Literal
 
 VERSION = 1
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-Command = Literal["run", "replay", "explain", "fuzz", "shrink", "mutants", "doctor", "bench"]
+Command = Literal[
+    "run",
+    "replay",
+    "explain",
+    "fuzz",
+    "shrink",
+    "mutants",
+    "memory",
+    "traffic",
+    "advise",
+    "doctor",
+    "bench",
+]
 
 Node = dict[str, object]
 
@@ -27,6 +39,7 @@ _TEXT: Node = {"type": "string"}
 _COUNT: Node = {"type": "integer", "minimum": 0}
 _SECONDS: Node = {"type": "number", "minimum": 0}
 _FLAG: Node = {"type": "boolean"}
+_NUMBER: Node = {"type": "number"}
 _COUNTS: Node = {"type": "object", "additionalProperties": _COUNT}
 _STATUS: Node = {
     "type": "integer",
@@ -176,6 +189,93 @@ def _mutants() -> Node:
     }
 
 
+_WAY: dict[str, Node] = {
+    "model": _TEXT,
+    "params": _COUNT,
+    "ranks": _COUNT,
+    "stage": _COUNT,
+    "redundancy": _COUNT,
+    "bucket_elems": {"anyOf": [_COUNT, {"type": "null"}]},
+}
+"""What was asked about, in each row of a calculator."""
+
+
+def _memory() -> Node:
+    held = _described(_COUNTS, "By category, and `total`: what a rank holds between two steps.")
+    of_step: Node = {"type": "object", "additionalProperties": _COUNTS}
+    row = _object(
+        {
+            **_WAY,
+            "bytes_per_rank": held,
+            "within_step": _described(of_step, "What comes on top at most, by moment."),
+            "peak": _COUNT,
+            "peak_at": _TEXT,
+            "saved": _NUMBER,
+        }
+    )
+    alone = _object({"gradients_freed": _COUNTS, "gradients_kept": _COUNTS})
+    return {
+        "bytes_per_rank": _described(_COUNTS, "Of the first of `rows`."),
+        "total": _described(_COUNT, "Likewise."),
+        "rows": _list(row),
+        "single_device": _described(_or_null(alone), "One device without buffers."),
+    }
+
+
+def _traffic() -> Node:
+    sent: Node = {"type": "object", "additionalProperties": _COUNTS}
+    flow = _object(
+        {
+            **dict.fromkeys(("kind", "group", "dtype"), _TEXT),
+            **dict.fromkeys(("ranks", "calls", "messages", "contributed_bytes"), _COUNT),
+            "sent_bytes": _COUNTS,
+            "seconds": _SECONDS,
+        }
+    )
+    times = ("step", "computing", "communicating", "exposed")
+    row = _object(
+        {
+            **_WAY,
+            "bytes_sent_per_rank": _described(sent, "By kind and link, and `total` by link."),
+            **dict.fromkeys(("total", "bytes_sent_per_card", "calls", "messages"), _COUNT),
+            "flows": _list(flow),
+            "seconds": _or_null(_object(dict.fromkeys(times, _NUMBER))),
+        }
+    )
+    return {
+        "bytes_sent_per_rank": _described(sent, "Of the first of `rows`."),
+        "total": _described(_COUNT, "Likewise."),
+        "rows": _list(row),
+        "network": _network(),
+    }
+
+
+def _network() -> Node:
+    from zero_sim.cost.network import Network
+
+    return _record(Network)
+
+
+def _advise() -> Node:
+    candidate = _object(
+        {
+            **dict.fromkeys(("stage", "redundancy", "peak", "bytes_between_nodes"), _COUNT),
+            "bucket_elems": _or_null(_COUNT),
+            "reshard_after_forward": _FLAG,
+            "peak_at": _TEXT,
+            **dict.fromkeys(("seconds", "exposed_seconds"), _NUMBER),
+            "why_not": _described(_TEXT, "Why it was ruled out; empty where it fits."),
+        }
+    )
+    return {
+        "best": _or_null(candidate),
+        "fitting": _described(_list(candidate), "The best first."),
+        "ruled_out": _list(candidate),
+        "considered": _COUNT,
+        "network": _network(),
+    }
+
+
 def _doctor() -> Node:
     from zero_sim.report.records import Fact
 
@@ -195,6 +295,9 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "fuzz": _fuzz,
     "shrink": _shrink,
     "mutants": _mutants,
+    "memory": _memory,
+    "traffic": _traffic,
+    "advise": _advise,
     "doctor": _doctor,
     "bench": _bench,
 }

@@ -39,6 +39,20 @@ def load_cases(path: str | Path) -> tuple[Scenario, ...]:
     return parse_cases(_read(path), source=str(path), stem=path.stem)
 
 
+def read_toml(path: str | Path, *, instead: str) -> dict[str, object]:
+    """What stands in a TOML file of another kind.
+
+    Args:
+        path: The file.
+        instead: What to try where it cannot be read.
+
+    Raises:
+        ScenarioError: It is no file that can be read, or no TOML.
+    """
+    path = Path(path)
+    return _parse(_read(path, instead=instead), str(path))
+
+
 def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
     """One case of a scenario file.
 
@@ -125,7 +139,7 @@ def _some(ids: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, *, instead: str = "Name a scenario, or a folder with some.") -> str:
     def refuse(message: str, suggestion: str) -> ScenarioError:
         problem = Problem(path="", message=message, suggestion=suggestion)
         return ScenarioError(str(path), [problem])
@@ -137,7 +151,7 @@ def _read(path: Path) -> str:
     except Unreadable as reason:
         raise refuse(
             f"expected a TOML file of at most {FILE_BYTES_MAX:,} bytes, got: {reason}.",
-            "Name a scenario, or a folder with some.",
+            instead,
         ) from None
     try:
         return data.decode("utf-8")

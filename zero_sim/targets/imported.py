@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from zero_sim.errors import UsageError
@@ -32,30 +33,47 @@ def load_target(name: str) -> Target:
         UsageError: There is no such module or name in it, its code does not come through, or what
             it names is no target.
     """
-    module_name, _, attribute = name.partition(":")
+    said = f"--target {name}"
+    module = import_module(name, said=said, form="--target module:name")
+    attribute = name.partition(":")[2]
+    with theirs(f"{attribute!r} of {said} to be a target, or a class to make one"):
+        target: Any = getattr(module, attribute, None)
+        if isinstance(target, type):
+            target = target()
+    return check_target(target, of=said)
+
+
+def import_module(name: str, *, said: str, form: str) -> ModuleType:
+    """Import the module of a `module:name`; runs its code.
+
+    Args:
+        name: It, found in the current folder too.
+        said: How the user said it, such as `--target module:name`.
+        form: How it should be said.
+
+    Raises:
+        UsageError: There is no such module, or its code does not come through.
+    """
+    module_name = name.partition(":")[0]
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     supervisor.note(f"the import of {name}")
-    with _theirs(f"the module of --target {name} to be imported"):
+    with theirs(f"the module of {said} to be imported"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # Of what the module itself imports.
             raise _Said(
-                f"expected an importable module before the colon, got --target {name}. Try "
+                f"expected an importable module before the colon, got {said}. Try "
                 "running in its folder, or installing it."
             ) from None
         except ValueError:
             if module_name:
                 raise
-            raise _Said(f"expected --target module:name, got {name!r}.") from None
-    with _theirs(f"{attribute!r} of --target {name} to be a target, or a class to make one"):
-        target: Any = getattr(module, attribute, None)
-        if isinstance(target, type):
-            target = target()
-    return check_target(target, of=f"--target {name}")
+            raise _Said(f"expected {form}, got {name!r}.") from None
+    return module
 
 
 def check_target(target: Any, *, of: str) -> Target:
@@ -68,7 +86,7 @@ def check_target(target: Any, *, of: str) -> Target:
     Raises:
         UsageError: It lacks something, or its `build` cannot be called as it will be.
     """
-    with _theirs(f"the attributes of {of} to be read"):
+    with theirs(f"the attributes of {of} to be read"):
         build, has_name = getattr(target, "build", None), hasattr(target, "name")
     if build is None or not has_name:
         raise UsageError(
@@ -96,7 +114,7 @@ class _Said(UsageError):
 
 
 @contextlib.contextmanager
-def _theirs(expected: str) -> Iterator[None]:
+def theirs(expected: str) -> Iterator[None]:
     """Whatever code of somebody else raises becomes an error about it.
 
     Raises:

@@ -1,0 +1,185 @@
+"""The calculators, as users call them."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+SCENARIO = """
+schema = 1
+[model]
+name = "transformer-260"
+dtype = "bf16"
+[optimizer]
+name = "adam"
+"""
+MODULE = """
+from torch import nn
+
+tiny = nn.Linear(3, 4)
+
+
+def make():
+    return nn.Linear(10**6, 10**6, bias=False)
+
+
+nothing = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("case.toml").write_text(SCENARIO)
+    Path("sized_models.py").write_text(MODULE)
+
+
+def told(invoke, *words):
+    done = invoke(*words, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+COUNTED = ("--params", "7e9", "--ranks", "8")
+
+
+def test_memory_of_a_number_of_params(invoke):
+    found = told(invoke, "memory", *COUNTED, "--stage", "1")
+    held = found["bytes_per_rank"]
+    assert held.pop("total") == sum(held.values()) == found["total"] == 38_500_000_000
+
+
+@pytest.mark.parametrize(
+    "number", ["7e9", "7b", "7_000_000_000", "7,000,000,000", "7.0e9", "7000m"]
+)
+def test_large_numbers_as_people_write_them(invoke, number):
+    found = told(invoke, "memory", "--params", number, "--ranks", "8", "--stage", "1")
+    assert found["total"] == 38_500_000_000
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "7.5", "many", "1e99", "nan"])
+def test_what_is_no_such_number(invoke, number):
+    done = invoke("memory", "--params", number, "--ranks", "8")
+    assert done.exit_code == 2
+    assert "expected a whole number of 1 to" in done.output
+
+
+def test_a_table_has_gb_and_gib(invoke):
+    text = invoke("memory", *COUNTED).output
+    assert "in GB (10^9 bytes)" in text
+    row = next(line for line in text.splitlines() if line.startswith("7,000,000,000 params      1"))
+    assert row.split()[-5:] == ["38.50", "35.86", "65.6%", "42.00", "step"]
+
+
+def test_memory_of_a_scenario(invoke):
+    found = told(invoke, "memory", "case.toml")
+    assert found["total"] == 2600
+    assert [row["model"] for row in found["rows"]] == ["case"]
+
+
+def test_a_scenario_in_other_stages(invoke):
+    rows = told(invoke, "memory", "case.toml", "--stage", "0", "--stage", "1")["rows"]
+    assert [row["bytes_per_rank"]["total"] for row in rows] == [4160, 2600]
+
+
+def test_a_module_is_built_without_memory(invoke):
+    found = told(invoke, "memory", "sized_models:make", "--ranks", "1000", "--stage", "3")
+    # fp32 params and gradients, masters and two moments: 20 bytes each.
+    assert found["total"] == 20 * 10**12 // 1000
+
+
+def test_a_module_that_is_there_already(invoke):
+    assert told(invoke, "memory", "sized_models:tiny", "--stage", "0")["total"] == 16 * 20
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sized_models:nothing", "to be an nn.Module"),
+        ("sized_models:absent", "AttributeError"),
+        ("no_such_module:x", "expected an importable module before the colon"),
+    ],
+)
+def test_what_is_no_module(invoke, name, said):
+    done = invoke("memory", name)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "expected --params, or a scenario file"),
+        (("case.toml", "--params", "7"), "got both"),
+        (("--params", "7"), "expected --ranks with --params"),
+        (("case.toml", "--dtype", "bf16"), "expected --dtype with --params alone"),
+        (("--params", "7", "--ranks", "8", "--redundancy", "3"), "divides the 8 ranks"),
+        ((*COUNTED, "--optimizer", "lion"), "expected --optimizer to be one of adamw"),
+        ((*COUNTED, "--curve"), "no --ranks, with --curve"),
+        (("--params", "1e12", "--ranks", "8", "--bucket-elems", "1"), "at most 100,000 buckets"),
+        (("absent.toml",), "got nothing at this path"),
+    ],
+)
+def test_what_does_not_go_together(invoke, words, said):
+    done = invoke("memory", *words)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_traffic_by_kind_and_link(invoke):
+    found = told(invoke, "traffic", *COUNTED, "--stage", "1")
+    sent = found["bytes_sent_per_rank"]
+    each = 2 * 7 * 10**9 * 7 // 8
+    assert sent["reduce_scatter"] == sent["all_gather"] == {"nvlink": each, "nic": 0}
+    assert sent["total"] == {"nvlink": 2 * each + 42, "nic": 0}
+    assert found["total"] == 2 * each + 42
+
+
+def test_traffic_over_the_links_of_a_file(invoke):
+    Path("links.toml").write_text(
+        "ranks_per_node = 2\n[between]\nname = 'cable'\ngigabytes_per_second = 10\ncards = 1\n"
+    )
+    sent = told(invoke, "traffic", *COUNTED, "--stage", "1", "--topology", "links.toml")
+    each = 2 * 7 * 10**9 * 7 // 8
+    assert sent["bytes_sent_per_rank"]["all_gather"] == {"nvlink": each // 2, "cable": each // 2}
+
+
+def test_a_bad_topology_file(invoke):
+    Path("links.toml").write_text("ring = 3\n[inside]\nspeed = 1\n")
+    done = invoke("traffic", *COUNTED, "--topology", "links.toml")
+    assert done.exit_code == 2
+    assert "links.toml: 3 problems" in done.output
+
+
+def test_advice(invoke):
+    done = invoke("advise", *COUNTED, "--memory", "30", "--bucket-elems", "1e8")
+    assert done.exit_code == 0
+    assert "Best: stage" in done.output
+    assert "stage 0, K = 1: takes 140.0 GB in step" in done.output
+
+
+def test_no_advice_where_nothing_fits(invoke):
+    done = invoke("advise", *COUNTED, "--memory", "0.1", "--bucket-elems", "1e8")
+    assert done.exit_code == 1
+    assert "Nothing fits: the smallest takes" in done.output
+
+
+def test_pictures_are_svg(invoke):
+    for words in (
+        ("memory", *COUNTED),
+        ("memory", "--params", "7e9", "--curve"),
+        ("traffic", "--params", "7e9", "--curve"),
+    ):
+        done = invoke(*words, "--svg", "out.svg")
+        assert done.exit_code == 0, done.output
+        root = ET.parse("out.svg").getroot()
+        assert root.tag.endswith("svg")
+        assert "prefers-color-scheme: dark" in Path("out.svg").read_text()
+
+
+def test_a_curve_has_a_row_for_each_number_of_ranks(invoke):
+    text = invoke("memory", "--params", "7e9", "--curve", "--stage", "3").output
+    assert text.count("█") > 20
+    assert "16,384" in text

@@ -1,0 +1,406 @@
+"""The commands `memory`, `traffic` and `advise`: what a way to train costs, by closed forms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zero_sim.cli.parts import a_number, echo_report, json_option
+from zero_sim.errors import UsageError
+from zero_sim.host.packages import packages_needed
+
+if TYPE_CHECKING:
+    from zero_sim.cost.counted import Model
+    from zero_sim.cost.network import Network
+
+PARAMS_MAX = 10**15
+RANKS_MAX = 2**20
+GB = 10**9
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE)
+EXIT_NOTHING_FITS = 1
+
+
+class _Count(click.ParamType):
+    """A whole number as people write large ones: 7e9, 7_000_000_000, 7b."""
+
+    name = "count"
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        if isinstance(value, int):
+            return value
+        found = _COUNT.fullmatch(str(value).strip())
+        number = 0.0
+        if found:
+            digits = re.sub(r"[_,]", "", found[1])
+            scale = _SUFFIXES[found[2].lower()]
+            number = int(digits) * scale if digits.isdecimal() else float(digits) * scale
+        if not 1 <= number <= self._most or number != int(number):
+            self.fail(
+                f"expected a whole number of 1 to {self._most:,}, as 7e9 or 7b, got {value!r}.",
+                param,
+                ctx,
+            )
+        return int(number)
+
+
+Command = Callable[..., Any]
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_what = _options(
+    click.argument("source", metavar="[FILE|MODULE:NAME]", required=False),
+    click.option("--params", type=_Count(PARAMS_MAX), metavar="P", help="Number of params: 7e9."),
+    click.option(
+        "--ranks",
+        type=_Count(RANKS_MAX),
+        multiple=True,
+        metavar="N",
+        help="Ranks that train one set of params; several for several rows.",
+    ),
+    click.option(
+        "--stage",
+        "stages",
+        type=click.Choice(["0", "1", "2", "3"]),
+        multiple=True,
+        help="ZeRO stage; several for several rows.",
+    ),
+    click.option(
+        "--redundancy",
+        "redundancies",
+        type=_Count(RANKS_MAX),
+        multiple=True,
+        metavar="K",
+        help="Copies of what is sharded; several for several rows.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["bf16", "fp16", "fp32"]),
+        help="Of params and gradients, with --params.  [default: bf16]",
+    ),
+    click.option(
+        "--grad-dtype", type=click.Choice(["param", "fp32"]), help="Of the gradient buffer."
+    ),
+    click.option(
+        "--optimizer",
+        metavar="NAME",
+        help="Class of torch.optim, such as adamw or sgd.",
+    ),
+    click.option(
+        "--no-masters", is_flag=True, help="The optimizer steps the params themselves, not copies."
+    ),
+    click.option(
+        "--bucket-elems",
+        type=_Count(PARAMS_MAX),
+        metavar="E",
+        help="Elements after which a bucket is closed.",
+    ),
+    click.option("--micro-batches", type=_Count(10**5), metavar="M", help="In a step."),
+)
+_topology = click.option(
+    "--topology",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Nodes, links and their speed, as TOML; without it nodes of 8 ranks.",
+)
+_curve = click.option("--curve", is_flag=True, help="Over 1 to 16,384 ranks.")
+_svg = click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a picture as well: what each category saves, or with --curve the curve.",
+)
+
+
+@click.command()
+@_what
+@_curve
+@_svg
+@json_option
+def memory(
+    source: str | None,
+    curve: bool,
+    svg: Path | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Say what a rank holds, by category: for a number of params, a scenario, or a module.
+
+    By closed forms, which runs are held to; GB are 10^9 bytes, GiB 2^30.
+    """
+    from zero_sim.cost.rows import alone, memory_row
+    from zero_sim.report.costs import render_curve, render_memory, render_waterfall
+
+    models = _models(source, asked, needs_ranks=not curve)
+    chosen, has_masters = _chosen(models, asked, curve=curve), not asked["no_masters"]
+    rows = [memory_row(model, has_masters=has_masters) for model in chosen]
+    baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
+    first, last = rows[0], rows[-1]
+    plain = memory_row(
+        chosen[-1].with_choice(stage=0, redundancy=1, state_over="block"), has_masters=has_masters
+    )
+    falls = plain.footprint.held, last.footprint.held
+    title = f"{last.model}: stage 0 to stage {last.stage}, {last.ranks:,} ranks"
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")
+        series.setdefault(name, []).append((row.ranks, row.footprint.total / GB))
+    if svg is not None:
+        from zero_sim.report.svg_costs import draw_curve, draw_waterfall
+
+        drawn = (
+            draw_curve(series, what="Bytes of a rank", unit="GB")
+            if curve
+            else draw_waterfall(*falls, title=title)
+        )
+        _write(svg, drawn, what="a picture")
+    if as_json:
+        told = first.as_dict()
+        echo_report(
+            {
+                "bytes_per_rank": told["bytes_per_rank"],
+                "total": first.footprint.total,
+                "rows": [row.as_dict() for row in rows],
+                "single_device": None
+                if baseline is None
+                else {
+                    name: {**held, "total": sum(held.values())} for name, held in baseline.items()
+                },
+            }
+        )
+    elif curve:
+        click.echo(render_curve(series, what="Bytes of a rank", unit="GB"))
+    else:
+        click.echo(render_memory(rows, alone=baseline))
+        if last.stage:
+            click.echo(f"\n{render_waterfall(*falls, title=title)}")
+
+
+@click.command()
+@_what
+@_topology
+@_curve
+@_svg
+@json_option
+def traffic(
+    source: str | None,
+    topology: Path | None,
+    curve: bool,
+    svg: Path | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Say what a rank sends in a step, by kind and link, and how long the step takes.
+
+    Rings, and a time for each message and each byte: a model, which says what is worth measuring.
+    """
+    from zero_sim.cost.rows import traffic_row
+    from zero_sim.report.costs import render_curve, render_traffic
+
+    models, network = _models(source, asked, needs_ranks=not curve), _network(topology)
+    chosen = _chosen(models, asked, curve=curve)
+    rows = [traffic_row(model, network=network) for model in chosen]
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")
+        assert row.time is not None
+        series.setdefault(name, []).append((row.ranks, row.time.total))
+    if svg is not None:
+        from zero_sim.report.svg_costs import draw_curve
+
+        if not curve:
+            raise UsageError("expected --curve with --svg: it draws a step's time over ranks.")
+        _write(svg, draw_curve(series, what="Time of a step", unit="s"), what="a picture")
+    if as_json:
+        told = rows[0].as_dict()
+        echo_report(
+            {
+                "bytes_sent_per_rank": told["bytes_sent_per_rank"],
+                "total": told["total"],
+                "rows": [row.as_dict() for row in rows],
+                "network": _network_dict(network),
+            }
+        )
+    elif curve:
+        click.echo(render_curve(series, what="Time of a step", unit="s"))
+    else:
+        click.echo(render_traffic(rows))
+
+
+@click.command()
+@_what
+@click.option(
+    "--memory",
+    "limit",
+    type=click.FloatRange(min=1e-9, max=1e9),
+    callback=a_number,
+    required=True,
+    metavar="GB",
+    help="What a rank has, in 10^9 bytes.",
+)
+@click.option(
+    "--activations",
+    type=click.FloatRange(min=0, max=1e9),
+    callback=a_number,
+    default=0.0,
+    show_default=True,
+    metavar="GB",
+    help="What activations take of it.",
+)
+@_topology
+@json_option
+@click.pass_context
+def advise(
+    ctx: click.Context,
+    source: str | None,
+    limit: float,
+    activations: float,
+    topology: Path | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Say which stage, copies and bucket size fit into a rank's memory and are fastest.
+
+    Exit status: 0 something fits, 1 nothing does, 2 the usage is wrong.
+    """
+    from zero_sim.cost.advise import STAGES
+    from zero_sim.cost.advise import advise as weigh
+    from zero_sim.report.costs import render_advice
+
+    (model, *others), network = _models(source, asked), _network(topology)
+    if others or len(asked["ranks"]) > 1:
+        raise UsageError("expected one case and one number of ranks to advise on, got several.")
+    if asked["ranks"]:
+        model = model.with_choice(ranks=asked["ranks"][0], redundancy=1)
+    bucket = asked["bucket_elems"]
+    advice = weigh(
+        model,
+        network=network,
+        limit=round(limit * GB),
+        activations=round(activations * GB),
+        stages=_stages(asked) or STAGES,
+        redundancies=asked["redundancies"],
+        buckets=() if bucket is None else (bucket,),
+        has_masters=not asked["no_masters"],
+    )
+    if as_json:
+        echo_report(
+            {
+                "best": advice.fitting[0].as_dict() if advice.fitting else None,
+                "fitting": [each.as_dict() for each in advice.fitting],
+                "ruled_out": [each.as_dict() for each in advice.ruled_out],
+                "considered": advice.considered,
+                "network": _network_dict(network),
+            }
+        )
+    else:
+        click.echo(render_advice(advice, limit=round(limit * GB)))
+    ctx.exit(0 if advice.fitting else EXIT_NOTHING_FITS)
+
+
+def _models(
+    source: str | None, asked: Mapping[str, Any], *, needs_ranks: bool = True
+) -> list[Model]:
+    """What is asked about, with the settings that were given in the place of its own."""
+    params = asked["params"]
+    if (source is None) == (params is None):
+        got = "neither" if source is None else "both"
+        raise UsageError(
+            f"expected --params, or a scenario file, or module:name; got {got}. "
+            "Try --params 7e9 --ranks 8."
+        )
+    if params is not None:
+        from zero_sim.cost.counted import counted_model
+
+        if not asked["ranks"] and needs_ranks:
+            raise UsageError(
+                "expected --ranks with --params: how many train together. Try --ranks 8."
+            )
+        models = [counted_model(params, dtype=asked["dtype"] or "bf16")]
+    else:
+        if asked["dtype"] is not None:
+            raise UsageError(
+                "expected --dtype with --params alone: models have dtypes of their own."
+            )
+        assert source is not None
+        with packages_needed():
+            from zero_sim.run.cost_models import model_of_name, models_of_file
+        is_name = ":" in source and not Path(source).exists()
+        models = [model_of_name(source)] if is_name else models_of_file(Path(source))
+    return [_with_settings(model, asked) for model in models]
+
+
+def _with_settings(model: Model, asked: Mapping[str, Any]) -> Model:
+    from zero_sim.cost.state import check_name
+
+    scenario = model.scenario
+    if asked["optimizer"] is not None:
+        name = check_name(asked["optimizer"])
+        scenario = replace(scenario, optimizer=replace(scenario.optimizer, name=name))
+    if asked["micro_batches"] is not None:
+        scenario = replace(
+            scenario, run=replace(scenario.run, micro_batches=asked["micro_batches"])
+        )
+    system = {name: asked[name] for name in ("grad_dtype", "bucket_elems") if asked[name]}
+    scenario = replace(scenario, system=replace(scenario.system, **system))
+    return replace(model, scenario=scenario)
+
+
+def _chosen(models: Sequence[Model], asked: Mapping[str, Any], *, curve: bool) -> list[Model]:
+    """Each model in each way that is asked for."""
+    from zero_sim.cost import rows
+
+    stages: list[Any] = _stages(asked)
+    if not stages and all(model.counted for model in models):
+        stages = [0, 1, 2, 3]
+    copies = asked["redundancies"]
+    if not curve:
+        ranks = asked["ranks"]
+        return list(rows.choices(models, ranks=ranks, stages=stages, redundancies=copies))
+    if len(models) > 1 or asked["ranks"]:
+        got = "--ranks" if asked["ranks"] else f"{len(models)} cases"
+        raise UsageError(f"expected one case, and no --ranks, with --curve; got {got}.")
+    return list(rows.curve(models[0], stages=stages, redundancies=copies))
+
+
+def _stages(asked: Mapping[str, Any]) -> list[Any]:
+    return [int(stage) for stage in asked["stages"]]
+
+
+def _network(path: Path | None) -> Network:
+    from zero_sim.cost.network import Network
+    from zero_sim.cost.network_file import load_network
+
+    return Network() if path is None else load_network(path)
+
+
+def _network_dict(network: Network) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(network)
+
+
+def _write(path: Path, text: str, *, what: str) -> None:
+    from zero_sim.host.files import unwritten, write_whole
+
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise unwritten(what, path, error) from None

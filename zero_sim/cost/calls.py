@@ -1,0 +1,196 @@
+"""The calls that a step of the textbook's ZeRO makes on one rank, in closed form.
+
+They follow from the scenario and the sizes of the params alone, and share no code with the layout
+that is judged by them; no tensors, so that they are known for 16,384 ranks as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration
+from zero_sim.scenario.copies import state_copies
+from zero_sim.scenario.spec import Scenario
+
+NORM_ELEMS = 3
+"""What ranks tell each other for the norm: sum of squares, zeros, overflows."""
+
+Purpose = Literal["sum", "copies", "gather", "spread", "norm", "tokens", "scales"]
+"""Gradients over the ranks that shard them; over copies of the shards; params inside a block; over
+blocks that own parts of each other's; and what is a few numbers, whatever the model."""
+
+Among = Literal["group", "block", "across", "parts"]
+"""Who meets: all ranks that train a kind of params; those that shard it; those at one place of all
+blocks; those at one place of all parts of the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCall:
+    """One call of one rank."""
+
+    kind: str
+    among: Among
+    ranks: range
+    """Members in the dp-cp group; of `parts`, as many as there are, by number."""
+    elems: int
+    """What the rank contributes, counted as the event log does."""
+    dtype: str
+    elem_bytes: int
+    purpose: Purpose
+
+    @property
+    def call(self) -> Call:
+        """Kind, size of the group and elements: what is compared with the event log."""
+        return (self.kind, len(self.ranks), self.elems)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the contribution."""
+        return self.elems * self.elem_bytes
+
+
+def planned_calls(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool = False
+) -> Counter[PlannedCall]:
+    """What one rank has to call in one step, in whatever order.
+
+    Args:
+        sizes: The params that the rank trains, in registration order.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+        skipped: Whether the step was, so that nothing was gathered.
+    """
+    system = scenario.system
+    calls = Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
+    sums = scenario.run.micro_batches if system.sync == "every" else 1
+    for form in by_registration(sizes, scenario=scenario, rank=rank):
+        calls += calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
+    return calls
+
+
+def calls_of_bucket(
+    form: BucketForm, *, scenario: Scenario, rank: int, sums: int, skipped: bool = False
+) -> Counter[PlannedCall]:
+    """What moves one bucket in one step.
+
+    Args:
+        form: The bucket.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+        sums: How often its gradients are reduced.
+        skipped: Whether the step was skipped.
+    """
+    ranks = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
+    grads, params = (form.grad_dtype, form.grad_bytes), (form.param_dtype, form.param_bytes)
+    calls: Counter[PlannedCall] = Counter()
+
+    def add(
+        call: Call | None, among: Among, of: tuple[str, int], purpose: Purpose, count: int
+    ) -> None:
+        if call is not None and count:
+            kind, _, elems = call
+            planned = PlannedCall(
+                kind=kind,
+                among=among,
+                ranks=ranks[among],
+                elems=elems,
+                dtype=of[0],
+                elem_bytes=of[1],
+                purpose=purpose,
+            )
+            calls[planned] += count
+
+    if not form.is_sharded:
+        add(form.sum_call, "group", grads, "sum", sums)
+        return calls
+    add(form.sum_call, "block", grads, "sum", sums)
+    add(form.copies_call, "across", grads, "copies", sums)
+    gathers = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
+    add(form.gather_call, "block", params, "gather", gathers)
+    add(form.spread_call, "across", params, "spread", 0 if skipped else 1)
+    return calls
+
+
+def calls_of_step(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool
+) -> Counter[Call]:
+    """The same by kind, size of the group and elements alone; arguments as `planned_calls`."""
+    calls: Counter[Call] = Counter()
+    planned = planned_calls(sizes, scenario=scenario, rank=rank, skipped=skipped)
+    for call, count in planned.items():
+        calls[call.call] += count
+    return calls
+
+
+def ranks_among(kind: str, *, scenario: Scenario, rank: int, group_size: int) -> dict[Among, range]:
+    """Who meets to move the params of a kind, as ranks of the dp-cp group.
+
+    Args:
+        kind: `dense` or `expert`.
+        scenario: The case as its dp-cp group sees it.
+        rank: A rank in that group.
+        group_size: Ranks that shard what is moved.
+    """
+    ways = scenario.topology.ep if kind == "expert" else 1
+    holders = range(rank % ways, scenario.world.size, ways)
+    place = rank // ways
+    first = place - place % group_size
+    return {
+        "group": holders,
+        "block": holders[first : first + group_size],
+        "across": holders[place % group_size :: group_size],
+        "parts": range(scenario.topology.tp * scenario.topology.pp),
+    }
+
+
+def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> int:
+    """How often a bucket's params are gathered in a step.
+
+    Stages 1 and 2: once, after the update. Stage 3: in every micro-batch before forward, and before
+    backward unless they were kept since; the bucket that a forward needs last always is.
+    """
+    system = scenario.system
+    if system.stage < 3:
+        return 0 if skipped else 1
+    kept = is_last or not system.reshard_after_forward
+    return scenario.run.micro_batches * (1 if kept else 2)
+
+
+def _of_few_numbers(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool
+) -> Iterator[PlannedCall]:
+    """The norm, the rows, the scales: a few numbers each, whatever the model's size."""
+
+    def few(
+        ranks: range, elems: int, dtype: str, elem_bytes: int, among: Among, purpose: Purpose
+    ) -> PlannedCall:
+        return PlannedCall(
+            kind="all_reduce",
+            among=among,
+            ranks=ranks,
+            elems=elems,
+            dtype=dtype,
+            elem_bytes=elem_bytes,
+            purpose=purpose,
+        )
+
+    system, everybody = scenario.system, range(scenario.world.size)
+    yield few(everybody, NORM_ELEMS, "float64", 8, "group", "norm")
+    parts = scenario.topology.tp * scenario.topology.pp
+    if parts > 1:
+        yield few(range(parts), NORM_ELEMS, "float64", 8, "parts", "norm")
+    if system.divide_by == "tokens":
+        yield few(everybody, 1, "int64", 8, "group", "tokens")
+    if not system.stage or skipped:
+        return
+    # One maximum over the shards of each kind that has params in fp8, an element a param.
+    for kind, ways in (("dense", 1), ("expert", scenario.topology.ep)):
+        count = sum(size.kind == kind and size.dtype.startswith("torch.float8") for size in sizes)
+        if count:
+            holders = scenario.world.size // ways
+            group_size = holders // state_copies(system)
+            ranks = ranks_among(kind, scenario=scenario, rank=rank, group_size=group_size)
+            yield few(ranks["block"], count, "float32", 4, "block", "scales")

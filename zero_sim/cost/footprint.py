@@ -1,0 +1,143 @@
+"""The bytes of one rank by category in closed form: between two steps, and at its fullest.
+
+What is held between steps is exact (`zero_sim.cost.memory` holds runs to it). What comes on top
+within a step is what the stage lets be whole at most (`zero_sim.cost.peaks` holds runs to that,
+moment by moment), with modules that run one after another, a bucket each. Activations, and what
+kernels and autograd need on their way, are no part of it: they depend on model and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
+from zero_sim.cost.memory import bytes_held
+from zero_sim.cost.state import STATE_BYTES, state_names
+from zero_sim.scenario.overlap import overlaps_grads
+from zero_sim.scenario.spec import Scenario
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """What one rank has in memory."""
+
+    held: Mapping[str, int]
+    """Bytes between two steps by category: `params`, `gradients`, `sums` of them, `masters`, and
+    each of the optimizer's states under torch's name."""
+    moments: Mapping[str, Mapping[str, int]]
+    """What comes on top at most in `forward`, `backward` and `step`: `gathered` params,
+    `whole_gradients`, and `staging`, the gradients of what the rank owns as fp32."""
+
+    @property
+    def total(self) -> int:
+        """All bytes between two steps."""
+        return sum(self.held.values())
+
+    @property
+    def peak_at(self) -> str:
+        """The moment at which most comes on top; the first of several."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def peak(self) -> int:
+        """All bytes then."""
+        return self.total + sum(self.moments[self.peak_at].values())
+
+
+def footprint_of(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, has_masters: bool = True
+) -> Footprint:
+    """The bytes of a rank.
+
+    Args:
+        sizes: The params that the rank trains, in registration order.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+        has_masters: Whether there are fp32 masters beside the params; where not, the optimizer
+            steps the params themselves.
+    """
+    forms = by_registration(sizes, scenario=scenario, rank=rank)
+    by_name = bytes_held(sizes, scenario=scenario, rank=rank, stored=0)
+    held = {name: by_name[name] for name in ("params", "gradients", "sums", "masters")}
+    if not scenario.system.stage:
+        # Nothing is in buffers: the module has its own.
+        held["params"] = sum(size.elems * size.param_bytes for size in sizes)
+    if not has_masters:
+        held["masters"] = 0
+    owned = sum(form.owned_elems for form in forms)
+    held |= dict.fromkeys(state_names(scenario.optimizer), owned * STATE_BYTES)
+    needs_copies = has_masters or any(form.grad_bytes != _FP32_BYTES for form in forms)
+    return Footprint(
+        held=held,
+        moments={
+            "forward": {"gathered": _gathered_in_forward(forms, scenario=scenario)},
+            "backward": _in_backward(forms, scenario=scenario),
+            "step": {"staging": owned * _FP32_BYTES if needs_copies else 0},
+        },
+    )
+
+
+def single_device(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, keeps_grads: bool, has_masters: bool = True
+) -> Mapping[str, int]:
+    """The bytes of one device that trains alone, without buffers, between two steps.
+
+    Args:
+        sizes: The params that are trained.
+        scenario: Says with which optimizer.
+        keeps_grads: Whether gradients stay in memory until the next backward, as they do with
+            `zero_grad(set_to_none=False)`.
+        has_masters: Whether it keeps fp32 masters.
+    """
+    elems = sum(size.elems for size in sizes)
+    return {
+        "params": sum(size.elems * size.param_bytes for size in sizes),
+        "gradients": sum(size.elems * size.grad_bytes for size in sizes) if keeps_grads else 0,
+        "masters": elems * _FP32_BYTES if has_masters else 0,
+        **dict.fromkeys(state_names(scenario.optimizer), elems * STATE_BYTES),
+    }
+
+
+def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> int:
+    """Whole params of stage 3: a bucket in use and those ahead, or all that are kept."""
+    if scenario.system.stage < 3:
+        return 0
+    whole = [form.elems * form.param_bytes for form in forms]
+    if not scenario.system.reshard_after_forward:
+        return sum(whole)
+    return max(_windows(whole, length=1 + _prefetch(scenario)), default=0)
+
+
+def _in_backward(forms: Sequence[BucketForm], *, scenario: Scenario) -> dict[str, int]:
+    """Whole params and gradients at the bucket at which both together take most."""
+    system, run = scenario.system, scenario.run
+    params = [form.elems * form.param_bytes for form in forms]
+    grads = [form.elems * form.grad_bytes for form in forms]
+    if system.stage < 2:
+        return {"gathered": 0, "whole_gradients": 0}
+    accumulates = system.sync == "last" and run.micro_batches > 1
+    in_flight = 1 if overlaps_grads(system) else 0
+    best = {"gathered": 0, "whole_gradients": 0}
+    for index in range(len(forms)):
+        first = max(0, index - _prefetch(scenario))
+        # Backward begins with all params that forward kept, and drops each once it is past.
+        gathered = sum(params[: index + 1] if not system.reshard_after_forward else ())
+        gathered = gathered or sum(params[first : index + 1])
+        now = {
+            "gathered": gathered if system.stage == 3 else 0,
+            "whole_gradients": sum(grads if accumulates else grads[index : index + 1 + in_flight]),
+        }
+        best = max(best, now, key=lambda each: sum(each.values()))
+    return best
+
+
+def _prefetch(scenario: Scenario) -> int:
+    return 1 if scenario.system.prefetch is None else scenario.system.prefetch
+
+
+def _windows(values: Sequence[int], *, length: int) -> list[int]:
+    """Sums of that many values in a row, of fewer at the end."""
+    return [sum(values[start : start + length]) for start in range(len(values))]

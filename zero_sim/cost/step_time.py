@@ -1,0 +1,210 @@
+"""How long a step takes by a simple model: one stream that computes, one that communicates.
+
+Buckets are computed one after another, each for as long as its params say; a collective takes its
+messages times latency, and its bytes over the bandwidth of its slowest link (`network.py`), and
+starts when it is issued and all before it are done. So one call a param costs latencies, and one
+call a buffer hides behind nothing; what lies between can be seen. What an optimizer computes is
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from zero_sim.cost.calls import Purpose, calls_of_bucket, planned_calls
+from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
+from zero_sim.cost.network import Network, route_of, seconds_of, sent_elems
+from zero_sim.cost.traffic import WorldRanks, world_ranks_of
+from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
+from zero_sim.scenario.spec import Scenario
+
+_FEW: tuple[Purpose, ...] = ("norm", "tokens", "scales")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """The seconds of a step."""
+
+    total: float
+    compute: float
+    communication: float
+    """Of all collectives, one after another."""
+
+    @property
+    def exposed(self) -> float:
+        """What of the communication nothing hides."""
+        return self.total - self.compute
+
+
+@dataclass(slots=True)
+class _Streams:
+    """Two clocks: when computing goes on, and when the stream of collectives is free."""
+
+    now: float = 0.0
+    free: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+
+    def run(self, seconds: float) -> None:
+        self.now += seconds
+        self.compute += seconds
+
+    def issue(self, seconds: float) -> float:
+        """When what is issued now is done."""
+        self.free = max(self.free, self.now) + seconds
+        self.communication += seconds
+        return self.free
+
+    def wait(self, until: float) -> None:
+        self.now = max(self.now, until)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Costs:
+    """Of one bucket: seconds of each of its collectives and of its computing."""
+
+    moves: dict[Purpose, float]
+    forward: float
+
+    def of(self, purpose: Purpose) -> float:
+        return self.moves.get(purpose, 0.0)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is played."""
+
+    costs: Sequence[_Costs]
+    scenario: Scenario
+    streams: _Streams = field(default_factory=_Streams)
+    gathered: dict[int, float] = field(default_factory=dict)
+    """By bucket when its params are whole."""
+
+    def play(self, few: float) -> None:
+        scenario, streams = self.scenario, self.streams
+        system, last = scenario.system, scenario.run.micro_batches - 1
+        for micro in range(scenario.run.micro_batches):
+            if micro == 0 and overlaps_params(system):
+                self._spread()
+                for index in range(len(self.costs)):
+                    self._gather(index)
+            self._forward()
+            self._backward(reduces=system.sync == "every" or micro == last)
+        streams.wait(streams.issue(few))
+        if not overlaps_params(system):
+            self._spread()
+            if system.stage in (1, 2):
+                for cost in self.costs:
+                    streams.wait(streams.issue(cost.of("gather")))
+
+    def _spread(self) -> None:
+        for cost in self.costs:
+            self.streams.wait(self.streams.issue(cost.of("spread")))
+
+    def _gather(self, index: int) -> None:
+        if index not in self.gathered:
+            self.gathered[index] = self.streams.issue(self.costs[index].of("gather"))
+
+    def _forward(self) -> None:
+        count, sharded = len(self.costs), self.scenario.system.stage == 3
+        for index in range(count):
+            if sharded:
+                for ahead in range(index, min(count, index + 1 + self._prefetch)):
+                    self._gather(ahead)
+            self.streams.wait(self.gathered.get(index, 0.0))
+            self.streams.run(self.costs[index].forward)
+            if sharded and self.scenario.system.reshard_after_forward and index + 1 < count:
+                del self.gathered[index]
+
+    def _backward(self, *, reduces: bool) -> None:
+        system, streams = self.scenario.system, self.streams
+        overlap, waiting = overlaps_grads(system), []
+        for index in range(len(self.costs))[::-1]:
+            cost = self.costs[index]
+            if system.stage == 3:
+                for ahead in range(index, max(-1, index - 1 - self._prefetch), -1):
+                    self._gather(ahead)
+                streams.wait(self.gathered.pop(index))
+            streams.run(2 * cost.forward)
+            if not reduces:
+                continue
+            if overlap or system.stage >= 2:
+                done = streams.issue(cost.of("sum"))
+                if not overlap:
+                    streams.wait(done)
+            else:
+                waiting.append(cost.of("sum"))
+        for seconds in waiting:
+            streams.wait(streams.issue(seconds))
+        if reduces:
+            # Sums over copies of the shards come behind those inside the blocks.
+            for cost in self.costs:
+                streams.issue(cost.of("copies"))
+        streams.wait(streams.free)
+        self.gathered.clear()
+
+    @property
+    def _prefetch(self) -> int:
+        ahead = self.scenario.system.prefetch
+        return 1 if ahead is None else ahead
+
+
+def step_time(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, network: Network
+) -> StepTime:
+    """The time of one step of one rank, the steps before and behind it being alike.
+
+    Args:
+        sizes: The params that the rank trains, in registration order.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+        network: Links, and how fast ranks compute.
+    """
+    place = world_ranks_of(scenario, rank=rank)
+    known: dict[BucketForm, _Costs] = {}
+    costs = []
+    for form in by_registration(sizes, scenario=scenario, rank=rank):
+        # Buckets that are alike but for their names cost alike.
+        key = _unnamed(form)
+        if key not in known:
+            known[key] = _costs_of(form, scenario, rank=rank, network=network, place=place)
+        costs.append(known[key])
+    few = sum(
+        count * _seconds(call.kind, call.bytes, place(call.among, call.ranks), network=network)
+        for call, count in planned_calls((), scenario=scenario, rank=rank).items()
+        if call.purpose in _FEW
+    )
+    step = _Step(costs=costs, scenario=scenario)
+    step.play(few)
+    streams = step.streams
+    return StepTime(
+        total=max(streams.now, streams.free),
+        compute=streams.compute,
+        communication=streams.communication,
+    )
+
+
+def _unnamed(form: BucketForm) -> BucketForm:
+    return replace(form, names=(), names_with_elems=())
+
+
+def _costs_of(
+    form: BucketForm, scenario: Scenario, *, rank: int, network: Network, place: WorldRanks
+) -> _Costs:
+    calls = calls_of_bucket(form, scenario=scenario, rank=rank, sums=1)
+    moves = {
+        call.purpose: _seconds(
+            call.kind, call.bytes, place(call.among, call.ranks), network=network
+        )
+        for call in calls
+    }
+    compute = network.compute
+    forward = 0.0 if compute is None else compute.forward_seconds(form.payload_elems)
+    return _Costs(moves=moves, forward=forward)
+
+
+def _seconds(kind: str, contributed: int, ranks: Sequence[int], *, network: Network) -> float:
+    route = route_of(ranks, network=network, kind=kind)
+    sent = float(sent_elems(kind, contributed, len(ranks)))
+    return seconds_of(kind, sent, route, network=network)

@@ -1,0 +1,246 @@
+"""What the calculators say, as text: tables, a waterfall, a scaling curve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zero_sim.cost.advise import Advice, Candidate
+from zero_sim.cost.rows import MemoryRow, TrafficRow
+from zero_sim.report.amounts import (
+    aligned,
+    binary_bytes,
+    binary_unit,
+    decimal_bytes,
+    in_unit,
+    seconds,
+    unit_for,
+)
+
+BAR_CHARS = 40
+"""Width of a bar, whatever the terminal's."""
+ADVICE_MAX = 8
+"""Candidates shown of those that fit."""
+
+
+def render_memory(
+    rows: Sequence[MemoryRow], *, alone: Mapping[str, Mapping[str, int]] | None = None
+) -> str:
+    """A table of what a rank holds, row by row, and below it what one device alone would."""
+    names = _categories([row.footprint.held for row in rows])
+    unit = unit_for(row.footprint.peak for row in rows)
+    binary = binary_unit(unit)
+    head = ["model", "stage", "N", "K", *names, f"total {unit[0]}"]
+    head += [*([binary[0]] if binary else []), "saved", "at most", "in"]
+    table = [head]
+    for row in rows:
+        footprint = row.footprint
+        table.append(
+            [
+                row.model,
+                str(row.stage),
+                f"{row.ranks:,}",
+                str(row.redundancy),
+                *(in_unit(footprint.held.get(name, 0), unit) for name in names),
+                in_unit(footprint.total, unit),
+                *([in_unit(footprint.total, binary)] if binary else []),
+                f"{row.saved:.1%}",
+                in_unit(footprint.peak, unit),
+                footprint.peak_at,
+            ]
+        )
+    lines = [
+        f"Bytes of one rank in {unit[0]}{_size_of(unit)}, held between two steps; `at most`: "
+        "with what a step has besides.",
+        "Activations, and what kernels need on their way, are not in it.",
+        "",
+        aligned(table),
+    ]
+    if alone:
+        freed, kept = (sum(alone[name].values()) for name in ("gradients_freed", "gradients_kept"))
+        lines += [
+            "",
+            f"One device alone, without buffers: {decimal_bytes(freed)} ({binary_bytes(freed)}) "
+            f"where gradients are freed after a step, {decimal_bytes(kept)} "
+            f"({binary_bytes(kept)}) where they are kept.",
+        ]
+    return "\n".join(lines)
+
+
+def waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """From one total down to another, category by category.
+
+    Returns:
+        For each bar its name, and between which amounts it lies: first the whole of `before`, then
+        what each category saves, or costs, last the whole of `after`.
+    """
+    level = sum(before.values())
+    bars = [("before", 0, level)]
+    for name in dict.fromkeys((*before, *after)):
+        change = after.get(name, 0) - before.get(name, 0)
+        if change:
+            bars.append((name, level, level + change))
+            level += change
+    bars.append(("after", 0, level))
+    return bars
+
+
+def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, title: str) -> str:
+    """The same as bars of text."""
+    bars = waterfall(before, after)
+    unit = unit_for(stop for _, _, stop in bars)
+    most = max(max(start, stop) for _, start, stop in bars) or 1
+    rows = [[title, "", unit[0]]]
+    for index, (name, start, stop) in enumerate(bars):
+        low, high = sorted((start, stop))
+        first, last = (round(amount / most * BAR_CHARS) for amount in (low, high))
+        bar = " " * first + ("█" if index in (0, len(bars) - 1) else "▒") * max(1, last - first)
+        signed = in_unit(stop - start, unit)
+        rows.append(
+            [name, f"{bar:<{BAR_CHARS}}", signed if stop < start or not start else f"+{signed}"]
+        )
+    return aligned(rows, left=2)
+
+
+def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str, unit: str) -> str:
+    """A scaling curve as text: a row a number of ranks, a bar a series on a scale of its factors.
+
+    Args:
+        series: By name pairs of ranks and amount, of at least one rank count.
+        what: What is drawn.
+        unit: Of its amounts.
+    """
+    amounts = [amount for pairs in series.values() for _, amount in pairs]
+    most = max(amounts, default=0) or 1
+    names = list(series)
+    rows = [["N", *(text for name in names for text in (name, ""))]]
+    by_ranks: dict[int, dict[str, float]] = {}
+    for name, pairs in series.items():
+        for ranks, amount in pairs:
+            by_ranks.setdefault(ranks, {})[name] = amount
+    width = max(4, BAR_CHARS // max(1, len(names)))
+    for ranks, of in sorted(by_ranks.items()):
+        cells = [f"{ranks:,}"]
+        for name in names:
+            amount = of.get(name)
+            cells.append("" if amount is None else f"{amount:,.2f}")
+            bar = "" if amount is None else "█" * max(1, round(amount / most * width))
+            cells.append(f"{bar:<{width}}")
+        rows.append(cells)
+    return f"{what} in {unit}, by number of ranks N\n\n{aligned(rows, left=0)}"
+
+
+def render_traffic(rows: Sequence[TrafficRow]) -> str:
+    """A table of what a rank sends, by kind and link."""
+    network = rows[0].traffic.network
+    inside, between = network.inside.name, network.between.name
+    kinds = list(dict.fromkeys(flow.kind for row in rows for flow in row.traffic.flows))
+    unit = unit_for(float(row.traffic.sent) for row in rows)
+    head = ["model", "stage", "N", "K", "calls", *kinds, f"total {unit[0]}"]
+    head += [inside, between, f"a {between}", "step", "hidden"]
+    table = [head]
+    for row in rows:
+        traffic, time = row.traffic, row.time
+        by_kind = {kind: sum(links.values()) for kind, links in traffic.by_kind().items()}
+        hidden = ""
+        if time is not None and time.communication:
+            hidden = f"{1 - time.exposed / time.communication:.0%}"
+        table.append(
+            [
+                row.model,
+                str(row.stage),
+                f"{row.ranks:,}",
+                str(row.redundancy),
+                f"{sum(flow.calls for flow in traffic.flows):,}",
+                *(in_unit(by_kind.get(kind, 0), unit) for kind in kinds),
+                in_unit(float(traffic.sent), unit),
+                in_unit(float(traffic.sent_over(inside)), unit),
+                in_unit(float(traffic.sent_over(between)), unit),
+                in_unit(float(traffic.sent_per_card), unit),
+                seconds(traffic.seconds if time is None else time.total),
+                hidden,
+            ]
+        )
+    compute = network.compute
+    hides = (
+        "nothing is said of computing, so that nothing hides"
+        if compute is None
+        else f"ranks compute {compute.teraflops:g} Tflop/s on {compute.tokens:,} tokens"
+    )
+    return "\n".join(
+        [
+            f"Bytes that one rank sends in a step, in {unit[0]}{_size_of(unit)}; rings are laid "
+            f"out {network.ring}.",
+            f"Nodes of {network.ranks_per_node} ranks; {inside}: inside, "
+            f"{network.inside.gigabytes_per_second:g} GB/s and "
+            f"{network.inside.microseconds:g} us; {between}: between, {network.cards} a node, "
+            f"{network.between.gigabytes_per_second:g} GB/s and "
+            f"{network.between.microseconds:g} us.",
+            f"{inside} and {between}: a mean over the ranks; `a {between}`: what leaves a node by "
+            f"each card; {hides}.",
+            "",
+            aligned(table),
+        ]
+    )
+
+
+def render_advice(advice: Advice, *, limit: int) -> str:
+    """What fits, the best first, and why the rest does not."""
+    lines = [f"{advice.considered:,} ways weighed against {decimal_bytes(limit)} a rank."]
+    if advice.fitting:
+        best = advice.fitting[0]
+        lines += ["", f"Best: {_in_words(best)}.", ""]
+        lines.append(
+            aligned([_HEAD, *(_row(each) for each in advice.fitting[:ADVICE_MAX])], left=0)
+        )
+        left = len(advice.fitting) - ADVICE_MAX
+        if left > 0:
+            lines.append(f"... and {left} more that fit and are slower.")
+    else:
+        least = min((each.peak for each in advice.ruled_out), default=0)
+        lines += ["", f"Nothing fits: the smallest takes {decimal_bytes(least)}."]
+    if advice.ruled_out:
+        lines += ["", "Ruled out, each with the bucket size with which it takes least:"]
+        lines += [
+            f"  stage {each.stage}, K = {each.redundancy}: {each.why_not}"
+            for each in advice.ruled_out
+        ]
+    return "\n".join(lines)
+
+
+_HEAD = ["stage", "K", "bucket", "reshard", "at most", "between", "step", "exposed"]
+
+
+def _row(candidate: Candidate) -> list[str]:
+    kept = "" if candidate.stage < 3 else "yes" if candidate.reshard_after_forward else "no"
+    bucket = candidate.bucket_elems
+    return [
+        str(candidate.stage),
+        str(candidate.redundancy),
+        "one" if bucket is None else f"{bucket:,}",
+        kept,
+        decimal_bytes(candidate.peak),
+        decimal_bytes(candidate.between),
+        seconds(candidate.time.total),
+        seconds(candidate.time.exposed),
+    ]
+
+
+def _in_words(candidate: Candidate) -> str:
+    bucket = candidate.bucket_elems
+    cut = "one bucket a buffer" if bucket is None else f"buckets of {bucket:,} elements"
+    kept = "" if candidate.reshard_after_forward else ", params kept between forward and backward"
+    return f"stage {candidate.stage}, K = {candidate.redundancy}, {cut}{kept}"
+
+
+def _categories(held: Sequence[Mapping[str, int]]) -> list[str]:
+    """Categories that any row has anything of, in the order in which they are told."""
+    return [
+        name
+        for name in dict.fromkeys(n for each in held for n in each)
+        if any(each.get(name) for each in held)
+    ]
+
+
+def _size_of(unit: tuple[str, int]) -> str:
+    zeros = len(str(unit[1])) - 1
+    return f" (10^{zeros} bytes)" if zeros else ""
