@@ -1,4 +1,4 @@
-"""How long a step takes by a simple model: one stream that computes, one that communicates.
+"""Time of a step by a simple model: one stream that computes, one that communicates.
 
 Buckets are computed one after another, each for as long as its params say; a collective takes its
 messages times latency, and its bytes over the bandwidth of its slowest link (`network.py`), and

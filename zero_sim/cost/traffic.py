@@ -1,4 +1,4 @@
-"""What a rank sends in a step by kind, group, dtype and link, from closed forms or from a log."""
+"""Traffic of a rank in a step by kind, group, dtype and link, from closed forms or from a log."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ def traffic_of(
     flows = []
     for (kind, group, ranks, dtype), members in rows.items():
         at = place(members[0][0].among, members[0][0].ranks)
-        tally = Counter({(call.elems, call.elem_bytes): 0 for call, _ in members})
+        counts = Counter({(call.elems, call.elem_bytes): 0 for call, _ in members})
         for call, count in members:
-            tally[call.elems, call.elem_bytes] += count
-        flows.append(_flow(kind, group, at, dtype, tally, network=network))
+            counts[call.elems, call.elem_bytes] += count
+        flows.append(_flow(kind, group, at, dtype, counts, network=network))
         assert flows[-1].ranks == ranks
     return Traffic(flows=flows, network=network)
 
@@ -144,8 +144,8 @@ def traffic_in(records: Iterable[CollectiveRecord], *, network: Network) -> Traf
             key = (record.kind, record.group, record.group_ranks, record.dtype)
             rows.setdefault(key, Counter())[record.elems, record.elem_bytes] += 1
     flows = [
-        _flow(kind, group, ranks, dtype, tally, network=network)
-        for (kind, group, ranks, dtype), tally in rows.items()
+        _flow(kind, group, ranks, dtype, counts, network=network)
+        for (kind, group, ranks, dtype), counts in rows.items()
     ]
     return Traffic(flows=flows, network=network)
 
@@ -155,18 +155,18 @@ def _flow(
     group: str,
     ranks: Sequence[int],
     dtype: str,
-    tally: Counter[tuple[int, int]],
+    counts: Counter[tuple[int, int]],
     *,
     network: Network,
 ) -> Flow:
-    """The calls of one row; `tally` counts them by elements and bytes an element."""
+    """The calls of one row; `counts` counts them by elements and bytes an element."""
     route = route_of(ranks, network=network, kind=kind)
     sent, seconds = Fraction(0), 0.0
-    for (elems, elem_bytes), count in tally.items():
+    for (elems, elem_bytes), count in counts.items():
         each = sent_elems(kind, elems, len(ranks)) * elem_bytes
         sent += count * each
         seconds += count * seconds_of(kind, float(each), route, network=network)
-    calls = tally.total()
+    calls = counts.total()
     return Flow(
         kind=kind,
         group=group,
@@ -174,7 +174,7 @@ def _flow(
         dtype=dtype,
         calls=calls,
         messages=calls * messages(kind, len(ranks)),
-        contributed_bytes=sum(n * elems * size for (elems, size), n in tally.items()),
+        contributed_bytes=sum(n * elems * size for (elems, size), n in counts.items()),
         sent={
             network.inside.name: sent * (1 - route.between),
             network.between.name: sent * route.between,

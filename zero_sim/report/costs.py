@@ -1,4 +1,4 @@
-"""What the calculators say, as text: tables, a waterfall, a scaling curve."""
+"""Costs as text: tables, a waterfall, a scaling curve."""
 
 from __future__ import annotations
 
