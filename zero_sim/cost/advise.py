@@ -1,4 +1,4 @@
-"""Advice: which stage, copies and bucket size fit into a rank's memory and are fastest over its links.
+"""Advice: the stage, copies and bucket size that fit into a rank's memory and are fastest.
 
 Every candidate is weighed by the closed forms: what does not fit is ruled out with what it takes,
 what fits is ordered by the time of a step. Of those that are as fast the simpler one comes first:
