@@ -17,8 +17,8 @@ def observed(world_of, order, *, size, kind="all_reduce", elems=None, dtype=BF16
     elems = 3 * size if elems is None else elems
 
     def program(rank):
-        reduction = by_calling(kind, group=dist.group.WORLD, elems=elems, dtype=dtype)
-        return observe(reduction, rank_count=size, dtype=dtype)
+        reduction = by_calling(kind, group=dist.group.WORLD, elems=elems)
+        return observe(reduction, rank_count=size, elems=elems, dtype=dtype)
 
     results = world_of(size, order=order, seed=5).run(program)
     assert all(result == results[0] for result in results)
@@ -27,8 +27,8 @@ def observed(world_of, order, *, size, kind="all_reduce", elems=None, dtype=BF16
 
 def modelled(order, *, size, kind="all_reduce", elems=None, dtype=BF16):
     elems = 3 * size if elems is None else elems
-    reduction = by_model(kind, order=order, rank_count=size, elems=elems, dtype=dtype, order_seed=5)
-    return observe(reduction, rank_count=size, dtype=dtype)
+    reduction = by_model(kind, order=order, rank_count=size, elems=elems, order_seed=5)
+    return observe(reduction, rank_count=size, elems=elems, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
@@ -100,6 +100,6 @@ def test_sums_that_fit_no_tree_are_said_to_fit_none():
     """A reduction that forgets a rank."""
 
     def reduce(values):
-        return torch.tensor([values[0] + values[1]])
+        return values(0) + values(1)
 
-    assert observe(reduce, rank_count=4, dtype=torch.float32).trees == ("?",)
+    assert observe(reduce, rank_count=4, elems=1, dtype=torch.float32).trees == ("?",)

@@ -1,48 +1,82 @@
-"""Measures in which order a backend adds, from its outputs alone, and compares it with a model.
+"""Measures in which order a backend adds, from its outputs alone.
 
 To be called by every rank of a group, on any backend, before an order model is trusted.
 
-[Note: rooted triples]
-Let rank i bring B, rank j bring -B, rank k bring 1 and all others 0, with B so large that B + 1 is
-rounded to B. If i and j are joined before k comes to either of them, the sum is 1; else the 1 is
-lost and the sum is 0. Of the three ways to hand out the roles in a triple of ranks exactly one
-leaves the 1, and that for all triples determines the binary tree of additions: the ranks of a set
-that are joined first are those that some triple joins before a third one of the set (Aho, Sagiv,
-Szymanski and Ullman, 1981). Every element of a tensor is measured in the same calls, three for each
-triple of ranks.
+[Note: pairs that cancel]
+Let rank i bring B, rank j bring -B, some others a power of two each, and the rest 0, with B so
+large that what is added to it is rounded away, and the powers so few that their sums are exact.
+Where i and j are joined, all that came to either of them before is lost; what is joined later is
+not. So the bits of the sum are those ranks that lie outside of the least subtree with i and j in
+it. For one i and every j these subtrees are the ancestors of i, one inside the other; what hangs
+between two of them is a smaller tree, measured in the same way. A binary tree is known by the sets
+of leaves of its subtrees, one pair for each: so many calls show that a tree is what it is said to
+be. Elements take no part in each other's sums: each is measured with a pair of its own, and runs of
+elements that are added alike show all pairs in one call.
 
-Where the 1 is never lost, the accumulator is wider than the data; a larger B finds the tree inside
-of fp32. Where it is lost in some triples only, partial sums are kept in more than one dtype.
+A tree of N ranks takes N to 2 N pairs, as long as the ranks that stand in for i are well chosen,
+and each pair takes as many calls as a significand has room for the others: 20 for 128 ranks and
+bf16. To see that a model holds takes as many calls as one pair, whatever N.
+
+Powers and B are chosen twice: so that only the data's own significand is too short for their sum,
+and so that fp32's (fp64's) is, too. Where nothing is lost the first time and all the second, the
+accumulator is wider than the data; where some is, partial sums are kept in more than one dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.reference import AddOrder, SumSite, SumSpan
+from zero_sim.reference import AddOrder, Arrangement, SumSite, SumSpan
 from zero_sim.reference.adding import add_ranks
+from zero_sim.reference.arrangement import ADD, Tree
 
-Reduction = Callable[[Sequence[float]], Tensor]
-"""Reduces one tensor a rank, each filled with the rank's number of those given, in group-rank
-order; returns what came of every element, 1D, the same on every rank."""
+Values = Callable[[int], Tensor]
+"""What a rank of the group brings, 1D, on the CPU."""
+Reduction = Callable[[Values], Tensor]
+"""Reduces what the ranks bring; returns what came of every element, 1D, on the CPU, the same on
+every rank."""
 
-Kind = Literal["all_reduce", "reduce_scatter"]
+Kind = Literal["all_reduce", "reduce_scatter", "reduce_scatter_list"]
 Accumulator = Literal["data", "wider", "mixed"]
 
-_LARGE_AND_SMALL = {
-    torch.bfloat16: ((2.0**10, 1.0), (2.0**30, 1.0)),
-    torch.float16: ((2.0**13, 1.0), (2.0**15, 2.0**-14)),
-    torch.float32: ((2.0**26, 1.0), (2.0**60, 1.0)),
-    torch.float64: ((2.0**56, 1.0), (2.0**56, 1.0)),
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """What is large enough to lose what is small."""
+
+    large: float
+    small: float
+    """The least power of two that takes part."""
+    room: int
+    """How many powers take part at once."""
+
+
+_SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
+    torch.bfloat16: (
+        Scale(large=2.0**16, small=1.0, room=7),
+        Scale(large=2.0**60, small=1.0, room=7),
+    ),
+    torch.float16: (
+        Scale(large=2.0**15, small=2.0**-6, room=9),
+        # Numbers below 2 ** -14 may be taken for 0.
+        Scale(large=2.0**15, small=2.0**-14, room=5),
+    ),
+    torch.float32: (
+        Scale(large=2.0**48, small=1.0, room=22),
+        Scale(large=2.0**80, small=1.0, room=22),
+    ),
+    torch.float64: (
+        Scale(large=2.0**110, small=1.0, room=50),
+        Scale(large=2.0**110, small=1.0, room=50),
+    ),
 }
-"""B and what stands for the 1, beyond the data's own significand and beyond fp32's (fp64's)."""
+"""Lost in the data's own significand, and lost beyond fp32's (fp64's)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,72 +98,324 @@ class ObservedOrder:
         ][-1]
 
 
-def observe(reduce: Reduction, *, rank_count: int, dtype: torch.dtype) -> ObservedOrder:
-    """Measure a reduction; see [Note: rooted triples].
+def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtype) -> ObservedOrder:
+    """Measure a reduction; see [Note: pairs that cancel].
 
     Args:
         reduce: What is measured; it is called the same number of times on every rank.
-        rank_count: Ranks of the group; more than 16 take thousands of calls.
+        rank_count: Ranks of the group.
+        elems: What it reduces.
         dtype: Of the data: bf16, fp16, fp32 or fp64.
     """
-    narrow, wide = (
-        _measure(reduce, rank_count=rank_count, large=large, small=small)
-        for large, small in _LARGE_AND_SMALL[dtype]
+    narrow, wide = _SCALES[dtype]
+    ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
+    classes = [_Class(elements=torch.arange(elems), rank_count=rank_count)]
+    while any(each.next_set() for each in classes):
+        classes = list(_look(ask, classes, wide))
+    found = sorted((start, each.text()) for each in classes for start in _starts_of(each.elements))
+    trees = [(start, text) for start, text in found]
+    kept = [
+        (start, text)
+        for (start, text), before in zip(trees, [None, *trees], strict=False)
+        if before is None or before[1] != text
+    ]
+    return ObservedOrder(
+        trees=tuple(text for _, text in kept),
+        starts=tuple(start for start, _ in kept),
+        accumulator=_accumulator(ask, classes, narrow),
     )
-    accumulator: Accumulator = "mixed"
-    if bool((narrow.sum(dim=1) == 1).all()):
-        accumulator = "data"
-    elif bool(narrow.all()):
-        accumulator = "wider"
-    # Between neighbours that differ in any triple a new run starts.
-    flat = wide.reshape(-1, wide.shape[-1])
-    differs = (flat[:, 1:] != flat[:, :-1]).any(dim=0).nonzero().reshape(-1).tolist()
-    starts = [0, *(index + 1 for index in differs)]
-    trees = [_build_tree(wide[:, :, start], rank_count=rank_count) for start in starts]
-    return ObservedOrder(trees=tuple(trees), starts=tuple(starts), accumulator=accumulator)
 
 
-def _roles(rank_count: int) -> Iterator[tuple[int, int, int]]:
-    """Every triple of ranks, with each of them once in the last place, three in a row."""
-    for a, b, c in combinations(range(rank_count), 3):
-        yield from ((a, b, c), (a, c, b), (b, c, a))
+class _Asking:
+    """Asks a reduction which ranks lie outside of the least subtree with two others in it."""
+
+    def __init__(
+        self, reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtype
+    ) -> None:
+        self._reduce, self._ranks, self._elems = reduce, rank_count, elems
+        self._dtype = dtype
+
+    def __call__(
+        self, firsts: Tensor, seconds: Tensor, members: Tensor, scale: Scale
+    ) -> tuple[Tensor, Tensor]:
+        """Ask for every element, in as many calls as it takes.
+
+        Args:
+            firsts: 1D: a rank, by element.
+            seconds: 1D: another rank, by element; the same where there is nothing to ask.
+            members: 2D (elements, ranks), bool: the ranks that are asked about.
+            scale: What numbers are brought.
+
+        Returns:
+            2D (elements, ranks), bool: who lies outside; and 1D, bool: whether the sum was one of
+            the numbers that it can be.
+        """
+        rank_ids = torch.arange(self._ranks)
+        asked = members & (rank_ids != firsts[:, None]) & (rank_ids != seconds[:, None])
+        asked &= (firsts != seconds)[:, None]
+        place = asked.cumsum(1) - 1  # Which of those asked about each rank is, by element.
+        outside = torch.zeros_like(asked)
+        fits = torch.ones(self._elems, dtype=torch.bool)
+        calls = -(-max(1, int(asked.sum(1).max())) // scale.room) if self._elems else 0
+        # What every rank calls as often as all others.
+        for turn in range(calls):
+            here = asked & (place // scale.room == turn)
+
+            def bring(rank: int, here: Tensor = here) -> Tensor:
+                power = torch.pow(2.0, (place[:, rank] % scale.room).double()) * scale.small
+                values = torch.where(here[:, rank], power, 0.0)
+                pair = firsts != seconds
+                values = torch.where(pair & (firsts == rank), scale.large, values)
+                values = torch.where(pair & (seconds == rank), -scale.large, values)
+                return values.to(self._dtype)
+
+            sums = self._reduce(bring).double() / scale.small
+            bits = sums.round().clamp(0, 2.0**scale.room - 1).to(torch.int64)
+            # Of a rank that is not asked about no bit may be there.
+            powers = torch.where(here, 1 << (place % scale.room), 0)
+            fits &= (bits.double() == sums) & ((bits & ~powers.sum(1)) == 0)
+            outside |= here & ((bits[:, None] & powers) != 0)
+        return outside, fits
 
 
-def _measure(reduce: Reduction, *, rank_count: int, large: float, small: float) -> Tensor:
-    """Bool, (triples, 3, elements): whether the third rank joined last."""
-    seen = []
-    for i, j, k in _roles(rank_count):
-        values = [0.0] * rank_count
-        values[i], values[j], values[k] = large, -large, small
-        seen.append(reduce(values) == small)
-    if not seen:
-        return torch.ones((0, 3, len(reduce([0.0] * rank_count))), dtype=torch.bool)
-    return torch.stack(seen).view(-1, 3, len(seen[0]))
+class _Class:
+    """Elements that were alike so far, and what is known of their tree."""
+
+    def __init__(self, *, elements: Tensor, rank_count: int) -> None:
+        self.elements = elements
+        whole = frozenset(range(rank_count))
+        self.parts: dict[frozenset[int], tuple[frozenset[int], ...]] = {}
+        """By set of ranks that is a subtree: the subtrees that it is a chain of, first one first."""
+        self._whole = whole
+        self.is_tree = True
+
+    def next_set(self) -> frozenset[int]:
+        """A subtree that is to be looked into; empty where all are known."""
+        if not self.is_tree:
+            return frozenset()
+        waiting = [self._whole]
+        while waiting:
+            here = waiting.pop()
+            if len(here) < 3:
+                continue
+            if here not in self.parts:
+                return here
+            waiting.extend(self.parts[here])
+        return frozenset()
+
+    def split(self, elements: Tensor) -> _Class:
+        """The same for some of its elements."""
+        new = _Class(elements=elements, rank_count=len(self._whole))
+        new.parts, new.is_tree = dict(self.parts), self.is_tree
+        return new
+
+    def text(self) -> str:
+        """The tree in words; `?` where there is none."""
+        return self._text(self._whole) if self.is_tree else "?"
+
+    def _text(self, ranks: frozenset[int]) -> str:
+        if len(ranks) < 3:
+            told = "+".join(map(str, sorted(ranks)))
+            return f"({told})" if len(ranks) == 2 else told
+        first, *rest = self.parts[ranks]
+        total, least = self._text(first), min(first)
+        for part in rest:
+            sides = sorted([(least, total), (min(part), self._text(part))])
+            total, least = f"({sides[0][1]}+{sides[1][1]})", sides[0][0]
+        return total
+
+    def pairs(self) -> Iterator[tuple[int, int, frozenset[int]]]:
+        """For each subtree with two ranks or more: one of either side, and the ranks outside."""
+        waiting = [self._whole] if self.is_tree else []
+        while waiting:
+            here = waiting.pop()
+            if len(here) == 2:
+                one, other = sorted(here)
+                yield one, other, self._whole - here
+            elif len(here) > 2:
+                chain = self.parts[here]
+                inside = set(chain[0])
+                for part in chain[1:]:
+                    one = min(inside)
+                    inside |= part
+                    yield one, min(part), self._whole - inside
+                waiting.extend(chain)
 
 
-def _build_tree(triples: Tensor, *, rank_count: int) -> str:
-    """The tree that one element's triples, (triples, 3), determine; `?` if they contradict."""
-    joined = {
-        (i, j, k)
-        for (i, j, k), first in zip(_roles(rank_count), triples.reshape(-1).tolist(), strict=True)
-        if first
-    }
-    return _tree_over(tuple(range(rank_count)), joined) or "?"
+def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Class]:
+    """Look into one subtree of each class; classes whose elements differ come apart."""
+    elems = sum(len(each.elements) for each in classes)
+    ranks = len(classes[0]._whole)
+    sets = [each.next_set() for each in classes]
+    members = torch.zeros((elems, ranks), dtype=torch.bool)
+    pivots = torch.zeros(elems, dtype=torch.int64)
+    for each, here in zip(classes, sets, strict=True):
+        if here:
+            members[each.elements[:, None], torch.tensor(sorted(here))] = True
+            pivots[each.elements] = _pivot_of(here)
+    others = [sorted(here - {_pivot_of(here)}) if here else [] for here in sets]
+    outsides = torch.zeros((max(map(len, others)), elems, ranks), dtype=torch.bool)
+    fits = torch.ones(elems, dtype=torch.bool)
+    for turn in range(len(outsides)):
+        seconds = pivots.clone()
+        for each, rest in zip(classes, others, strict=True):
+            if turn < len(rest):
+                seconds[each.elements] = rest[turn]
+        outsides[turn], fit = ask(pivots, seconds, members, scale)
+        fits &= fit
+    for each, here, rest in zip(classes, sets, others, strict=True):
+        if not here:
+            yield each
+            continue
+        seen = outsides[: len(rest), each.elements].permute(1, 0, 2).reshape(len(each.elements), -1)
+        seen = torch.cat([seen, fits[each.elements, None]], dim=1)
+        kinds, which = seen.unique(dim=0, return_inverse=True)
+        for kind in range(len(kinds)):
+            part = each.split(each.elements[which == kind])
+            sides = kinds[kind, :-1].view(len(rest), ranks)
+            inside = [here - set(side.nonzero().flatten().tolist()) for side in sides]
+            chain = _chain_of(_pivot_of(here), dict(zip(rest, inside, strict=True)))
+            part.is_tree = bool(kinds[kind, -1]) and chain is not None
+            part.parts[here] = chain or ()
+            yield part
 
 
-def _tree_over(ranks: tuple[int, ...], joined: set[tuple[int, int, int]]) -> str | None:
-    if len(ranks) == 1:
-        return str(ranks[0])
-    parts = {rank: {rank} for rank in ranks}
-    for i, j, k in joined:
-        if parts.keys() >= {i, j, k} and parts[i] is not parts[j]:
-            parts[i] |= parts[j]
-            parts.update(dict.fromkeys(parts[j], parts[i]))
-    sides = {min(part): tuple(sorted(part)) for part in parts.values()}
-    if len(sides) != 2:
-        return None
-    left, right = (_tree_over(side, joined) for _, side in sorted(sides.items()))
-    return None if left is None or right is None else f"({left}+{right})"
+def _pivot_of(ranks: frozenset[int]) -> int:
+    """The rank whose ancestors are looked at: the middle one, which is as good as any."""
+    return sorted(ranks)[len(ranks) // 2]
+
+
+def _chain_of(
+    pivot: int, inside: Mapping[int, frozenset[int]]
+) -> tuple[frozenset[int], ...] | None:
+    """The subtrees that come to a rank one after another; None where sets are of no tree."""
+    chain, before = [frozenset({pivot})], frozenset({pivot})
+    for ancestor in sorted(set(inside.values()), key=len):
+        new = ancestor - before
+        if not before < ancestor or any(inside[rank] != ancestor for rank in new):
+            return None
+        chain.append(new)
+        before = ancestor
+    return tuple(chain)
+
+
+def _starts_of(elements: Tensor) -> list[int]:
+    """The first element of each run of neighbours."""
+    ordered = elements.sort().values
+    is_start = torch.ones_like(ordered, dtype=torch.bool)
+    is_start[1:] = ordered[1:] != ordered[:-1] + 1
+    return ordered[is_start].tolist()
+
+
+def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accumulator:
+    """How wide partial sums are, from what is lost of numbers that only the data has no room for."""
+    elems = sum(len(each.elements) for each in classes)
+    pairs = [list(each.pairs()) for each in classes]
+    ranks = len(classes[0]._whole)
+    members = torch.ones((elems, ranks), dtype=torch.bool)
+    are_lost = are_kept = True
+    for turn in range(max(map(len, pairs))):
+        firsts = torch.zeros(elems, dtype=torch.int64)
+        seconds, wanted = firsts.clone(), torch.zeros((elems, ranks), dtype=torch.bool)
+        for each, own in zip(classes, pairs, strict=True):
+            if turn < len(own):
+                first, second, outside = own[turn]
+                firsts[each.elements], seconds[each.elements] = first, second
+                if outside:
+                    wanted[each.elements[:, None], torch.tensor(sorted(outside))] = True
+        got, fits = ask(firsts, seconds, members, scale)
+        ids = torch.arange(ranks)
+        all_others = (ids != firsts[:, None]) & (ids != seconds[:, None])
+        all_others &= (firsts != seconds)[:, None]
+        are_lost &= bool(fits.all()) and torch.equal(got, wanted)
+        are_kept &= bool(fits.all()) and torch.equal(got, all_others)
+    if are_lost:
+        return "data"
+    return "wider" if are_kept else "mixed"
+
+
+Pieces = Sequence[tuple[int, int, Tree]]
+"""Runs of elements, and the tree that adds each; they tile a reduction."""
+
+
+def verify(
+    reduce: Reduction, pieces: Pieces, *, rank_count: int, elems: int, dtype: torch.dtype
+) -> int | None:
+    """See whether a reduction adds as a model says, in as many calls as one pair takes.
+
+    Neighbours show the subtrees of their run in turn; a run shorter than its tree has subtrees
+    shows as many as it has elements.
+
+    Args:
+        reduce: What is looked at.
+        pieces: The model.
+        rank_count: Ranks of the group.
+        elems: What is reduced.
+        dtype: Of the data.
+
+    Returns:
+        The first element that is added otherwise, or in a wider dtype; None where there is none.
+    """
+    firsts = torch.zeros(elems, dtype=torch.int64)
+    seconds = firsts.clone()
+    wanted = torch.zeros((elems, rank_count), dtype=torch.bool)
+    known: dict[Tree, tuple[Tensor, Tensor, Tensor]] = {}
+    for start, stop, tree in pieces:
+        if tree not in known:
+            known[tree] = _pairs_of(tree, rank_count)
+        turn = torch.arange(start, stop) % len(known[tree][0])
+        firsts[start:stop], seconds[start:stop], wanted[start:stop] = (
+            table[turn] for table in known[tree]
+        )
+    ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
+    members = torch.ones((elems, rank_count), dtype=torch.bool)
+    got, fits = ask(firsts, seconds, members, _SCALES[dtype][0])
+    wrong = ((got != wanted).any(1) | ~fits).nonzero().flatten()
+    return int(wrong[0]) if len(wrong) else None
+
+
+def _pairs_of(tree: Tree, rank_count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each sum of a tree: a rank of either side, and bool by rank, who lies outside."""
+    stack: list[set[int]] = []
+    firsts, seconds, outside = [], [], []
+    for step in tree:
+        if step != ADD:
+            stack.append({step})
+            continue
+        right, left = stack.pop(), stack.pop()
+        firsts.append(min(left))
+        seconds.append(min(right))
+        stack.append(left | right)
+        outside.append([rank not in stack[-1] for rank in range(rank_count)])
+    return torch.tensor(firsts), torch.tensor(seconds), torch.tensor(outside)
+
+
+def text_of(tree: Tree) -> str:
+    """A tree in words, as `ObservedOrder` has it: the side with the least rank first."""
+    stack: list[tuple[int, str]] = []
+    for step in tree:
+        if step != ADD:
+            stack.append((step, str(step)))
+            continue
+        sides = sorted([stack.pop(), stack.pop()])
+        stack.append((sides[0][0], f"({sides[0][1]}+{sides[1][1]})"))
+    return stack[0][1]
+
+
+def tree_of(text: str) -> Tree:
+    """What `text_of` gave, as a tree."""
+    steps: list[int] = []
+    number = ""
+    for char in text:
+        if char.isdigit():
+            number += char
+            continue
+        if number:
+            steps.append(int(number))
+            number = ""
+        if char == ")":
+            steps.append(ADD)
+    return (*steps, int(number)) if number else tuple(steps)
 
 
 def by_calling(
@@ -137,22 +423,38 @@ def by_calling(
     *,
     group: dist.ProcessGroup,
     elems: int,
-    dtype: torch.dtype,
     device: str = "cpu",
+    sizes: Sequence[int] = (),
 ) -> Reduction:
-    """A real reduction over a group, of `elems` elements a rank; they must divide for a scatter."""
+    """A real reduction over a group.
+
+    Args:
+        kind: Which.
+        group: The group.
+        elems: What it reduces; of a `reduce_scatter` a multiple of the ranks.
+        device: Where.
+        sizes: Of a `reduce_scatter_list`, how much each rank gets.
+    """
     rank, rank_count = group.rank(), group.size()
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def reduce(values: Sequence[float]) -> Tensor:
-        x = torch.full((elems,), values[rank], dtype=dtype, device=device)
+    def reduce(values: Values) -> Tensor:
+        x = values(rank).to(device)
         if kind == "all_reduce":
             dist.all_reduce(x, group=group)
-            return x.cpu()
-        part = torch.empty(elems // rank_count, dtype=dtype, device=device)
-        scatter(part, x, group=group)
-        gather(x, part, group=group)
+        elif kind == "reduce_scatter":
+            part = torch.empty(elems // rank_count, dtype=x.dtype, device=device)
+            scatter(part, x, group=group)
+            gather(x, part, group=group)
+        else:
+            entries = list(x.split(list(sizes)))
+            part = torch.empty_like(entries[rank])
+            dist.reduce_scatter(part, entries, group=group)
+            entries[rank].copy_(part)
+            for root, entry in enumerate(entries):
+                if len(entry):
+                    dist.broadcast(entry, dist.get_global_rank(group, root), group=group)
         return x.cpu()
 
     return reduce
@@ -164,33 +466,55 @@ def by_model(
     order: AddOrder,
     rank_count: int,
     elems: int,
-    dtype: torch.dtype,
     order_seed: int = 0,
+    arrangement: Arrangement | None = None,
+    sizes: Sequence[int] = (),
 ) -> Reduction:
     """The reduction as the oracle models it; nothing is communicated."""
     spans = [
-        SumSpan(
-            start=start,
-            stop=stop,
-            site=SumSite(kind=kind, elems=elems, offset=start, ends_on=ends_on),
+        SumSpan(start=start, stop=stop, site=site)
+        for start, stop, site in sites_of(
+            kind, elems=elems, rank_count=rank_count, arrangement=arrangement, sizes=sizes
         )
-        for start, stop, ends_on in _destinations(kind, elems=elems, rank_count=rank_count)
     ]
 
-    def reduce(values: Sequence[float]) -> Tensor:
-        parts = [torch.full((elems,), value, dtype=dtype) for value in values]
+    def reduce(values: Values) -> Tensor:
+        parts = [values(rank) for rank in range(rank_count)]
         return add_ranks(parts, order=order, spans=spans, seed=order_seed)
 
     return reduce
 
 
-def _destinations(kind: Kind, *, elems: int, rank_count: int) -> Iterator[tuple[int, int, int]]:
+def sites_of(
+    kind: Kind,
+    *,
+    elems: int,
+    rank_count: int,
+    arrangement: Arrangement | None = None,
+    sizes: Sequence[int] = (),
+) -> Iterator[tuple[int, int, SumSite]]:
+    """The parts of a reduction that end alike, and where they stand in it."""
+    arrangements = () if arrangement is None else (arrangement,)
     if kind == "all_reduce":
-        yield 0, elems, 0
+        site = SumSite(kind=kind, elems=elems, offset=0, arrangements=arrangements)
+        yield 0, elems, site
         return
-    shard_elems = elems // rank_count
-    for rank in range(rank_count):
-        yield rank * shard_elems, (rank + 1) * shard_elems, rank
+    shares = list(sizes) if kind == "reduce_scatter_list" else [elems // rank_count] * rank_count
+    start = 0
+    for rank, share in enumerate(shares):
+        is_list = kind == "reduce_scatter_list"
+        yield (
+            start,
+            start + share,
+            SumSite(
+                kind=kind,
+                elems=share if is_list else elems,
+                offset=0 if is_list else start,
+                ends_on=rank,
+                arrangements=arrangements,
+            ),
+        )
+        start += share
 
 
 def compare(expected: ObservedOrder, observed: ObservedOrder, *, name: str) -> str:

@@ -33,8 +33,9 @@ from zero_sim.judge.guarantee import Guarantee, count_guarantees
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.ownership import Ownership
+from zero_sim.judge.positions import Arrangements
 from zero_sim.judge.trainable import check_trainable
-from zero_sim.reference import encode
+from zero_sim.reference import SumSite, encode
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, StepResult
@@ -185,6 +186,18 @@ class Judge:
             self._report(
                 self.first_step, self._ownership.check(self.first_step, tell_parts=tell_parts)
             )
+
+    def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
+        """The calls that add gradients, once all ranks were heard; see `Ownership.calls`."""
+        return self._ownership.calls()
+
+    def arrange(self, arrangements: Arrangements) -> None:
+        """Note how communicators were seen to add, before the first step.
+
+        Args:
+            arrangements: By their ranks, within the group.
+        """
+        self._ownership.arrangements = arrangements
 
     def observe_load(self, rank: int, engine: CompletedEngine) -> None:
         """Judge what a rank goes on with, right after it has loaded a checkpoint.

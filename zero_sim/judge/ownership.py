@@ -10,8 +10,8 @@ from itertools import chain
 from zero_sim.findings.records import Finding
 from zero_sim.judge import invariants
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.positions import sum_spans
-from zero_sim.reference import Addresses, Orders
+from zero_sim.judge.positions import Arrangements, members_of, sum_spans
+from zero_sim.reference import Addresses, Orders, SumSite
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
@@ -33,6 +33,8 @@ class Ownership:
         """By rank: what it owns of the optimizer."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of all working params."""
+        self.arrangements: Arrangements | None = None
+        """How communicators add, by the ranks of each; None where nobody looked."""
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
 
@@ -117,9 +119,27 @@ class Ownership:
             # Replicas say the same; one of them is enough.
             places = self._replicas(ranks, names)[0].values()
             orders |= sum_spans(
-                chain.from_iterable(places), replica_count=self._scenario.system.redundancy
+                chain.from_iterable(places),
+                replica_count=self._scenario.system.redundancy,
+                ranks=ranks,
+                arrangements=self.arrangements,
             )
         return orders
+
+    def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
+        """The calls that add gradients: the ranks of the communicator, and a site in each call."""
+        replica_count = self._scenario.system.redundancy
+        for ranks, names in self.sharings:
+            blocks, shards = members_of(ranks, replica_count=replica_count)
+            places = self._replicas(ranks, names)[0].values()
+            for spans in sum_spans(
+                chain.from_iterable(places), replica_count=replica_count
+            ).values():
+                for span in spans:
+                    yield from ((block, span.site) for block in blocks)
+                    if span.replica_site is not None:
+                        shard = 0 if span.site.kind == "all_reduce" else span.site.ends_on
+                        yield shards[shard], span.replica_site
 
     def _replicas(
         self, ranks: Sequence[int], names: Collection[str]

@@ -6,36 +6,73 @@ were observed on the running system.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from zero_sim.errors import UsageError
 from zero_sim.judge.facts import Facts
-from zero_sim.reference import POSITION_FREE, SumSite, SumSpan
+from zero_sim.reference import POSITION_FREE, Arrangement, SumSite, SumSpan
+from zero_sim.reference.arrangement import in_order
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 from zero_sim.targets.adapt import PARTS
 
+Arrangements = Mapping[tuple[int, ...], Arrangement]
+"""How communicators add, by the ranks of each, where that was observed."""
 
-def sum_spans(places: Iterable[Place], *, replica_count: int) -> dict[str, list[SumSpan]]:
+
+def members_of(
+    ranks: Sequence[int], *, replica_count: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The communicators that sum what some ranks hold together.
+
+    Args:
+        ranks: All that hold some params.
+        replica_count: Number of blocks that they are cut into.
+
+    Returns:
+        The ranks of each block, and for each shard the ranks that hold it, one of each block.
+    """
+    share = len(ranks) // replica_count
+    blocks = [tuple(ranks[start : start + share]) for start in range(0, len(ranks), share)]
+    return blocks, [tuple(ranks[shard::share]) for shard in range(share)]
+
+
+def sum_spans(
+    places: Iterable[Place],
+    *,
+    replica_count: int,
+    ranks: Sequence[int] = (),
+    arrangements: Arrangements | None = None,
+) -> dict[str, list[SumSpan]]:
     """Where every element of every param stands in the sums over the ranks.
 
     Args:
         places: What the ranks of one replica own, each element once.
         replica_count: Number of blocks of ranks, whose shards are summed by a second call: an
             all-reduce, or where blocks share the state what reduced the shards.
+        ranks: All ranks that hold the params; only read where arrangements are given.
+        arrangements: Of all communicators of three ranks or more; None where ranks add in order.
 
     Returns:
         By param, spans of its flattened elements.
     """
     spans: dict[str, list[SumSpan]] = {}
+    blocks, shards = members_of(ranks, replica_count=replica_count) if arrangements else ([], [])
+    seen = arrangements or {}
+
+    def of(groups: Sequence[tuple[int, ...]]) -> tuple[Arrangement, ...]:
+        # Two ranks add in one order only, whatever is said of them.
+        return tuple(seen.get(group) or in_order(len(group)) for group in groups)
+
     for place in places:
+        site = replace(_site_of(place), arrangements=of(blocks))
+        over = _replica_site_of(place) if replica_count > 1 else None
+        if over is not None and shards:
+            whole = site.kind == "all_reduce"
+            over = replace(over, arrangements=of([shards[0 if whole else site.ends_on]]))
         spans.setdefault(place.param, []).append(
-            SumSpan(
-                start=place.start,
-                stop=place.stop,
-                site=_site_of(place),
-                replica_site=_replica_site_of(place) if replica_count > 1 else None,
-            )
+            SumSpan(start=place.start, stop=place.stop, site=site, replica_site=over)
         )
     return spans
 

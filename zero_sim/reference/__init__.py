@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zero_sim.reference.adding import POSITION_FREE, AddOrder, SumSite, SumSpan
+from zero_sim.reference.arrangement import Arrangement
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
@@ -20,6 +21,7 @@ __all__ = [
     "POSITION_FREE",
     "AddOrder",
     "Addresses",
+    "Arrangement",
     "BoundedReference",
     "BoundedStep",
     "ClipForm",

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
+from zero_sim.reference.arrangement import Arrangement, add_arranged
 from zero_sim.scenario.spec import OrderName
 
 AddOrder = OrderName
@@ -63,6 +64,9 @@ class SumSite:
     """Elements of all tensors of a coalesced call; None for a call of one tensor."""
     joined_offset: int | None = None
     """Offset of the first one in all of these, one after another."""
+    arrangements: tuple[Arrangement, ...] = ()
+    """How the communicator of each block of ranks adds, where that was observed and the order is
+    `nccl-ring`; empty for ranks in their own order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +108,14 @@ def add_replicas(
         return add_ranks(contributions, order=order, spans=spans, seed=seed)
     share = len(contributions) // replica_count
     sums = [
-        add_ranks(contributions[start : start + share], order=order, spans=spans, seed=seed)
-        for start in range(0, len(contributions), share)
+        add_ranks(
+            contributions[block * share : (block + 1) * share],
+            order=order,
+            spans=spans,
+            seed=seed,
+            block=block,
+        )
+        for block in range(replica_count)
     ]
     if spans is not None and order not in POSITION_FREE:
         spans = [
@@ -122,6 +132,7 @@ def add_ranks(
     order: AddOrder,
     spans: Sequence[SumSpan] | None = None,
     seed: int = 0,
+    block: int = 0,
 ) -> Tensor:
     """Add one param's contributions of all ranks.
 
@@ -132,6 +143,7 @@ def add_ranks(
         spans: Which call adds each element, and where in it; must tile the param. Not read by
             `linear`, `linear-fp32` and `tree`.
         seed: What `random-tree` draws from.
+        block: Which block of ranks they are, of those that `SumSite.arrangements` tells of.
 
     Returns:
         A new tensor of the contributions' shape and dtype.
@@ -149,7 +161,7 @@ def add_ranks(
         case "tree":
             return add_tree(contributions)
         case _:
-            return _add_by_position(contributions, order=order, spans=spans, seed=seed)
+            return _add_by_position(contributions, order=order, spans=spans, seed=seed, block=block)
 
 
 def add_linear(contributions: Sequence[Tensor]) -> Tensor:
@@ -178,6 +190,7 @@ def _add_by_position(
     order: AddOrder,
     spans: Sequence[SumSpan] | None,
     seed: int,
+    block: int,
 ) -> Tensor:
     rows = torch.stack([contribution.reshape(-1) for contribution in contributions])
     out = torch.empty_like(rows[0])
@@ -185,7 +198,17 @@ def _add_by_position(
         spans, order=order, param_elems=out.numel(), rank_count=len(contributions)
     ):
         part, positions = rows[:, span.start : span.stop], _positions(span, order=order)
-        if order == "random-tree":
+        site = span.site
+        if order == "nccl-ring" and site.arrangements:
+            total = add_arranged(
+                part,
+                site.arrangements[block],
+                kind=site.kind,
+                elems=site.elems,
+                offset=site.offset,
+                ends_on=site.ends_on,
+            )
+        elif order == "random-tree":
             total = add_by_random_trees(part, positions=positions, seed=seed)
         else:
             first, stride = first_ranks(
