@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from zero_sim.backends import folding
 from zero_sim.backends.nccl import Nccl
 from zero_sim.backends.transports import put_transport
+from zero_sim.sim.order import Fold, Stretch
+from zero_sim.sim.order_backends import NcclRing
 
 NAME = "standin_nccl"
 
@@ -91,13 +95,30 @@ def install() -> None:
 
 
 def _create(options: Any, more: Any) -> Any:
-    return folding.make_group(options, transport="nccl", order=ring_order(options))
+    return folding.make_group(options, transport="nccl", order=Turned(ring_of(options)))
 
 
-def ring_order(options: Any) -> Any:
-    from zero_sim.sim.order_backends import NcclRing
+def ring_of(options: Any) -> list[int]:
+    """The ring of a group, as places in it."""
+    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    told = os.environ.get("ZERO_SIM_TEST_RING", "")
+    ring = [int(rank) for rank in told.split(",") if told and int(rank) in members]
+    if len(ring) != len(members):
+        ring = sorted(members)
+    return [members.index(rank) for rank in ring]
 
-    return NcclRing()
+
+class Turned(NcclRing):
+    """The ring over ranks in another order: ranks by their places in it, then round as ever."""
+
+    def __init__(self, ring: Sequence[int]) -> None:
+        self._ring = ring
+
+    def reduce(self, parts: Sequence[Tensor], fold: Fold, *, at: Stretch) -> Tensor:
+        ring = self._ring
+        if at.destination is not None:
+            at = replace(at, destination=ring.index(at.destination))
+        return super().reduce([parts[rank] for rank in ring], fold, at=at)
 
 
 install()

@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends.probe import by_calling, by_model, compare, observe
+from zero_sim.backends.probe import (
+    by_calling,
+    by_model,
+    compare,
+    observe,
+    pieces_of,
+    text_of,
+    tree_of,
+    verify,
+)
+from zero_sim.reference import Arrangement
 from zero_sim.scenario.spec import OrderName
 
 ORDERS = get_args(OrderName)
@@ -103,3 +113,75 @@ def test_sums_that_fit_no_tree_are_said_to_fit_none():
         return values(0) + values(1)
 
     assert observe(reduce, rank_count=4, elems=1, dtype=torch.float32).trees == ("?",)
+
+
+def counted(reduce):
+    calls = []
+
+    def count(values):
+        calls.append(1)
+        return reduce(values)
+
+    return count, calls
+
+
+@pytest.mark.parametrize(("dtype", "room"), [(torch.float32, 22), (BF16, 7)])
+def test_calls_grow_with_ranks_and_not_with_their_cube(dtype, room):
+    """At most four pairs a rank for a ring whose ranks come in any order, and once more as many."""
+    size = 24
+    ring = tuple(torch.randperm(size, generator=torch.Generator().manual_seed(3)).tolist())
+    ring = (*ring[ring.index(0) :], *ring[: ring.index(0)])
+    arrangement = Arrangement(rings=(ring,))
+    reduce, calls = counted(
+        by_model(
+            "reduce_scatter",
+            order="nccl-ring",
+            rank_count=size,
+            elems=size,
+            arrangement=arrangement,
+        )
+    )
+    seen = observe(reduce, rank_count=size, elems=size, dtype=dtype)
+    assert "?" not in seen.trees
+    assert len(calls) <= 5 * size * -(-(size - 2) // room)
+
+
+def test_a_model_is_verified_in_the_calls_of_one_pair():
+    size, elems = 24, 24 * 40
+    pieces = pieces_of("all_reduce", order="nccl-ring", rank_count=size, elems=elems, elem_bytes=4)
+    model = by_model("all_reduce", order="nccl-ring", rank_count=size, elems=elems)
+    reduce, calls = counted(model)
+    how = {"rank_count": size, "elems": elems, "dtype": torch.float32}
+    assert verify(reduce, pieces, **how) is None
+    assert len(calls) == 1
+    other = pieces_of("all_reduce", order="gloo", rank_count=size, elems=elems, elem_bytes=4)
+    assert verify(reduce, other, **how) == 0
+
+
+@pytest.mark.parametrize("order", ["linear", "tree", "ring", "gloo", "nccl-ring"])
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "reduce_scatter_list"])
+def test_pieces_are_what_the_model_adds(order, kind):
+    size, elems = 5, 40
+    sizes = (3, 0, 20, 9, 8)
+    how = {"rank_count": size, "elems": elems, "sizes": sizes}
+    pieces = pieces_of(kind, order=order, elem_bytes=4, **how)
+    model = by_model(kind, order=order, **how)
+    assert verify(model, pieces, rank_count=size, elems=elems, dtype=torch.float32) is None
+    assert [pieces[0][0], pieces[-1][1]] == [0, elems]
+
+
+def test_one_element_that_is_added_otherwise_is_found_across_the_loop_edge():
+    """2 MiB a rank, and some more: the last loop has chunks of its own."""
+    size, elems = 3, 3 * (1 << 19) + 50
+    how = {"rank_count": size, "elems": elems}
+    right = pieces_of("all_reduce", order="nccl-ring", elem_bytes=4, **how)
+    model = by_model("all_reduce", order="nccl-ring", **how)
+    assert verify(model, right, dtype=torch.float32, **how) is None
+    # As if chunks had no upper limit: the same in the first one alone.
+    wrong = pieces_of("all_reduce", order="ring", elem_bytes=4, **how)
+    assert verify(model, wrong, dtype=torch.float32, **how) is not None
+
+
+@pytest.mark.parametrize("text", ["0", "(0+1)", "((0+12)+(1+2))"])
+def test_trees_in_words(text):
+    assert text_of(tree_of(text)) == text

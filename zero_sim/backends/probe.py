@@ -33,8 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.reference import AddOrder, Arrangement, SumSite, SumSpan
-from zero_sim.reference.adding import add_ranks
-from zero_sim.reference.arrangement import ADD, Tree
+from zero_sim.reference.adding import add_ranks, first_ranks
+from zero_sim.reference.arrangement import ADD, Tree, chain_of
+from zero_sim.reference.arrangement import pieces as arranged_pieces
 
 Values = Callable[[int], Tensor]
 """What a rank of the group brings, 1D, on the CPU."""
@@ -130,15 +131,23 @@ class _Asking:
     """Asks a reduction which ranks lie outside of the least subtree with two others in it."""
 
     def __init__(
-        self, reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtype
+        self,
+        reduce: Reduction,
+        *,
+        rank_count: int,
+        elems: int,
+        dtype: torch.dtype,
+        positions: Tensor | None = None,
     ) -> None:
         self._reduce, self._ranks, self._elems = reduce, rank_count, elems
         self._dtype = dtype
+        # The elements that are asked; all others bring nothing.
+        self._positions = torch.arange(elems) if positions is None else positions
 
     def __call__(
         self, firsts: Tensor, seconds: Tensor, members: Tensor, scale: Scale
     ) -> tuple[Tensor, Tensor]:
-        """Ask for every element, in as many calls as it takes.
+        """Ask for every element that is looked at, in as many calls as it takes.
 
         Args:
             firsts: 1D: a rank, by element.
@@ -155,8 +164,8 @@ class _Asking:
         asked &= (firsts != seconds)[:, None]
         place = asked.cumsum(1) - 1  # Which of those asked about each rank is, by element.
         outside = torch.zeros_like(asked)
-        fits = torch.ones(self._elems, dtype=torch.bool)
-        calls = -(-max(1, int(asked.sum(1).max())) // scale.room) if self._elems else 0
+        fits = torch.ones(len(firsts), dtype=torch.bool)
+        calls = -(-max(1, int(asked.sum(1).max())) // scale.room) if len(firsts) else 0
         # What every rank calls as often as all others.
         for turn in range(calls):
             here = asked & (place // scale.room == turn)
@@ -167,9 +176,11 @@ class _Asking:
                 pair = firsts != seconds
                 values = torch.where(pair & (firsts == rank), scale.large, values)
                 values = torch.where(pair & (seconds == rank), -scale.large, values)
-                return values.to(self._dtype)
+                whole = torch.zeros(self._elems, dtype=self._dtype)
+                whole[self._positions] = values.to(self._dtype)
+                return whole
 
-            sums = self._reduce(bring).double() / scale.small
+            sums = self._reduce(bring)[self._positions].double() / scale.small
             bits = sums.round().clamp(0, 2.0**scale.room - 1).to(torch.int64)
             # Of a rank that is not asked about no bit may be there.
             powers = torch.where(here, 1 << (place % scale.room), 0)
@@ -185,7 +196,7 @@ class _Class:
         self.elements = elements
         whole = frozenset(range(rank_count))
         self.parts: dict[frozenset[int], tuple[frozenset[int], ...]] = {}
-        """By set of ranks that is a subtree: the subtrees that it is a chain of, first one first."""
+        """By set of ranks that is a subtree: the subtrees that come together in it, one by one."""
         self._whole = whole
         self.is_tree = True
 
@@ -308,7 +319,7 @@ def _starts_of(elements: Tensor) -> list[int]:
 
 
 def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accumulator:
-    """How wide partial sums are, from what is lost of numbers that only the data has no room for."""
+    """How wide partial sums are: numbers that only the data has no room for are lost, or not."""
     elems = sum(len(each.elements) for each in classes)
     pairs = [list(each.pairs()) for each in classes]
     ranks = len(classes[0]._whole)
@@ -343,8 +354,8 @@ def verify(
 ) -> int | None:
     """See whether a reduction adds as a model says, in as many calls as one pair takes.
 
-    Neighbours show the subtrees of their run in turn; a run shorter than its tree has subtrees
-    shows as many as it has elements.
+    Neighbours at both ends of a run show its subtrees in turn; a run shorter than its tree has
+    subtrees shows as many as it has elements.
 
     Args:
         reduce: What is looked at.
@@ -356,22 +367,28 @@ def verify(
     Returns:
         The first element that is added otherwise, or in a wider dtype; None where there is none.
     """
-    firsts = torch.zeros(elems, dtype=torch.int64)
-    seconds = firsts.clone()
-    wanted = torch.zeros((elems, rank_count), dtype=torch.bool)
     known: dict[Tree, tuple[Tensor, Tensor, Tensor]] = {}
+    where: list[Tensor] = []
+    tables: list[tuple[Tensor, ...]] = []
     for start, stop, tree in pieces:
         if tree not in known:
             known[tree] = _pairs_of(tree, rank_count)
-        turn = torch.arange(start, stop) % len(known[tree][0])
-        firsts[start:stop], seconds[start:stop], wanted[start:stop] = (
-            table[turn] for table in known[tree]
-        )
-    ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
-    members = torch.ones((elems, rank_count), dtype=torch.bool)
+        pair_count = len(known[tree][0])
+        here = torch.arange(start, stop)
+        if len(here) > 2 * pair_count:
+            here = torch.cat([here[:pair_count], here[-pair_count:]])
+        where.append(here)
+        turn = (here - start) % pair_count
+        tables.append(tuple(table[turn] for table in known[tree]))
+    if not where:
+        return None
+    positions = torch.cat(where)
+    firsts, seconds, wanted = (torch.cat(column) for column in zip(*tables, strict=True))
+    ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype, positions=positions)
+    members = torch.ones_like(wanted)
     got, fits = ask(firsts, seconds, members, _SCALES[dtype][0])
     wrong = ((got != wanted).any(1) | ~fits).nonzero().flatten()
-    return int(wrong[0]) if len(wrong) else None
+    return int(positions[wrong[0]]) if len(wrong) else None
 
 
 def _pairs_of(tree: Tree, rank_count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -515,6 +532,75 @@ def sites_of(
             ),
         )
         start += share
+
+
+def pieces_of(
+    kind: Kind,
+    *,
+    order: AddOrder,
+    rank_count: int,
+    elems: int,
+    elem_bytes: int,
+    sizes: Sequence[int] = (),
+    arrangement: Arrangement | None = None,
+) -> list[tuple[int, int, Tree]]:
+    """Runs of elements of a reduction that a model adds alike, with their tree.
+
+    Args:
+        kind: Of the reduction.
+        order: The model: one that adds in chains, or `tree`.
+        rank_count: Ranks of the group.
+        elems: What is reduced.
+        elem_bytes: Size of an element.
+        sizes: Of a `reduce_scatter_list`, how much each rank gets.
+        arrangement: In the place of the model's, where it was seen.
+    """
+    found = []
+    for start, stop, site in sites_of(kind, elems=elems, rank_count=rank_count, sizes=sizes):
+        if start == stop:
+            continue
+        offset = start - site.offset
+        if arrangement is not None:
+            kept = arranged_pieces(
+                arrangement,
+                kind=kind,
+                elems=site.elems,
+                elem_bytes=elem_bytes,
+                ends_on=site.ends_on,
+            )
+            found += [(offset + one, offset + other, tree) for one, other, tree in kept]
+        elif order == "tree":
+            found.append((start, stop, _balanced(range(rank_count))))
+        else:
+            found += _chains(site, start, stop, order, rank_count, elem_bytes)
+    return found
+
+
+def _chains(
+    site: SumSite, start: int, stop: int, order: AddOrder, rank_count: int, elem_bytes: int
+) -> Iterator[tuple[int, int, Tree]]:
+    """Runs of a call that an order adds one rank after another."""
+    positions = torch.arange(site.offset, site.offset + stop - start)
+    if order == "linear":
+        firsts, stride = torch.zeros_like(positions), 1
+    else:
+        firsts, stride = first_ranks(
+            site, positions=positions, order=order, rank_count=rank_count, elem_bytes=elem_bytes
+        )
+    values, counts = (firsts % rank_count).unique_consecutive(return_counts=True)
+    for first, count in zip(values.tolist(), counts.tolist(), strict=True):
+        ranks = [(first + stride * hop) % rank_count for hop in range(rank_count)]
+        yield start, start + count, chain_of(ranks)
+        start += count
+
+
+def _balanced(ranks: Sequence[int]) -> Tree:
+    """Neighbours first, then their sums; one that is left over moves up as it is."""
+    level: list[Tree] = [(rank,) for rank in ranks]
+    while len(level) > 1:
+        pairs = [(*one, *other, ADD) for one, other in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]
 
 
 def compare(expected: ObservedOrder, observed: ObservedOrder, *, name: str) -> str:

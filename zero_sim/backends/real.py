@@ -17,6 +17,8 @@ from zero_sim.errors import ZeroSimError
 
 _SIGN_SECONDS = 0.25
 """Least time between two signs of life."""
+_SET_UP_SECONDS = 300.0
+"""How long making connections, the first call of NCCL included, counts as a sign of life."""
 
 
 class RankGone(ZeroSimError):
@@ -56,14 +58,21 @@ class RealRank:
         """Whether it waits for what others tell: then it is one of those that must get on."""
         self.last_words = ""
         """Why this rank gave up on the program; empty where it did not."""
-        self.is_setting_up = False
-        """Whether it makes connections, which takes as long as it takes."""
+        self._set_up_by = 0.0
+        """When connections that it makes are to be there."""
+        self.memory: dict[Any, Any] = {}
+        """What programs learnt that others need not learn again, the same on all processes."""
         self.is_spoilt = False
         """Whether this process may be of no use for another program."""
         self._last_sign = 0.0
         self._number = -1
         self._told: set[str] = set()
         self._earlier: set[str] = set()
+
+    @property
+    def is_setting_up(self) -> bool:
+        """Whether it makes connections, which take long the first time and give no sign of life."""
+        return time.monotonic() < self._set_up_by
 
     def begin(self, number: int) -> None:
         """Start on a program that all processes call by the same number.
@@ -127,7 +136,7 @@ class RealRank:
         A rank that connected and left again at once would cut those that still connect off.
         """
         self.leave()
-        self.is_setting_up = True
+        self._set_up_by = time.monotonic() + _SET_UP_SECONDS
         try:
             dist.init_process_group(
                 backend,
@@ -143,7 +152,7 @@ class RealRank:
             self.leave(abort=True)
             raise
         finally:
-            self.is_setting_up = False
+            self._set_up_by = 0.0
         try:
             self.exchange(True, size=size, about=f"joined {about}")
         except BaseException:

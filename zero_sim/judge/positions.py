@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from zero_sim.errors import UsageError
 from zero_sim.judge.facts import Facts
@@ -140,7 +141,7 @@ def _replica_site_of(place: Place) -> SumSite:
     return SumSite(kind="reduce_scatter", **_in_shard(place), ends_on=place.part)
 
 
-def _in_shard(place: Place, *, of: str = "shard") -> dict[str, int]:
+def _in_shard(place: Place, *, of: str = "shard") -> dict[str, Any]:
     start = _reported(place, f"{of}_start")
     return {
         "elems": _reported(place, f"{of}_stop") - start,

@@ -66,11 +66,11 @@ class Arrangement:
     def from_dict(cls, told: Mapping[str, Any]) -> Arrangement:
         """What `as_dict` gave, also by way of JSON."""
         return cls(
-            **{
-                **told,
-                "rings": tuple(tuple(ring) for ring in told["rings"]),
-                "trees": tuple(tuple(tree) for tree in told["trees"]),
-            }
+            rings=tuple(tuple(ring) for ring in told["rings"]),
+            all_reduce=told["all_reduce"],
+            reduce_scatter=told["reduce_scatter"],
+            trees=tuple(tuple(tree) for tree in told["trees"]),
+            threads=told["threads"],
         )
 
 
@@ -124,8 +124,9 @@ def _children(node: int, count: int) -> Iterator[int]:
 def pieces(
     arrangement: Arrangement, *, kind: str, elems: int, elem_bytes: int, ends_on: int
 ) -> Iterator[tuple[int, int, Tree]]:
-    """Runs of elements of one tensor that are added alike, with their tree; those of one rank where
-    it alone gets them.
+    """Runs of elements of one tensor that are added alike, with their tree.
+
+    Where one rank alone gets elements, they are those of that rank.
 
     Args:
         arrangement: Of the communicator.

@@ -17,24 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from zero_sim.backends import RankGone, RealRank
-from zero_sim.backends.probe import Kind, by_calling, by_model, compare, observe
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.harness import JudgeFailed, harness_time
+from zero_sim.run.probing import OrderDrift, measure_orders
 from zero_sim.run.program import Segment, build_program, segments_of
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, import_target
-
-_PROBED: tuple[tuple[Kind, torch.dtype], ...] = (
-    ("all_reduce", torch.bfloat16),
-    ("reduce_scatter", torch.float32),
-)
 
 
 def processes_of(scenario: Scenario) -> int:
@@ -49,7 +41,8 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         payload: `scenario`, as JSON; `folder`, where a checkpoint goes, for all processes;
             `processes`, how many there are; `order`, the one to add in whatever the backend does,
             or null for its own; `target`, `module:name` of the system under test, or empty for the
-            one that the scenario names; `device`, where the ranks compute, `cpu` or `cuda`.
+            one that the scenario names; `device`, where the ranks compute, `cpu` or `cuda`;
+            `probe`, whether the case relies on the order that the backend adds in by itself.
         real_rank: This process.
 
     Returns:
@@ -57,7 +50,12 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     """
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
-    ranks = _OwnRank(real_rank=real_rank, processes=payload["processes"], order=payload["order"])
+    ranks = _OwnRank(
+        real_rank=real_rank,
+        processes=payload["processes"],
+        order=payload["order"],
+        probe=payload["probe"],
+    )
     trial = Trial(device=payload["device"])
 
     def find() -> Target:
@@ -67,6 +65,8 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         # Where another rank gave up, it says why.
         with contextlib.suppress(RankGone):
             trial.run(segments, ranks, find=find)
+    except OrderDrift as drift:
+        trial.drifts = drift.drifts
     # A fault of ours: said like all else, since the others wait to hear of this rank.
     except Exception as error:  # noqa: BLE001
         trial.fail(JudgeFailed(error, traceback.format_exc()), rank=real_rank.rank)
@@ -75,7 +75,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         # the system built holds on to it in circles, not all of which can be broken.
         real_rank.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
         gc.collect()
-    abouts = ("joined", "facts", "wrong", "left")
+    abouts = ("joined", "facts", "orders", "wrong", "left")
     real_rank.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
     return trial.report().as_dict()
 
@@ -89,12 +89,15 @@ class _OwnRank:
     """How many there are; those outside a world only follow what the others do."""
     order: str | None
     """The order to add in; None for the backend's own."""
+    probe: bool
+    """Whether the order that is the backend's own is relied on, and so measured."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says.
 
         Raises:
             RankGone: Another rank gave up.
+            OrderDrift: The backend adds otherwise than the case relies on.
         """
         real_rank, scenario = self.real_rank, segment.scenario
         contexts = trial.build_contexts(segment, target=target, rank=real_rank.rank)
@@ -110,6 +113,15 @@ class _OwnRank:
                 for each in contexts:
                     for place, world_rank in enumerate(each.dp_cp_group.ranks):
                         each.judge.note_facts(place, Facts.from_dict(all_facts[world_rank]))
+            if self.probe:
+                trial.measured = measure_orders(
+                    contexts,
+                    scenario,
+                    real_rank=real_rank,
+                    process_count=self.processes,
+                    device=trial.device,
+                    about=f"orders {index}",
+                )
 
         if real_rank.rank >= scenario.world.size:
             real_rank.leave()
@@ -139,7 +151,7 @@ class _OwnRank:
                     # Leaving the world is what makes others raise, too.
                     trial.raised_at = time.time()
                     raise
-        except RankGone:
+        except (RankGone, OrderDrift):
             raise
         # Whatever the system raises is what came of it, also where it means to end its rank.
         except (Exception, SystemExit) as error:
@@ -150,37 +162,3 @@ class _OwnRank:
         return any(
             self.real_rank.exchange(is_wrong_here, size=self.processes, about=f"wrong {index}")
         )
-
-
-def probe_order(payload: Mapping[str, Any], real_rank: RealRank) -> list[str]:
-    """Measure in which order the backend adds, beside the model of that order.
-
-    Args:
-        payload: `size`, the number of ranks that take part; `order`, the name of the model;
-            `device`, where data lies.
-        real_rank: This process.
-
-    Returns:
-        Where the backend drifted from the model, in words; empty where it did not.
-    """
-    size, order = payload["size"], payload["order"]
-    if real_rank.rank >= size:
-        real_rank.leave()
-        return []
-    drifts = []
-    with real_rank.world(size, about="probe"):
-        assert dist.group.WORLD is not None
-        for kind, dtype in _PROBED:
-            elems = 5 * size
-            with_backend = by_calling(
-                kind, group=dist.group.WORLD, elems=elems, dtype=dtype, device=payload["device"]
-            )
-            with_model = by_model(kind, order=order, rank_count=size, elems=elems, dtype=dtype)
-            seen, wanted = (
-                observe(reduction, rank_count=size, dtype=dtype)
-                for reduction in (with_backend, with_model)
-            )
-            said = compare(wanted, seen, name=order)
-            if said.startswith("drift"):
-                drifts.append(f"{kind} of {dtype} over {size} ranks: {said}")
-    return drifts

@@ -10,18 +10,17 @@ from typing import Any, Protocol, Self
 from zero_sim.backends import Ending, RealRank, Teams
 from zero_sim.backends import torchrun as launched
 from zero_sim.backends.transports import find_transport
-from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.run.probing import OrderDrift
 from zero_sim.run.program import folder_for
-from zero_sim.run.real import judge_rank, probe_order, processes_of
+from zero_sim.run.real import judge_rank, processes_of
 from zero_sim.run.reports import CaseRun, Failure, Report
 from zero_sim.run.runner import judge_case
-from zero_sim.run.setup import OrderProbe, Setup, judge_after_probe
+from zero_sim.run.setup import Setup, judge_drifted
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 
-_PROBE_SECONDS = 120.0
 _LATE = "torch._dynamo"
 """What torch's optimizers import when the first one is made, which takes seconds."""
 
@@ -70,9 +69,6 @@ class RealJudge:
         self.setup = setup
         self._processes = processes
         self._target = target
-        self._order_probe = OrderProbe(setup=setup)
-        self._scenario: Scenario | None = None
-        self._started = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -88,15 +84,21 @@ class RealJudge:
                 or the case is one that `Setup.why_left_out` names.
         """
         self.setup.check(scenario)
-        self._scenario, self._started = scenario, time.perf_counter()
-        drift = self._order_probe.check(scenario, self._probe)
-        result = judge_after_probe(
-            drift, scenario, self.setup, judge=lambda case: judge_case(case, self)
-        )
-        return replace(result, seconds=time.perf_counter() - self._started)
+        started = time.perf_counter()
+        try:
+            result = judge_case(scenario, self)
+        except OrderDrift as drift:
+            result = judge_drifted(
+                drift, scenario, self.setup, judge=lambda case: judge_case(case, self)
+            )
+        return replace(result, seconds=time.perf_counter() - started)
 
     def run(self, scenario: Scenario) -> CaseRun:
-        """Run a case, as `Backend` says."""
+        """Run a case, as `Backend` says.
+
+        Raises:
+            OrderDrift: The case relies on an order in which the backend does not add.
+        """
         stall_seconds = scenario.run.stall_seconds
         with folder_for(scenario) as folder:
             payload = {
@@ -105,28 +107,20 @@ class RealJudge:
                 "order": self.setup.order_of(scenario),
                 "target": self._target,
                 "device": self.setup.device,
+                "probe": self.setup.relies_on_own(scenario),
             }
             endings = self._processes.run(
                 judge_rank, payload, needed=processes_of(scenario), stall_seconds=stall_seconds
             )
         reports = tuple(_reports_of(endings, stall_seconds=stall_seconds))
-        return CaseRun(reports=reports, notes=self._notes(scenario))
+        for report in reports:
+            if report.drifts:
+                raise OrderDrift(report.drifts)
+        measured = next((report.measured for report in reports if report.measured), ())
+        return CaseRun(reports=reports, notes=[*self._notes(scenario), *measured])
 
     def _notes(self, scenario: Scenario) -> Sequence[str]:
         return [self.setup.note(scenario), *self._processes.notes]
-
-    def _probe(self, size: int, order: str) -> list[str]:
-        payload = {"size": size, "order": order, "device": self.setup.device}
-        endings = self._processes.run(
-            probe_order, payload, needed=size, stall_seconds=_PROBE_SECONDS
-        )
-        for ending in endings:
-            if ending.how != "done":
-                raise EnvironmentProblem(
-                    f"expected to measure how {self.setup.backend} adds over {size} ranks, but "
-                    f"rank {ending.rank} {ending.how}: {ending.error}\n{ending.detail}".rstrip()
-                )
-        return endings[0].result
 
 
 def on_workers(setup: Setup, *, target: str = "") -> RealJudge:

@@ -46,6 +46,10 @@ class Report:
     """What is wrong besides, the first cause first: a world that ended, calls that cost too much,
     a process that is lost."""
     failure: Failure | None = None
+    drifts: Sequence[str] = ()
+    """Where the backend adds otherwise than the case relies on; then it was not judged."""
+    measured: Sequence[str] = ()
+    """How communicators were seen to add."""
     accuracy: float | None = None
     said: Sequence[str] = ()
     """What the system has to say of the run."""
@@ -58,6 +62,8 @@ class Report:
             "judged": [judged.as_dict() for judged in self.judged],
             "found": [finding.as_dict() for finding in self.found],
             "failure": None if self.failure is None else dataclasses.asdict(self.failure),
+            "drifts": list(self.drifts),
+            "measured": list(self.measured),
             "accuracy": self.accuracy,
             "said": list(self.said),
         }
@@ -70,6 +76,8 @@ class Report:
             judged=[JudgeReport.from_dict(each) for each in data["judged"]],
             found=[finding_from(each) for each in data["found"]],
             failure=None if failure is None else Failure(**failure),
+            drifts=data["drifts"],
+            measured=data["measured"],
             accuracy=data["accuracy"],
             said=data["said"],
         )

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import CaseResult, Finding, not_judged
+from zero_sim.run.probing import OrderDrift
 from zero_sim.run.real import processes_of
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
@@ -20,8 +21,6 @@ WORKERS_MAX = 16
 """Most ranks of a case on own workers: all of them share this machine."""
 OWN_ORDERS: Mapping[RealBackend, str] = {"gloo": "gloo", "nccl": "nccl-ring"}
 """The order that each backend is said to add in by itself, as it is set up here."""
-
-_PROBED_ON_GLOO = 4
 
 assert set(OWN_ORDERS) == set(get_args(RealBackend))
 
@@ -67,6 +66,16 @@ class Setup:
         """Whether a case names the backend's own order."""
         return scenario.world.order == OWN_ORDERS[self.backend]
 
+    def relies_on_own(self, scenario: Scenario) -> bool:
+        """Whether the bits of a case depend on the order that the backend adds in by itself."""
+        # Two ranks have one order only, and bounds hold in every order.
+        return (
+            processes_of(scenario) > 2
+            and scenario.world.order_known
+            and self.is_own(scenario)
+            and scenario.model.name not in EXACT_MODELS
+        )
+
     def order_of(self, scenario: Scenario) -> str | None:
         """The order that data is folded in; None for what the backend does by itself."""
         return None if self.native or self.is_own(scenario) else scenario.world.order
@@ -95,58 +104,25 @@ def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
     return Setup(backend=backend, native=native, ranks_max=ranks_max)
 
 
-@dataclass(kw_only=True, slots=True)
-class OrderProbe:
-    """Whether the backend adds as its model does: measured once, when a case first relies on it."""
-
-    setup: Setup
-    drift: str | None = None
-    """What was measured; empty where it is as modelled, None where nothing was yet."""
-
-    def check(self, scenario: Scenario, measure: Callable[[int, str], list[str]]) -> str:
-        """Where the backend drifted from the model that a case relies on; empty if nowhere.
-
-        Args:
-            scenario: The case that relies on the order.
-            measure: Measures so many ranks, beside the model of that name.
-        """
-        size, order = scenario.world.size, scenario.world.order
-        # Two ranks have one order only, and bounds hold in every order.
-        if (
-            size < 3
-            or not scenario.world.order_known
-            or not self.setup.is_own(scenario)
-            or scenario.model.name in EXACT_MODELS
-        ):
-            return ""
-        if self.drift is None:
-            # How NCCL arranges its ring depends on how many take part; gloo does not.
-            count = min(size, _PROBED_ON_GLOO) if self.setup.backend == "gloo" else size
-            self.drift = "\n".join(measure(count, order))
-        return self.drift
-
-
-def judge_after_probe(
-    drift: str, scenario: Scenario, setup: Setup, *, judge: Callable[[Scenario], CaseResult]
+def judge_drifted(
+    drift: OrderDrift, scenario: Scenario, setup: Setup, *, judge: Callable[[Scenario], CaseResult]
 ) -> CaseResult:
-    """Judge a case after the probe: by bounds where the backend drifted from its model.
+    """Judge a case by bounds, since the backend drifted from the model that it relies on.
 
     Args:
-        drift: What was measured; empty where the backend adds as modelled.
+        drift: What was measured.
         scenario: The case that relies on the order.
         setup: What carries its collectives.
         judge: Runs the case that it is given and judges it.
     """
-    if not drift:
-        return judge(scenario)
     why = why_order_matters(scenario)
     if why:
-        return _drifted(scenario, setup, drift, why=why)
+        return _drifted(scenario, setup, str(drift), why=why)
     world = replace(scenario.world, order_known=False)
     result = judge(replace(scenario, world=world))
     note = (
         f"backend.order-drift: {setup.backend} does not add as the model {scenario.world.order!r} "
-        f"says, so sums were judged by their proven bounds; {'; '.join(drift.splitlines())}"
+        f"says, so sums were judged by their proven bounds; {'; '.join(drift.drifts)}"
     )
     return replace(result, notes=(*result.notes, note))
 

@@ -59,6 +59,10 @@ class Trial:
     found: list[Finding] = field(default_factory=list)
     """What is wrong besides what the judges found."""
     failure: Failure | None = None
+    drifts: Sequence[str] = ()
+    """Where the backend adds otherwise than the case relies on; then it was not judged."""
+    measured: Sequence[str] = ()
+    """How communicators were seen to add."""
     raised_at: float | None = None
     """When a rank raised, where that was a while ago."""
 
@@ -147,6 +151,8 @@ class Trial:
             judged=[judge.judge_report() for judge in self.judges],
             found=self.found,
             failure=self.failure,
+            drifts=self.drifts,
+            measured=self.measured,
             accuracy=self.outcome.accuracy,
             said=self.outcome.notes,
             buffer_maps=[judge.buffer_map() for judge in self.judges] if with_buffer_maps else (),

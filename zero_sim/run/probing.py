@@ -1,0 +1,297 @@
+"""The order probe of a case: how the communicators that add its gradients really add.
+
+It runs when every rank has said where its gradients lie, and before the first step. Each call that
+adds gradients is looked at in its size, over its communicator. How a communicator of NCCL is
+arranged is recovered first, and the judges are told; where something adds otherwise than that, or
+than the model of the order, the case is not judged by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.backends import RealRank
+from zero_sim.backends.arranging import arrangement_of, in_words, with_channels
+from zero_sim.backends.probe import (
+    Kind,
+    Pieces,
+    Reduction,
+    Values,
+    by_calling,
+    observe,
+    pieces_of,
+    text_of,
+    verify,
+)
+from zero_sim.errors import ZeroSimError
+from zero_sim.reference import Arrangement, SumSite
+from zero_sim.run.program import GroupContext
+from zero_sim.scenario.spec import Scenario
+
+OBSERVED_ELEMS_MAX = 4096
+"""Largest call that is observed whole where it adds otherwise than its model."""
+
+ARRANGED = ("nccl-ring",)
+"""Orders whose communicators have arrangements of their own."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_UNSORTED: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+)
+
+
+class OrderDrift(ZeroSimError):
+    """A backend adds otherwise than the model that a case relies on."""
+
+    def __init__(self, drifts: Sequence[str]) -> None:
+        self.drifts = tuple(drifts)
+        super().__init__("\n".join(drifts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Calls of one size that a case relies on."""
+
+    kind: Kind
+    elems: int
+    sizes: tuple[int, ...] = ()
+    """Of a `reduce_scatter_list`, what each rank gets."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Known:
+    """What a process knows of a communicator, as all others of the job do."""
+
+    arrangement: Arrangement | None = None
+    verified: set[tuple[Need, str]] = field(default_factory=set)
+    """Calls that add as is known, with the name of their dtype."""
+
+
+def measure_orders(
+    contexts: Sequence[GroupContext],
+    scenario: Scenario,
+    *,
+    real_rank: RealRank,
+    process_count: int,
+    device: str,
+    about: str,
+) -> list[str]:
+    """Measure how all communicators of a case add, and tell its judges.
+
+    Args:
+        contexts: Of the case; all their judges have heard of every rank.
+        scenario: The case; its order is the backend's own.
+        real_rank: This process, in the world of the case or outside of it.
+        process_count: Processes that take part.
+        device: Where data lies.
+        about: Which exchange of the case it is.
+
+    Returns:
+        What was seen, in words.
+
+    Raises:
+        OrderDrift: On every process alike: something adds otherwise.
+    """
+    order = scenario.world.order
+    found: list[list[Any]] = []
+    needs = needs_of(contexts, order=order)
+    for members, wanted in needs.items():
+        known = real_rank.memory.setdefault(members, Known())
+        new = [
+            (need, dtype)
+            for need in wanted
+            for dtype in _dtypes_of(scenario)
+            if (need, str(dtype)) not in known.verified
+        ]
+        if not new:
+            continue
+        group = _group_of(members, inside=real_rank.rank < scenario.world.size)
+        if real_rank.rank in members:
+            assert group is not None
+            look = _Look(group=group, order=order, device=device, alive=real_rank.alive)
+            arrangement, drifts = look.at(known.arrangement, new)
+            if real_rank.rank == members[0]:
+                told = None if arrangement is None else arrangement.as_dict()
+                found.append([list(members), told, drifts])
+        if group is not None and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    all_found = real_rank.exchange(found, size=process_count, about=about)
+    drifts = []
+    for ranks, told, wrong in (each for one in all_found for each in one):
+        known = real_rank.memory[tuple(ranks)]
+        known.arrangement = None if told is None else Arrangement.from_dict(told)
+        if not wrong:
+            for need in needs[tuple(ranks)]:
+                known.verified |= {(need, str(dtype)) for dtype in _dtypes_of(scenario)}
+        drifts += [f"{drift}, over ranks {list(ranks)}" for drift in wrong]
+    if drifts:
+        raise OrderDrift(drifts)
+    return _tell(contexts, needs, real_rank.memory)
+
+
+def _tell(
+    contexts: Sequence[GroupContext],
+    needs: Mapping[tuple[int, ...], Sequence[Need]],
+    memory: Mapping[tuple[int, ...], Known],
+) -> list[str]:
+    """Tell the judges what is known; and in words, what it is."""
+    told = []
+    for context in contexts:
+        ranks = context.dp_cp_group.ranks
+        arrangements = {}
+        for members in needs:
+            seen = memory[members].arrangement
+            if seen is not None and set(members) <= set(ranks):
+                arrangements[tuple(ranks.index(rank) for rank in members)] = seen
+        context.judge.arrange(arrangements)
+    for members in needs:
+        seen = memory[members].arrangement
+        if seen is not None:
+            told.append(f"probe: ranks {list(members)} add as {in_words(seen)}")
+    return told
+
+
+def needs_of(
+    contexts: Sequence[GroupContext], *, order: str
+) -> dict[tuple[int, ...], tuple[Need, ...]]:
+    """By communicator of three ranks or more, in world ranks: the calls that add gradients."""
+    sites: dict[tuple[int, ...], set[SumSite]] = {}
+    for context in contexts:
+        ranks = context.dp_cp_group.ranks
+        for members, site in context.judge.calls():
+            if len(members) > 2:
+                sites.setdefault(tuple(ranks[rank] for rank in members), set()).add(site)
+    return {
+        members: tuple(sorted(set(_needs_of(of, size=len(members), order=order)), key=_sorting))
+        for members, of in sorted(sites.items())
+    }
+
+
+def _sorting(need: Need) -> tuple[Any, ...]:
+    return need.kind, need.elems, need.sizes
+
+
+def _needs_of(sites: set[SumSite], *, size: int, order: str) -> Iterator[Need]:
+    entries: list[set[int]] = [set() for _ in range(size)]
+    for site in sites:
+        if site.kind == "all_reduce":
+            # gloo adds a coalesced call as one.
+            joined = site.joined_elems if order == "gloo" else None
+            yield Need(kind="all_reduce", elems=joined or site.elems)
+        elif site.kind == "reduce_scatter":
+            yield Need(kind="reduce_scatter", elems=site.elems)
+        else:
+            entries[site.ends_on].add(site.elems)
+    # Each entry is reduced by itself, whichever others are in its list.
+    columns = [sorted(each, reverse=True) for each in entries]
+    for row in range(max(map(len, columns))):
+        sizes = tuple(column[row] if row < len(column) else 0 for column in columns)
+        yield Need(kind="reduce_scatter_list", elems=sum(sizes), sizes=sizes)
+
+
+def _dtypes_of(scenario: Scenario) -> list[torch.dtype]:
+    """What gradients may be added in."""
+    narrow = _DTYPES.get(scenario.model.dtype)
+    return [torch.float32] if narrow is None else [torch.float32, narrow]
+
+
+def _group_of(members: Sequence[int], *, inside: bool) -> dist.ProcessGroup | None:
+    """The communicator, which every rank of the world makes; None outside of the world."""
+    if not inside:
+        return None
+    if len(members) == dist.get_world_size():
+        return dist.group.WORLD
+    group = dist.new_group(list(members), **_UNSORTED)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Look:
+    """One communicator, looked at by its ranks."""
+
+    group: dist.ProcessGroup
+    order: Any
+    device: str
+    alive: Callable[[], None]
+
+    def at(
+        self, arrangement: Arrangement | None, calls: Sequence[tuple[Need, torch.dtype]]
+    ) -> tuple[Arrangement | None, list[str]]:
+        """How it is arranged, as far as it is, and where it adds otherwise than that."""
+        if self.order in ARRANGED and arrangement is None:
+            arrangement, told = arrangement_of(self.group, device=self.device)
+            if arrangement is None:
+                return None, [f"drift: expected an arrangement of {self.order}, observed {told}"]
+        wrong = [each for each in calls if self.first_wrong(arrangement, *each) is not None]
+        if wrong and arrangement is not None and len(arrangement.rings) == 1:
+            for wider in with_channels(arrangement):
+                if all(self.first_wrong(wider, *each) is None for each in wrong) and all(
+                    self.first_wrong(wider, *each) is None for each in calls
+                ):
+                    return wider, []
+        return arrangement, [self.drift(arrangement, *each) for each in wrong]
+
+    def first_wrong(
+        self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype
+    ) -> int | None:
+        """The first element that a call adds otherwise than it is arranged."""
+        return verify(
+            self._reduction(need),
+            self._pieces(arrangement, need, dtype),
+            rank_count=self.group.size(),
+            elems=need.elems,
+            dtype=dtype,
+        )
+
+    def drift(self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype) -> str:
+        """What a call does in place of what it is to do, in words."""
+        what = f"{need.kind} of {need.elems} elements of {dtype}"
+        element = self.first_wrong(arrangement, need, dtype)
+        if element is None:
+            return f"{what}: drift: expected the same order each time, observed it once"
+        wanted = next(
+            text_of(tree)
+            for start, stop, tree in self._pieces(arrangement, need, dtype)
+            if start <= element < stop
+        )
+        got = "another one"
+        if need.elems <= OBSERVED_ELEMS_MAX:
+            seen = observe(
+                self._reduction(need), rank_count=self.group.size(), elems=need.elems, dtype=dtype
+            )
+            got = f"tree {seen.tree_of(element)}"
+            if seen.accumulator != "data":
+                got += f" with partial sums {seen.accumulator}"
+        return (
+            f"{what}: drift: expected {wanted} as in {self.order}, observed {got}, "
+            f"at element {element}"
+        )
+
+    def _reduction(self, need: Need) -> Reduction:
+        reduce = by_calling(
+            need.kind, group=self.group, elems=need.elems, device=self.device, sizes=need.sizes
+        )
+
+        def signed(values: Values) -> Tensor:
+            self.alive()
+            return reduce(values)
+
+        return signed
+
+    def _pieces(self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype) -> Pieces:
+        return pieces_of(
+            need.kind,
+            order=self.order,
+            rank_count=self.group.size(),
+            elems=need.elems,
+            sizes=need.sizes,
+            elem_bytes=dtype.itemsize,
+            arrangement=arrangement,
+        )
