@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from zero_sim.backends.arranging import fit, in_words, with_channels
-from zero_sim.backends.probe import by_model, observe, pieces_of, verify
+from zero_sim.backends.probe import observe, verify
+from zero_sim.backends.probe_models import by_model, pieces_of
 from zero_sim.reference import Arrangement
 from zero_sim.reference.arrangement import ADD, chain_of_machines, in_order
 

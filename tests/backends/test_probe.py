@@ -6,16 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends.probe import (
-    by_calling,
-    by_model,
-    compare,
-    observe,
-    pieces_of,
-    text_of,
-    tree_of,
-    verify,
-)
+from zero_sim.backends.probe import by_calling, compare, observe, verify
+from zero_sim.backends.probe_models import by_model, pieces_of, text_of, tree_of
 from zero_sim.reference import Arrangement
 from zero_sim.scenario.spec import OrderName
 

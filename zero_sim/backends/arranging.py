@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from zero_sim.backends.probe import ObservedOrder, by_calling, observe, text_of, tree_of
+from zero_sim.backends.probe import ObservedOrder, by_calling, observe
+from zero_sim.backends.probe_models import text_of, tree_of
 from zero_sim.reference import Arrangement
 from zero_sim.reference.arrangement import ADD, Tree, in_order, pieces
 

@@ -32,10 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.reference import AddOrder, Arrangement, SumSite, SumSpan
-from zero_sim.reference.adding import add_ranks, first_ranks
-from zero_sim.reference.arrangement import ADD, Tree, chain_of
-from zero_sim.reference.arrangement import pieces as arranged_pieces
+from zero_sim.reference.arrangement import ADD, Tree
 
 Values = Callable[[int], Tensor]
 """What a rank of the group brings, 1D, on the CPU."""
@@ -407,34 +404,6 @@ def _pairs_of(tree: Tree, rank_count: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(firsts), torch.tensor(seconds), torch.tensor(outside)
 
 
-def text_of(tree: Tree) -> str:
-    """A tree in words, as `ObservedOrder` has it: the side with the least rank first."""
-    stack: list[tuple[int, str]] = []
-    for step in tree:
-        if step != ADD:
-            stack.append((step, str(step)))
-            continue
-        sides = sorted([stack.pop(), stack.pop()])
-        stack.append((sides[0][0], f"({sides[0][1]}+{sides[1][1]})"))
-    return stack[0][1]
-
-
-def tree_of(text: str) -> Tree:
-    """What `text_of` gave, as a tree."""
-    steps: list[int] = []
-    number = ""
-    for char in text:
-        if char.isdigit():
-            number += char
-            continue
-        if number:
-            steps.append(int(number))
-            number = ""
-        if char == ")":
-            steps.append(ADD)
-    return (*steps, int(number)) if number else tuple(steps)
-
-
 def by_calling(
     kind: Kind,
     *,
@@ -447,7 +416,7 @@ def by_calling(
 
     Args:
         kind: Which.
-        group: The group.
+        group: Whose ranks all call it.
         elems: What it reduces; of a `reduce_scatter` a multiple of the ranks.
         device: Where.
         sizes: Of a `reduce_scatter_list`, how much each rank gets.
@@ -475,132 +444,6 @@ def by_calling(
         return x.cpu()
 
     return reduce
-
-
-def by_model(
-    kind: Kind,
-    *,
-    order: AddOrder,
-    rank_count: int,
-    elems: int,
-    order_seed: int = 0,
-    arrangement: Arrangement | None = None,
-    sizes: Sequence[int] = (),
-) -> Reduction:
-    """The reduction as the oracle models it; nothing is communicated."""
-    spans = [
-        SumSpan(start=start, stop=stop, site=site)
-        for start, stop, site in sites_of(
-            kind, elems=elems, rank_count=rank_count, arrangement=arrangement, sizes=sizes
-        )
-    ]
-
-    def reduce(values: Values) -> Tensor:
-        parts = [values(rank) for rank in range(rank_count)]
-        return add_ranks(parts, order=order, spans=spans, seed=order_seed)
-
-    return reduce
-
-
-def sites_of(
-    kind: Kind,
-    *,
-    elems: int,
-    rank_count: int,
-    arrangement: Arrangement | None = None,
-    sizes: Sequence[int] = (),
-) -> Iterator[tuple[int, int, SumSite]]:
-    """The parts of a reduction that end alike, and where they stand in it."""
-    arrangements = () if arrangement is None else (arrangement,)
-    if kind == "all_reduce":
-        site = SumSite(kind=kind, elems=elems, offset=0, arrangements=arrangements)
-        yield 0, elems, site
-        return
-    shares = list(sizes) if kind == "reduce_scatter_list" else [elems // rank_count] * rank_count
-    start = 0
-    for rank, share in enumerate(shares):
-        is_list = kind == "reduce_scatter_list"
-        yield (
-            start,
-            start + share,
-            SumSite(
-                kind=kind,
-                elems=share if is_list else elems,
-                offset=0 if is_list else start,
-                ends_on=rank,
-                arrangements=arrangements,
-            ),
-        )
-        start += share
-
-
-def pieces_of(
-    kind: Kind,
-    *,
-    order: AddOrder,
-    rank_count: int,
-    elems: int,
-    elem_bytes: int,
-    sizes: Sequence[int] = (),
-    arrangement: Arrangement | None = None,
-) -> list[tuple[int, int, Tree]]:
-    """Runs of elements of a reduction that a model adds alike, with their tree.
-
-    Args:
-        kind: Of the reduction.
-        order: The model: one that adds in chains, or `tree`.
-        rank_count: Ranks of the group.
-        elems: What is reduced.
-        elem_bytes: Size of an element.
-        sizes: Of a `reduce_scatter_list`, how much each rank gets.
-        arrangement: In the place of the model's, where it was seen.
-    """
-    found = []
-    for start, stop, site in sites_of(kind, elems=elems, rank_count=rank_count, sizes=sizes):
-        if start == stop:
-            continue
-        offset = start - site.offset
-        if arrangement is not None:
-            kept = arranged_pieces(
-                arrangement,
-                kind=kind,
-                elems=site.elems,
-                elem_bytes=elem_bytes,
-                ends_on=site.ends_on,
-            )
-            found += [(offset + one, offset + other, tree) for one, other, tree in kept]
-        elif order == "tree":
-            found.append((start, stop, _balanced(range(rank_count))))
-        else:
-            found += _chains(site, start, stop, order, rank_count, elem_bytes)
-    return found
-
-
-def _chains(
-    site: SumSite, start: int, stop: int, order: AddOrder, rank_count: int, elem_bytes: int
-) -> Iterator[tuple[int, int, Tree]]:
-    """Runs of a call that an order adds one rank after another."""
-    positions = torch.arange(site.offset, site.offset + stop - start)
-    if order == "linear":
-        firsts, stride = torch.zeros_like(positions), 1
-    else:
-        firsts, stride = first_ranks(
-            site, positions=positions, order=order, rank_count=rank_count, elem_bytes=elem_bytes
-        )
-    values, counts = (firsts % rank_count).unique_consecutive(return_counts=True)
-    for first, count in zip(values.tolist(), counts.tolist(), strict=True):
-        ranks = [(first + stride * hop) % rank_count for hop in range(rank_count)]
-        yield start, start + count, chain_of(ranks)
-        start += count
-
-
-def _balanced(ranks: Sequence[int]) -> Tree:
-    """Neighbours first, then their sums; one that is left over moves up as it is."""
-    level: list[Tree] = [(rank,) for rank in ranks]
-    while len(level) > 1:
-        pairs = [(*one, *other, ADD) for one, other in zip(level[::2], level[1::2], strict=False)]
-        level = pairs + level[len(pairs) * 2 :]
-    return level[0]
 
 
 def compare(expected: ObservedOrder, observed: ObservedOrder, *, name: str) -> str:

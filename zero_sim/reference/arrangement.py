@@ -222,7 +222,7 @@ def pat_tree(ends_on: int, rank_count: int, *, part_bytes: int) -> Tree:
     """The tree of a reduce-scatter by PAT, for what one rank gets on one channel.
 
     Args:
-        ends_on: The rank.
+        ends_on: The rank that gets it.
         rank_count: Ranks of the communicator.
         part_bytes: Size of what it gets.
     """
