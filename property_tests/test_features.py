@@ -6,6 +6,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from zero_sim.fuzz.optimizers import NO_FOREACH
+from zero_sim.fuzz.shapes import divisors
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.reference import POSITION_FREE
 from zero_sim.run import run_case
@@ -73,9 +74,9 @@ def test_one_model_on_every_stage(pool, scenario, data):
     order = scenario.world.order if scenario.world.order in POSITION_FREE else "linear"
     ranks = scenario.world.size // (scenario.topology.tp * scenario.topology.pp)
     shared_by = ranks // scenario.topology.ep
-    copies = data.draw(st.sampled_from([k for k in range(1, shared_by + 1) if shared_by % k == 0]))
+    copies = data.draw(st.sampled_from(divisors(shared_by)))
     system = replace(scenario.system, overlap_params=None, partition="padded", redundancy=1)
-    system = replace(system, state_over="block")
+    system = replace(system, state_over="block", reshard_ranks=None)
     plain = replace(system, prefetch=None, reshard_after_forward=True)
     family = [
         replace(plain, stage=0),
@@ -84,6 +85,10 @@ def test_one_model_on_every_stage(pool, scenario, data):
         replace(plain, stage=3, redundancy=copies, prefetch=data.draw(st.integers(0, 3))),
         replace(plain, stage=3, redundancy=copies, reshard_after_forward=False),
     ]
+    few = divisors(shared_by // copies)[1:-1]
+    if few:
+        keeping = data.draw(st.sampled_from(few))
+        family.append(replace(plain, stage=3, redundancy=copies, reshard_ranks=keeping))
     if copies > 1:
         stage = data.draw(st.sampled_from([1, 2, 3]))
         family.append(replace(plain, stage=stage, redundancy=copies, state_over="all"))
@@ -93,4 +98,4 @@ def test_one_model_on_every_stage(pool, scenario, data):
 
 
 def _partition(system):
-    return "uneven" if system.align_elems == system.align_bytes == 1 else "padded"
+    return "one-owner" if system.align_elems == system.align_bytes == 1 else "padded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -36,7 +37,7 @@ class TestShards:
         """100 elements over 8 shards: four of 13, four of 12."""
         (bucket,) = plan_one(100, shard_count=8, partition="uneven").buckets
         assert bucket.shard_sizes == (13, 13, 13, 13, 12, 12, 12, 12)
-        assert (bucket.shard_elems, bucket.is_even, bucket.padding.numel) == (13, False, 0)
+        assert (bucket.is_even, bucket.padding.numel) == (False, 0)
 
     def test_are_uneven_in_each_bucket_anew(self):
         """The longer shards are the first of every bucket, not of the buffer."""
@@ -121,6 +122,44 @@ class TestFragments:
         """Seven ranks and two elements: five ranks own nothing."""
         buffer = plan_one(2, shard_count=7)
         assert [len(buffer.fragments(s)) for s in range(7)] == [1, 1, 0, 0, 0, 0, 0]
+
+
+class TestPartitions:
+    """Who owns what of a bucket, for partitions that are not as even as they can be."""
+
+    def test_of_one_owner_deal_buckets_out_in_turn(self):
+        """Four buckets over three shards: the fourth is the first one's again."""
+        buffer = plan_one(4, 2, 3, 5, shard_count=3, bucket_elems=1, partition="one-owner")
+        sizes = [bucket.shard_sizes for bucket in buffer.buckets]
+        assert sizes == [(4, 0, 0), (0, 2, 0), (0, 0, 3), (5, 0, 0)]
+        assert [buffer.owner(element) for element in (0, 3, 4, 6, 9, 13)] == [0, 0, 1, 2, 0, 0]
+
+    def test_of_one_owner_have_no_padding(self):
+        """Nobody needs equal lengths."""
+        buffer = plan_one(4, 3, shard_count=2, bucket_elems=1, partition="one-owner")
+        assert buffer.padding_elems == 0
+        assert [[f.param for f in buffer.fragments(shard)] for shard in range(2)] == [
+            ["p0"],
+            ["p1"],
+        ]
+
+    def test_of_one_shard_are_even(self):
+        """One rank owns everything, whatever the rule."""
+        (bucket,) = plan_one(4, shard_count=1, partition="one-owner").buckets
+        assert bucket.is_even
+
+    @pytest.mark.parametrize(
+        ("shape", "rows_owned"),
+        [((5, 3), [2, 2, 1]), ((3, 7), [1, 1, 1]), ((2, 4), [1, 1, 0]), ((4,), [2, 2, 0])],
+    )
+    def test_of_rows_cut_no_row(self, shape, rows_owned):
+        """As torch.chunk over dim 0: the first ranks get as many as fit, the last fewer or none."""
+        policy = LayoutPolicy(shard_count=3, bucket_elems=1, partition="rows")
+        (plan,) = plan_buffers([ParamSpec(name="a", shape=shape, dtype="fp32")], policy=policy)
+        row_elems = math.prod(shape[1:])
+        owned = [sum(f.in_param.numel for f in plan.fragments(shard)) for shard in range(3)]
+        assert [elems / row_elems for elems in owned] == rows_owned
+        assert plan.buckets[0].is_even
 
 
 class TestOwner:

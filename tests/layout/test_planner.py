@@ -106,7 +106,7 @@ class TestBuckets:
         policy = LayoutPolicy(shard_count=2, align_elems=8, bucket_elems=3)
         (plan,) = plan_buffers([spec("a", 0), spec("b", 0)], policy=policy)
         (bucket,) = plan.buckets
-        assert (bucket.span, bucket.shard_elems, len(bucket.params)) == (Span(0, 0), 0, 2)
+        assert (bucket.span, bucket.shard_sizes, len(bucket.params)) == (Span(0, 0), (0, 0), 2)
 
 
 class TestImports:

@@ -39,8 +39,15 @@ class TestLayoutPolicy:
 
     def test_refuses_an_unknown_partition(self):
         """The message lists the partitions that exist."""
-        with pytest.raises(LayoutError, match="padded, uneven but got partition='even'"):
+        with pytest.raises(
+            LayoutError, match="padded, uneven, rows, one-owner but got partition='even'"
+        ):
             LayoutPolicy(shard_count=1, partition="even")
+
+    def test_refuses_rows_of_several_params(self):
+        """Rows are cut in one param at a time."""
+        with pytest.raises(LayoutError, match=r"bucket_elems=1 with partition='rows'.*got.*=9"):
+            LayoutPolicy(shard_count=1, partition="rows", bucket_elems=9)
 
     @pytest.mark.parametrize("field", ["align_elems", "align_bytes"])
     def test_refuses_alignment_without_padding(self, field):

@@ -240,7 +240,7 @@ class TestBuffers:
 
         def program(rank):
             ddp, _ = build(Weights(E4M3), align_bytes=16)
-            return ddp.buffers[0].plan.buckets[0].shard_elems
+            return ddp.buffers[0].plan.buckets[0].shard_sizes[0]
 
         assert run_ranks(2, program)[0] == [16, 16]
 

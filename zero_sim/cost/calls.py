@@ -22,9 +22,9 @@ Purpose = Literal["sum", "copies", "gather", "spread", "norm", "tokens", "scales
 """Gradients over the ranks that shard them; over copies of the shards; params inside a block; over
 blocks that own parts of each other's; and what is a few numbers, whatever the model."""
 
-Among = Literal["group", "block", "across", "parts"]
-"""Who meets: all ranks that train a kind of params; those that shard it; those at one place of all
-blocks; those at one place of all parts of the model."""
+Among = Literal["group", "block", "few", "across", "parts"]
+"""Who meets: all ranks that train a kind of params; those that shard it; of these the
+few that keep params between a forward and its backward; those at one place of all blocks; those at one place of all parts of the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +108,10 @@ def calls_of_bucket(
         return calls
     add(form.sum_call, "block", grads, "sum", sums)
     add(form.copies_call, "across", grads, "copies", sums)
-    gathers = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
+    gathers, again = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     add(form.gather_call, "block", params, "gather", gathers)
+    few: Among = "block" if form.kept_elems is None else "few"
+    add(form.regather_call, few, params, "gather", again)
     add(form.spread_call, "across", params, "spread", 0 if skipped else 1)
     return calls
 
@@ -138,25 +140,29 @@ def ranks_among(kind: str, *, scenario: Scenario, rank: int, group_size: int) ->
     holders = range(rank % ways, scenario.world.size, ways)
     place = rank // ways
     first = place - place % group_size
+    few = scenario.system.reshard_ranks or 1
+    first_of_few = place - place % few
     return {
         "group": holders,
         "block": holders[first : first + group_size],
+        "few": holders[first_of_few : first_of_few + few],
         "across": holders[place % group_size :: group_size],
         "parts": range(scenario.topology.tp * scenario.topology.pp),
     }
 
 
-def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> int:
-    """How often a bucket's params are gathered in a step.
+def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> tuple[int, int]:
+    """How often a bucket's params are gathered in a step, among all ranks of a block and again.
 
-    Stages 1 and 2: once, after the update. Stage 3: in every micro-batch before forward, and before
-    backward unless they were kept since; the bucket that a forward needs last always is.
+    Stages 1 and 2: once, after the update. Stage 3: in every micro-batch before forward, and again
+    before backward, among those that kept them since, unless each rank kept all; the bucket that a
+    forward needs last always is.
     """
     system = scenario.system
     if system.stage < 3:
-        return 0 if skipped else 1
+        return (0 if skipped else 1), 0
     kept = is_last or not system.reshard_after_forward
-    return scenario.run.micro_batches * (1 if kept else 2)
+    return scenario.run.micro_batches, 0 if kept else scenario.run.micro_batches
 
 
 def _of_few_numbers(

@@ -42,6 +42,8 @@ class ParamSize:
     """Size of an element of its gradient, as autograd gives it."""
     grad_dtype: str = ""
     """Dtype of that; empty for the param's own."""
+    row_elems: int = 1
+    """Of a row of its dim 0; 1 without dims, or without elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,8 @@ class BucketForm:
     """Ranks that shard it; those that sum it with stage 0."""
     replica_count: int
     is_even: bool
+    has_one_owner: bool
+    """Whether one rank has the one shard with elements."""
     is_sharded: bool
     """Whether each rank has a shard of it; with stage 0 each has all."""
     is_cut_across: bool
@@ -78,6 +82,10 @@ class BucketForm:
     param_dtype: str
     """As the event log names it, `bfloat16`."""
     grad_dtype: str
+    keeping_ranks: int = 1
+    """How many ranks keep the params between a forward and its backward."""
+    kept_elems: int | None = None
+    """What this rank then keeps of them; None where it keeps its part among all, or all."""
 
     @property
     def sum_call(self) -> Call:
@@ -85,6 +93,7 @@ class BucketForm:
         if not self.is_sharded:
             return ("all_reduce", self.group_size, self.elems)
         kind = "reduce_scatter" if self.is_even else "reduce_scatter_list"
+        kind = "reduce" if self.has_one_owner else kind
         return (kind, self.group_size, self.elems)
 
     @property
@@ -101,6 +110,13 @@ class BucketForm:
         return self._gathered(self.group_size, self.block_elems)
 
     @property
+    def regather_call(self) -> Call:
+        """The call that does so in backward, among the ranks that kept parts since forward."""
+        if self.kept_elems is None:
+            return self.gather_call
+        return self._gathered(self.keeping_ranks, self.kept_elems)
+
+    @property
     def spread_call(self) -> Call | None:
         """The call by which blocks tell each other what they own; None where they need not."""
         if not (self.is_cut_across and self.block_elems):
@@ -108,6 +124,8 @@ class BucketForm:
         return self._gathered(self.replica_count, self.shard_elems)
 
     def _gathered(self, ranks: int, elems: int) -> Call:
+        if self.has_one_owner:
+            return ("broadcast", ranks, self.elems)
         return (
             ("all_gather", ranks, elems) if self.is_even else ("all_to_all", ranks, elems * ranks)
         )
@@ -131,6 +149,7 @@ def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
             kind=kind_of(name),
             dtype=str(param.dtype),
             elems=param.numel(),
+            row_elems=math.prod(param.shape[1:]) or 1,
             param_bytes=param.element_size(),
             grad_bytes=(getattr(param, "grad_dtype", None) or param.dtype).itemsize,
             grad_dtype=str(getattr(param, "grad_dtype", None) or param.dtype),
@@ -156,8 +175,8 @@ def bucket_forms(
     forms = [
         form
         for members in buffers.values()
-        for bucket in _cut(members, scenario=scenario)
-        if (form := _form(bucket, scenario=scenario, rank=rank)).elems
+        for turn, bucket in enumerate(_cut(members, scenario=scenario))
+        if (form := _form(bucket, scenario=scenario, rank=rank, turn=turn)).elems
     ]
     index = {size.name: index for index, size in enumerate(sizes)}
     firsts = [min(index[name] for name in form.names) for form in forms]
@@ -181,7 +200,7 @@ def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[P
     yield bucket
 
 
-def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> BucketForm:
+def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: int) -> BucketForm:
     system, ways = scenario.system, scenario.topology.ep
     holders, place = scenario.world.size, rank
     if bucket[0].kind == "expert":
@@ -196,16 +215,27 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> Buck
         aligned = system.align_bytes // math.gcd(system.align_bytes, param_bytes)
         unit = shards * math.lcm(system.align_elems, aligned)
         elems = -(-payload // unit) * unit
+    elif system.partition == "rows":
+        unit = shards * max(size.row_elems for size in bucket if size.elems or len(bucket) == 1)
+        elems = -(-payload // unit) * unit
     shortest, longer_count = divmod(elems, shards)
     # Of the shards of a place in its block each block has one, in their order.
     shard = place % group_size * parts + place // group_size % parts if system.stage else 0
+    has_one_owner = system.partition == "one-owner"
     first = shard - shard % parts
 
     def start(index: int) -> int:
+        if has_one_owner:
+            return 0 if index <= turn % shards else elems
         return index * shortest + min(index, longer_count)
 
     grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
     members = _in_order(bucket, scenario=scenario)
+    keeping, kept_elems = system.reshard_ranks, None
+    if keeping is not None:
+        # Of the ranks of its block, neighbours share what a whole block has in that many parts.
+        part, wide = place % group_size % keeping, shards // keeping
+        kept_elems = start((part + 1) * wide) - start(part * wide)
     return BucketForm(
         names=tuple(size.name for size in members),
         kind=bucket[0].kind,
@@ -218,10 +248,13 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> Buck
         group_size=group_size,
         replica_count=system.redundancy,
         is_even=longer_count == 0,
+        has_one_owner=has_one_owner,
         is_sharded=system.stage > 0,
         is_cut_across=parts > 1,
         is_last=False,
         param_bytes=param_bytes,
+        keeping_ranks=keeping or 1,
+        kept_elems=kept_elems,
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
         param_dtype=_named(bucket[0].dtype),
         grad_dtype="float32" if system.grad_dtype == "fp32" else _named(grad_dtype),

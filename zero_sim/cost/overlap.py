@@ -39,7 +39,7 @@ from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
 
-_GATHERS = ("all_gather", "all_to_all")
+_GATHERS = ("all_gather", "all_to_all", "broadcast")
 _NAMES_SHOWN = 3
 
 

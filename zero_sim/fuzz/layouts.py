@@ -24,7 +24,7 @@ _COLUMNS: tuple[tuple[int, ...] | None, ...] = ((), (), (), (1,), (2,), (3,), (0
 _KINDS = ("dense", "dense", "expert")
 _DTYPES = ("fp32", "bf16")
 _SHARD_COUNTS = (1, 2, 3, 4, 5, 6, 7, 12, 64)
-_PARTITIONS = ("padded", "padded", "uneven")
+_PARTITIONS = ("padded", "padded", "padded", "uneven", "one-owner", "rows")
 _ALIGN_ELEMS = (1, 2, 3, 8, 128)
 _ALIGN_BYTES = (1, 1, 2, 6, 16, 256)
 _ORDERS = ("registration", "reverse")
@@ -52,7 +52,7 @@ def _unpacked(drawn: bytes) -> Layout:
         shard_count=_SHARD_COUNTS[shards % len(_SHARD_COUNTS)],
         align_elems=_ALIGN_ELEMS[elems % len(_ALIGN_ELEMS)] if padded else 1,
         align_bytes=_ALIGN_BYTES[others % len(_ALIGN_BYTES)] if padded else 1,
-        bucket_elems=_bucket(bucket, specs),
+        bucket_elems=1 if _PARTITIONS[partition] == "rows" else _bucket(bucket, specs),
         param_order=_ORDERS[order],
         partition=_PARTITIONS[partition],
     )

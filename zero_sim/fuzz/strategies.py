@@ -216,6 +216,7 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
         sync="last",
         prefetch=None,
         reshard_after_forward=True,
+        reshard_ranks=None,
     )
     if system.divide_by == "tokens":
         system = replace(system, divide_by="ranks")

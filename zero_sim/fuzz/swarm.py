@@ -38,6 +38,7 @@ _PATHS = {
     "momentum": "optimizer.momentum",
     "nesterov": "optimizer.nesterov",
     "kept after forward": "system.reshard_after_forward",
+    "kept by few": "system.reshard_ranks",
     "other buckets": "system.bucket_elems",
     "other param order": "system.param_order",
     "other partition": "system.partition",
@@ -84,7 +85,7 @@ class Swarm:
         """
         return path in self.able.follows
 
-    def on(self, feature: str, *, fits: bool = True) -> bool:
+    def on(self, feature: str, *, fits: bool = True, often: bool = False) -> bool:
         """Draw whether the case has a feature; it shrinks to not having it.
 
         Args:
@@ -92,13 +93,15 @@ class Swarm:
                 without a draw.
             fits: Whether the case could have it. It is drawn all the same, and then off: a case
                 that shrinks to fewer ranks must find every later draw in its place.
+            often: Whether half of the cases that could have it do, as few could.
         """
         path = _PATHS.get(feature)
         if path is not None and not self.follows(path):
             return False
         # Not a draw of a bool, whose weight could not be chosen; and one draw a feature, so that
         # each can be dropped by itself.
-        chosen = self._draw(_LEVEL) >= self._least and fits
+        least = min(self._least, _LEVELS // 2) if often else self._least
+        chosen = self._draw(_LEVEL) >= least and fits
         if chosen:
             self.chosen.add(feature)
         return chosen

@@ -12,6 +12,7 @@ from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.spec import (
     ModelSpec,
     OrderName,
+    PartitionName,
     ReloadSpec,
     SystemSpec,
     TopologySpec,
@@ -23,6 +24,7 @@ _AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
 _DIVISIONS: tuple[Literal["none", "pre", "premul"], ...] = ("none", "pre", "premul")
 _COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tokens")
 _PREFETCHES = (0, 2, 1, 9)
+_PARTITIONS: tuple[PartitionName, ...] = ("uneven", "one-owner", "rows")
 Stage = Literal[0, 1, 2, 3]
 _ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
@@ -122,19 +124,27 @@ def systems(
     # The number of rows is known only behind the last micro-batch.
     counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
     buckets = swarm.on("buckets")
+    partition: PartitionName = draw(st.sampled_from(_PARTITIONS)) if uneven else "padded"
+    if partition == "rows" and not swarm.follows("system.bucket_elems"):
+        partition = "uneven"
+    bucket_elems = draw(bucket_sizes(sizes)) if buckets else None
+    redundancy = (
+        draw(st.sampled_from(copies)) if swarm.on("copies", fits=bool(stage and copies)) else 1
+    )
+    few = divisors(ranks // redundancy)[1:-1]
+    keeps_all = swarm.on("kept after forward", fits=stage == 3)
     return SystemSpec(
         stage=stage,
-        redundancy=draw(st.sampled_from(copies))
-        if swarm.on("copies", fits=bool(stage and copies))
-        else 1,
+        redundancy=redundancy,
         state_over="all" if swarm.on("state over all", fits=bool(stage and copies)) else "block",
-        partition="uneven" if uneven else "padded",
+        partition=partition,
         param_order="reverse" if swarm.on("reverse") else "registration",
         align_elems=align_elems,
         align_bytes=draw(st.sampled_from([1, 16, 128]))
         if align_elems > 1 and swarm.follows("system.align_bytes")
         else 1,
-        bucket_elems=draw(bucket_sizes(sizes)) if buckets else None,
+        # Rows are cut in one param at a time.
+        bucket_elems=1 if partition == "rows" else bucket_elems,
         # Where nothing is said, what has buckets overlaps.
         overlap_grads=draw(st.booleans()) if swarm.on("overlap grads") else None,
         overlap_params=draw(st.booleans())
@@ -143,7 +153,10 @@ def systems(
         prefetch=draw(st.sampled_from(_PREFETCHES))
         if swarm.on("prefetch", fits=stage == 3)
         else None,
-        reshard_after_forward=not swarm.on("kept after forward", fits=stage == 3),
+        reshard_after_forward=not keeps_all,
+        reshard_ranks=draw(st.sampled_from(few))
+        if swarm.on("kept by few", fits=bool(stage == 3 and few and not keeps_all), often=True)
+        else None,
         sync=sync,
         divide=divide,
         divide_by=draw(st.sampled_from(counts)) if swarm.on("divide by") else "ranks",
@@ -198,6 +211,19 @@ def reloads(
     stage = draw(_other_stages(system, swarm)) if both and swarm.on("other stage") else None
     has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
+    redundancy = draw(st.sampled_from(divisors(ranks // ep))) if has_copies else 1
+    few = system.reshard_ranks
+    sharing = ranks // ep // redundancy
+    if stage is None and few is not None and (sharing % few or sharing == few):
+        stage = 2  # Of those that share the params after it the few are no equal parts.
+    buckets = draw(bucket_sizes(sizes)) if swarm.on("other buckets") else None
+    partition: PartitionName | None = None
+    if padded and system.stage > 0 and swarm.on("other partition"):
+        partition = draw(st.sampled_from(["padded", "uneven", "one-owner"]))
+    elif stage == 0:
+        partition = "padded"
+    if buckets not in (None, 1) and partition is None and system.partition == "rows":
+        partition = "one-owner"
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
         form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
@@ -205,13 +231,9 @@ def reloads(
         world_size=ranks * parts,
         stage=stage,
         ep=ep,
-        redundancy=draw(st.sampled_from(divisors(ranks // ep))) if has_copies else 1,
-        bucket_elems=draw(bucket_sizes(sizes)) if swarm.on("other buckets") else None,
-        partition=draw(st.sampled_from(["padded", "uneven"]))
-        if padded and system.stage > 0 and swarm.on("other partition")
-        else "padded"
-        if stage == 0
-        else None,
+        redundancy=redundancy,
+        bucket_elems=buckets,
+        partition=partition,
         param_order=_other_order(system) if swarm.on("other param order") else None,
     )
 

@@ -134,6 +134,8 @@ def _site_of(place: Place) -> SumSite:
 def _replica_site_of(place: Place) -> SumSite:
     if place.part is None:
         return SumSite(kind="all_reduce", **_in_shard(place))
+    if place.reduced_by == "reduce":
+        return SumSite(kind="reduce", **_in_shard(place), ends_on=place.part)
     if place.reduced_by == "reduce_scatter_list":
         return SumSite(
             kind="reduce_scatter_list", **_in_shard(place, of="part"), ends_on=place.part

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from zero_sim.layout.integers import ceil_div, exact_div, round_up
+from zero_sim.layout.partition import Partition, PartitionRule
 from zero_sim.layout.plan import BucketPlan, BufferKey, BufferPlan, Fragment, PlacedParam
 from zero_sim.layout.planner import plan_buffers
-from zero_sim.layout.request import LayoutPolicy, ParamOrder, ParamSpec, Partition
+from zero_sim.layout.request import LayoutPolicy, ParamOrder, ParamSpec
 from zero_sim.layout.span import Span
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ParamOrder",
     "ParamSpec",
     "Partition",
+    "PartitionRule",
     "PlacedParam",
     "Span",
     "ceil_div",

@@ -3,8 +3,8 @@
 A *buffer* is the flat memory of all params of one kind and dtype. It is cut into *buckets*, the
 units of communication; a bucket holds whole params and then padding. A bucket is cut into
 *shards*, one a rank, without regard for where params begin or end; the part of a param inside one
-shard is a *fragment*. Padding lies in a shard but belongs to nobody. It makes the shards even; with
-the uneven partition there is none, and the first shards may hold one element more than the others.
+shard is a *fragment*. Padding lies in a shard but belongs to nobody. The *partition* says how long
+each shard is (`zero_sim.layout.partition`).
 
 All spans count elements from the start of the buffer unless their name says otherwise.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zero_sim.errors import LayoutError
-from zero_sim.layout.integers import ceil_div
+from zero_sim.layout.partition import Partition
 from zero_sim.layout.request import LayoutPolicy, ParamSpec
 from zero_sim.layout.span import Span
 
@@ -64,7 +64,7 @@ class Fragment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """One bucket: whole params, then padding, in `shard_count` shards."""
+    """One bucket: whole params, then padding, in shards."""
 
     index: int
     span: Span
@@ -72,7 +72,12 @@ class BucketPlan:
     params: tuple[PlacedParam, ...]
     padding: Span
     """The tail of the bucket that belongs to no param; often empty."""
-    shard_count: int
+    partition: Partition
+
+    @property
+    def shard_count(self) -> int:
+        """Number of shards, one for each rank that owns a part."""
+        return self.partition.shard_count
 
     @property
     def payload(self) -> Span:
@@ -80,20 +85,14 @@ class BucketPlan:
         return Span(self.span.start, self.padding.start)
 
     @property
-    def shard_elems(self) -> int:
-        """Number of elements of the longest shard, padding included; of every one, if even."""
-        return ceil_div(self.span.numel, self.shard_count)
-
-    @property
     def is_even(self) -> bool:
         """Whether all shards are equally long."""
-        return self.span.numel % self.shard_count == 0
+        return self.partition.is_even
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
         """Number of elements of each shard, padding included."""
-        shortest, longer_count = divmod(self.span.numel, self.shard_count)
-        return tuple(shortest + (shard < longer_count) for shard in range(self.shard_count))
+        return self.partition.sizes
 
     def shard_span(self, shard: int) -> Span:
         """Return where a shard lies.
@@ -106,9 +105,8 @@ class BucketPlan:
                 f"Expected a shard index of 0 to {self.shard_count - 1} but got shard={shard} "
                 f"in bucket {self.index}."
             )
-        shortest, longer_count = divmod(self.span.numel, self.shard_count)
-        start = self.span.start + shard * shortest + min(shard, longer_count)
-        return Span(start, start + shortest + (shard < longer_count))
+        start = self.span.start
+        return Span(start + self.partition.start(shard), start + self.partition.stop(shard))
 
     def shard_of(self, element: int) -> int:
         """Return the shard that holds an element of the bucket, padding included.
@@ -120,14 +118,7 @@ class BucketPlan:
             raise LayoutError(
                 f"Expected an element of {self.span} but got {element} in bucket {self.index}."
             )
-        shortest, longer_count = divmod(self.span.numel, self.shard_count)
-        offset = element - self.span.start
-        longer_elems = longer_count * (shortest + 1)
-        # Floor: the shard that holds it. Behind the longer shards a shard has at least one element,
-        # or there would be no element behind them.
-        if offset < longer_elems:
-            return offset // (shortest + 1)
-        return longer_count + (offset - longer_elems) // shortest
+        return self.partition.shard_of(element - self.span.start)
 
     def fragments(self, shard: int) -> Iterator[Fragment]:
         """Yield the non-empty fragments inside a shard, in buffer order."""

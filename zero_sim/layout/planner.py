@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from zero_sim.errors import LayoutError
 from zero_sim.layout.integers import round_up
+from zero_sim.layout.partition import Partition
 from zero_sim.layout.plan import BucketPlan, BufferKey, BufferPlan, PlacedParam
 from zero_sim.layout.request import LayoutPolicy, ParamSpec
 from zero_sim.layout.span import Span
@@ -31,8 +33,8 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
 
     Source:
         ZeRO (arXiv 1910.02054), section 5: equal partitions by rank of the flattened params. Unlike
-        torch's ZeroRedundancyOptimizer, which gives whole params to ranks. The uneven partition is
-        that of DeepSpeed's stage 1: the first `numel % shard_count` shards own one element more.
+        torch's ZeroRedundancyOptimizer, which gives whole params to ranks, and of which only the
+        dealing in turn is here. Other partitions: `zero_sim.layout.partition`.
     """
     groups: dict[BufferKey, list[ParamSpec]] = {}
     names: set[str] = set()
@@ -94,13 +96,24 @@ def _plan_bucket(
         end = span.stop
     # Padding each bucket, not the buffer once, is what makes every shard of every bucket even and
     # aligned: a bucket starts where the last one's padding ends.
+    shard_count, owner = policy.shard_count, None
     stop = end
     if policy.partition == "padded":
-        stop = start + round_up(end - start, policy.shard_count * policy.shard_multiple(dtype))
+        stop = start + round_up(end - start, shard_count * policy.shard_multiple(dtype))
+    elif policy.partition == "rows":
+        stop = start + round_up(end - start, shard_count * _row_elems(specs))
+    elif policy.partition == "one-owner":
+        owner = index % shard_count
     return BucketPlan(
         index=index,
         span=Span(start, stop),
         params=tuple(placed),
         padding=Span(end, stop),
-        shard_count=policy.shard_count,
+        partition=Partition(numel=stop - start, shard_count=shard_count, owner=owner),
     )
+
+
+def _row_elems(specs: list[ParamSpec]) -> int:
+    """Elements of a row of dim 0 of the one param that has any; 1 for a param without dims."""
+    shapes = [spec.shape for spec in specs if spec.numel]
+    return max((math.prod(shape[1:]) for shape in shapes), default=1)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from zero_sim.errors import LayoutError
+from zero_sim.layout.partition import PartitionRule
 
 ParamOrder = Literal["registration", "reverse"]
-Partition = Literal["padded", "uneven"]
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}
 """Size of an element by the name of its dtype; asked for only where a policy counts in bytes."""
@@ -63,9 +63,9 @@ class LayoutPolicy:
     """A bucket closes once it holds at least this many elements; None for one bucket a buffer."""
     param_order: ParamOrder = "registration"
     """Order of params in a buffer; `reverse` is roughly the order in which gradients come."""
-    partition: Partition = "padded"
-    """How a bucket becomes shards: `padded` adds elements until even shards fit; `uneven` adds
-    none, and where the shard count leaves a remainder the first shards hold one element more."""
+    partition: PartitionRule = "padded"
+    """How a bucket becomes shards; see `zero_sim.layout.partition`. With `rows` every param is a
+    bucket of its own."""
 
     def __post_init__(self) -> None:
         _check_at_least_one("shard_count", self.shard_count)
@@ -74,12 +74,17 @@ class LayoutPolicy:
         if self.bucket_elems is not None:
             _check_at_least_one("bucket_elems", self.bucket_elems)
         _check_choice("param_order", self.param_order, get_args(ParamOrder))
-        _check_choice("partition", self.partition, get_args(Partition))
-        if self.partition == "uneven" and (self.align_elems > 1 or self.align_bytes > 1):
+        _check_choice("partition", self.partition, get_args(PartitionRule))
+        if self.partition != "padded" and (self.align_elems > 1 or self.align_bytes > 1):
             raise LayoutError(
-                f"Expected no alignment with partition='uneven', as alignment is made by padding, "
-                f"but got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
+                f"Expected no alignment with partition={self.partition!r}, as alignment is made by "
+                f"padding, but got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
                 f"Try partition='padded'."
+            )
+        if self.partition == "rows" and self.bucket_elems != 1:
+            raise LayoutError(
+                f"Expected bucket_elems=1 with partition='rows', which cuts each param by itself, "
+                f"but got bucket_elems={self.bucket_elems}. Try bucket_elems=1."
             )
 
     def shard_multiple(self, dtype: str) -> int:

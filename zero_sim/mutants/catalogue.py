@@ -14,6 +14,7 @@ from zero_sim.mutants import (
     hybrid,
     layout,
     lifetimes,
+    partitions,
     places,
     reductions,
     scales,
@@ -42,6 +43,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         hybrid,
         places,
         scales,
+        partitions,
     )
     for one in _in(module)
 )

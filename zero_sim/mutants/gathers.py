@@ -18,7 +18,7 @@ def not_freed_after_forward(patch: Patches) -> None:
     """A unit whose modules have run is not freed, and backward finds it whole."""
 
     @patch(OnUse, "_leave")
-    def wrong(right, self, unit, *, keep):
+    def wrong(right, self, unit, *, has_backward):
         return None
 
 
@@ -395,8 +395,9 @@ def first_unit_stays_too(patch: Patches) -> None:
     """Between forward and backward the first unit stays, too."""
 
     @patch(OnUse, "_leave")
-    def wrong(right, self, unit, *, keep):
-        right(self, unit, keep=keep or unit is self._units[0])
+    def wrong(right, self, unit, *, has_backward):
+        if not (has_backward and unit is self._units[0]):
+            right(self, unit, has_backward=has_backward)
 
 
 @mutant("W55", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")

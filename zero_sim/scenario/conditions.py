@@ -73,6 +73,19 @@ def _reload_splits(scenario: Scenario) -> bool:
     return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
 
 
+def _reshard_fits(scenario: Scenario) -> bool:
+    """Whether the ranks that keep params until backward are equal parts of all that shard them."""
+    keeping = scenario.system.reshard_ranks
+    if keeping is None:
+        return True
+    ranks = _dp_cp_size(scenario) // max(scenario.system.redundancy, 1)
+    of_experts = ranks // max(scenario.topology.ep, 1)
+    # What is out of range by itself is another's problem.
+    return keeping < 2 or all(
+        keeping < count and count % keeping == 0 for count in (ranks, of_experts)
+    )
+
+
 CONDITIONS = (
     Condition(
         reads=("optimizer.momentum", "optimizer.name"),
@@ -240,7 +253,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("system.partition", "system.stage"),
-        broken=lambda s: s.system.partition == "uneven" and s.system.stage == 0,
+        broken=lambda s: s.system.partition != "padded" and s.system.stage == 0,
         message="stage 0 has no partition, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
         holds_after=True,
@@ -248,11 +261,19 @@ CONDITIONS = (
     Condition(
         reads=("system.partition", "system.align_elems", "system.align_bytes"),
         broken=lambda s: (
-            s.system.partition == "uneven"
+            s.system.partition != "padded"
             and (s.system.align_elems > 1 or s.system.align_bytes > 1)
         ),
         message="expected no alignment, which is made by padding, got {got} with it.",
         suggestion='Leave align_elems and align_bytes out, or write partition = "padded".',
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.partition", "system.bucket_elems"),
+        broken=lambda s: s.system.partition == "rows" and s.system.bucket_elems != 1,
+        message="expected every param to be a bucket of its own, to be cut between its rows, "
+        "got {got} with larger buckets.",
+        suggestion="Write bucket_elems = 1.",
         holds_after=True,
     ),
     Condition(
@@ -291,6 +312,24 @@ CONDITIONS = (
         broken=lambda s: not s.system.reshard_after_forward and s.system.stage != 3,
         message="only stage 3 frees params after a forward, got {got}.",
         suggestion="Leave it out, or write stage = 3.",
+    ),
+    Condition(
+        reads=("system.reshard_ranks", "system.stage", "system.reshard_after_forward"),
+        broken=lambda s: (
+            s.system.reshard_ranks is not None
+            and (s.system.stage != 3 or not s.system.reshard_after_forward)
+        ),
+        message="only stage 3 with reshard_after_forward has ranks that keep less than all between "
+        "a forward and its backward, got {got}.",
+        suggestion="Leave it out, or write stage = 3.",
+    ),
+    Condition(
+        reads=("system.reshard_ranks", "world.size", "topology", "system.redundancy", "model.name"),
+        broken=lambda s: not _reshard_fits(s),
+        message="expected a divisor of the ranks that shard params together, less than them, "
+        "got {got}.",
+        suggestion="Leave it out.",
+        holds_after=True,
     ),
     Condition(
         reads=("reload.step", "run.steps"),

@@ -43,7 +43,9 @@ def after_reload(scenario: Scenario) -> Scenario:
     if system is not None:
         # What only the stage before it had has no meaning any more.
         if system.stage != 3:
-            system = dataclasses.replace(system, prefetch=None, reshard_after_forward=True)
+            system = dataclasses.replace(
+                system, prefetch=None, reshard_after_forward=True, reshard_ranks=None
+            )
         if not system.stage:
             system = dataclasses.replace(system, state_over="block")
         tables["system"] = system

@@ -75,6 +75,7 @@ BOUNDS = (
     Bound(path="topology.pp", least=1, most=WORLD_SIZE_MAX),
     Bound(path="topology.ep", least=1, most=WORLD_SIZE_MAX),
     Bound(path="system.bucket_elems", least=1, most=PARAM_ELEMS_MAX),
+    Bound(path="system.reshard_ranks", least=2, most=WORLD_SIZE_MAX),
     Bound(path="system.prefetch", least=0, most=PARAM_ELEMS_MAX),
     Bound(path="system.align_elems", least=1, most=2**16),
     Bound(path="system.align_bytes", least=1, most=2**16),

@@ -35,6 +35,7 @@ OptimizerName = Literal[
     "asgd",
     "rprop",
 ]
+PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
 CheckpointForm = Literal["sharded", "consolidated", "dcp"]
 FaultName = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
 CollectiveName = Literal[
@@ -226,9 +227,10 @@ class SystemSpec:
     state_over: Literal["block", "all"] = "block"
     """With `redundancy`: whether the optimizer state is sharded in each block, or once over all
     ranks, which hold copies of the params alone."""
-    partition: Literal["padded", "uneven"] = "padded"
-    """How a bucket becomes shards: even ones after padding, or without padding, the first ones one
-    element longer where it does not divide."""
+    partition: PartitionName = "padded"
+    """How a bucket becomes shards: even ones after padding; `uneven`, without padding, the first
+    ones one element longer where it does not divide; `rows`, each param padded to whole rows of
+    dim 0; `one-owner`, each bucket on one rank, dealt out in turn."""
     param_order: Literal["registration", "reverse"] = "registration"
     """In which order params lie in their buffer."""
     overlap_grads: bool | None = None
@@ -242,6 +244,9 @@ class SystemSpec:
     absent for 1."""
     reshard_after_forward: bool = True
     """With stage 3: whether params are freed between a forward and its backward."""
+    reshard_ranks: int | None = None
+    """With stage 3: how many neighbouring ranks keep them until then, a part on each, so that
+    backward gathers among these; absent for all that shard them."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None
@@ -405,7 +410,7 @@ class ReloadSpec:
     """Copies of the sharded state after it."""
     bucket_elems: int | None = None
     """Bucket size after it."""
-    partition: Literal["padded", "uneven"] | None = None
+    partition: PartitionName | None = None
     """Partition after it."""
     param_order: Literal["registration", "reverse"] | None = None
     """Order of params after it."""

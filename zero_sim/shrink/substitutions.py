@@ -75,7 +75,13 @@ def _staged(stage: Literal[0, 1, 2]) -> Change:
     """Another stage, without what only stage 3 has."""
 
     def change(scenario: Scenario) -> Scenario:
-        system = replace(scenario.system, stage=stage, prefetch=None, reshard_after_forward=True)
+        system = replace(
+            scenario.system,
+            stage=stage,
+            prefetch=None,
+            reshard_after_forward=True,
+            reshard_ranks=None,
+        )
         return replace(scenario, system=system)
 
     return change
@@ -127,6 +133,7 @@ _CHANGES: tuple[Change, ...] = (
     _staged(2),
     _setting("system.prefetch", 0),
     _setting("system.partition", "uneven"),
+    _setting("system.partition", "one-owner"),
     _setting("system.param_order", "reverse"),
     _setting("system.redundancy", 2),
     _setting("system.divide", "pre"),

@@ -21,6 +21,7 @@ from zero_sim.scenario.spec import (
     CheckpointForm,
     OptimizerSpec,
     Scenario,
+    SystemSpec,
     TopologySpec,
 )
 from zero_sim.targets.held import held_bytes, whole_bytes
@@ -37,6 +38,7 @@ from zero_sim.zero.groups import (
     build_expert_groups,
     build_model_parallel_group,
     build_redundancy_groups,
+    build_reshard_group,
 )
 from zero_sim.zero.scaler import LossScaler
 from zero_sim.zero.unit import Unit
@@ -86,10 +88,18 @@ def kind_of(name: str, tensor: Tensor) -> str:
 
 def _reduced_by(
     bucket: BucketPlan, *, is_sharded: bool
-) -> Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"]:
+) -> Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"]:
     if not is_sharded:
         return "all_reduce"
+    if bucket.partition.owner is not None:
+        return "reduce"
     return "reduce_scatter" if bucket.is_even else "reduce_scatter_list"
+
+
+def _reshard_of(system: SystemSpec) -> bool | int:
+    if system.reshard_ranks is None:
+        return system.reshard_after_forward
+    return system.reshard_ranks
 
 
 class ZeroSimEngine:
@@ -114,14 +124,15 @@ class ZeroSimEngine:
             overlap_grads=overlaps_grads(system),
             overlap_params=overlaps_params(system),
             prefetch=1 if system.prefetch is None else system.prefetch,
-            reshard_after_forward=system.reshard_after_forward,
+            reshard_after_forward=_reshard_of(system),
         )
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
+        reshard = _reshard_of(system)
         topology = topology_of(scenario)
         kind_groups = {}
         if topology.ep > 1:
             kind_groups["expert"] = build_expert_groups(
-                group, expert_parallel=topology.ep, redundancy=system.redundancy
+                group, expert_parallel=topology.ep, redundancy=system.redundancy, reshard=reshard
             )
         place = topology.coordinates(dist.get_rank())
         is_split = topology.tp * topology.pp > 1
@@ -134,6 +145,7 @@ class ZeroSimEngine:
             group=group,
             shard_group=shard_group,
             replica_group=replica_group,
+            reshard_group=build_reshard_group(shard_group, reshard=reshard),
             kind_of=kind_of,
             kind_groups=kind_groups,
         )

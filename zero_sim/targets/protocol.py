@@ -45,7 +45,9 @@ class Place:
     part_start: int | None = None
     part_stop: int | None = None
     """Half-open range of that rank's part in the flat buffer."""
-    reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "all_reduce"] | None = None
+    reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"] | None = (
+        None
+    )
     """The collective that reduces its gradient; most orders of addition depend on it."""
     call_elems: int | None = None
     """Elements of the tensor that is reduced in that one call."""

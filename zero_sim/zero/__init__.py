@@ -10,7 +10,12 @@ from __future__ import annotations
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.config import Divide, DivideBy, GradDtype, Stage, Sync, ZeroConfig
 from zero_sim.zero.data_parallel import DistributedDataParallel, KindOf
-from zero_sim.zero.groups import KindGroups, build_expert_groups, build_redundancy_groups
+from zero_sim.zero.groups import (
+    KindGroups,
+    build_expert_groups,
+    build_redundancy_groups,
+    build_reshard_group,
+)
 from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
 from zero_sim.zero.unit import ParamMemory, Unit
 
@@ -32,4 +37,5 @@ __all__ = [
     "ZeroConfig",
     "build_expert_groups",
     "build_redundancy_groups",
+    "build_reshard_group",
 ]

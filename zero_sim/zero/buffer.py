@@ -49,6 +49,7 @@ class Buffer:
         sharding: What is cut over the ranks of `group`.
         group: The ranks that hold a shard each; None where nothing is sharded.
         replica_group: The ranks that hold this rank's shard; None where nobody else does.
+        reshard_group: As in `KindGroups`.
         grad_dtype: Dtype of the gradients.
         scales: Of each fp8 param its scale, 0D fp32, in the module's own memory.
         accumulate_sums: Whether sums of several micro-batches are added up, in memory of their own
@@ -76,6 +77,7 @@ class Buffer:
         sharding: Sharding,
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
+        reshard_group: dist.ProcessGroup | None = None,
         grad_dtype: torch.dtype,
         scales: Mapping[nn.Parameter, Tensor] | None = None,
         accumulate_sums: bool = False,
@@ -94,7 +96,9 @@ class Buffer:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
         if sharding.state and not sharding.params:
             self.param_data = self._zeros(plan.span.numel, dtype=first.dtype)
-        by_index = self._build_units(group=group, replica_group=replica_group)
+        by_index = self._build_units(
+            group=group, replica_group=replica_group, reshard_group=reshard_group
+        )
         if sharding.params:
             self.shard_data = self._zeros(
                 sum(unit.block_span.numel for unit in by_index.values()), dtype=first.dtype
@@ -317,7 +321,11 @@ class Buffer:
         return memory
 
     def _build_units(
-        self, *, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None
+        self,
+        *,
+        group: dist.ProcessGroup | None,
+        replica_group: dist.ProcessGroup | None,
+        reshard_group: dist.ProcessGroup | None,
     ) -> dict[int, Unit]:
         return {
             plan.index: Unit(
@@ -336,6 +344,7 @@ class Buffer:
                 block_params=None,
                 group=group,
                 replica_group=replica_group,
+                reshard_group=reshard_group,
             )
             for plan in self.plan.buckets
             if not plan.span.empty

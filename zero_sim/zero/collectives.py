@@ -130,6 +130,37 @@ def all_gather_uneven(
     )
 
 
+def reduce_to_owner_sum(
+    flat: Tensor, *, owner: int, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Replace `flat` by its sum over the ranks on one of them; elsewhere it is no longer of use.
+
+    Args:
+        flat: 1D, all of what the owner owns.
+        owner: Rank inside the group.
+        group: The ranks that have summands.
+        async_op: Whether to return before it is done.
+    """
+    return dist.reduce(flat, group_dst=owner, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def broadcast_from_owner(
+    output: Tensor, part: Tensor, *, owner: int, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Fill `output` on every rank with what its owner has.
+
+    Args:
+        output: 1D.
+        part: 1D, on the owner as long as `output`, and maybe the same memory; elsewhere empty.
+        owner: Rank inside the group.
+        group: The ranks that want it.
+        async_op: Whether to return before it is done.
+    """
+    if part.numel() and part.data_ptr() != output.data_ptr():
+        output.copy_(part)
+    return dist.broadcast(_movable(output), group_src=owner, group=group, async_op=async_op)
+
+
 def all_reduce_sum(
     flat: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:

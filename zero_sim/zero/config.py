@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
-from zero_sim.layout import ParamOrder, Partition
+from zero_sim.layout import ParamOrder, PartitionRule
 from zero_sim.zero.sharding import STAGES, Sharding, Stage, sharding_of
 
 Divide = Literal["none", "pre", "post", "premul"]
@@ -58,8 +58,8 @@ class ZeroConfig:
     """Every shard starts at a multiple of this many bytes of the working param, too."""
     param_order: ParamOrder = "registration"
     """Order of params in a buffer."""
-    partition: Partition = "padded"
-    """Even shards by padding, or none and the first shards one element longer."""
+    partition: PartitionRule = "padded"
+    """Which rank owns what of a unit; see `zero_sim.layout.partition`."""
     overlap_grads: bool = True
     """Whether a bucket is reduced while backward runs, as soon as its gradients are there: in a
     backward after `begin_last_micro_batch`."""
@@ -68,9 +68,10 @@ class ZeroConfig:
     by default: until then whoever reads a param otherwise than by a forward reads an old one."""
     prefetch: int = 1
     """With sharded params: how many further units are gathered ahead, forward and backward."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     """With sharded params: whether they are freed between a forward and its backward, all but the
-    last unit."""
+    last unit; or how many ranks keep them until then, a larger part on each, so that backward
+    gathers among few."""
     broadcast_params: bool = True
     """Whether group rank 0's params and module buffers replace all others' at construction; where
     False, the caller vouches that every rank built the same bits."""
@@ -91,6 +92,11 @@ class ZeroConfig:
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise UsageError(
                 f"Expected prefetch to be an integer of at least 0 but got {self.prefetch!r}."
+            )
+        if type(self.reshard_after_forward) is int and self.reshard_after_forward < 2:
+            raise UsageError(
+                f"Expected reshard_after_forward to be a number of ranks of at least 2, or a bool, "
+                f"but got {self.reshard_after_forward!r}. Try False, where each rank keeps all."
             )
         for name in ("redundancy", "micro_batches"):
             value = getattr(self, name)

@@ -63,6 +63,8 @@ class DistributedDataParallel:
         shard_group: With redundancy, the block of consecutive ranks of `group` that shard together,
             from `build_redundancy_groups`; else left out.
         replica_group: With redundancy, the ranks that hold the same shard in all blocks.
+        reshard_group: Where few ranks keep params from a forward to its backward, those, from
+            `build_reshard_group`.
         kind_of: Tells kinds apart, such as `dense` and `expert`; all are `dense` where left out.
         kind_groups: By kind: the groups of params that not all of `group` hold, such as experts,
             from `build_expert_groups`. A kind without an entry is held by all. The groups must lie
@@ -101,6 +103,7 @@ class DistributedDataParallel:
         group: dist.ProcessGroup,
         shard_group: dist.ProcessGroup | None = None,
         replica_group: dist.ProcessGroup | None = None,
+        reshard_group: dist.ProcessGroup | None = None,
         kind_of: KindOf | None = None,
         kind_groups: Mapping[str, KindGroups] | None = None,
     ) -> None:
@@ -111,6 +114,7 @@ class DistributedDataParallel:
         self.shard_group, self.replica_group = self._check_groups(
             group, shard_group=shard_group, replica_group=replica_group
         )
+        self._reshard_group = self._check_reshard_group(reshard_group, within=self.shard_group)
         self._kind_groups = self._check_kind_groups(kind_groups or {})
         self.params = find_trainable_params(module)
         self.scales = {
@@ -164,7 +168,10 @@ class DistributedDataParallel:
     def groups_of(self, kind: str) -> KindGroups:
         """Return the groups over which params of a kind are summed, sharded and held in copies."""
         dense = KindGroups(
-            group=self.group, shard_group=self.shard_group, replica_group=self.replica_group
+            group=self.group,
+            shard_group=self.shard_group,
+            replica_group=self.replica_group,
+            reshard_group=self._reshard_group,
         )
         return self._kind_groups.get(kind, dense)
 
@@ -369,9 +376,27 @@ class DistributedDataParallel:
                 groups.group, shard_group=groups.shard_group, replica_group=groups.replica_group
             )
             checked[kind] = KindGroups(
-                group=groups.group, shard_group=shard_group, replica_group=replica_group
+                group=groups.group,
+                shard_group=shard_group,
+                replica_group=replica_group,
+                reshard_group=self._check_reshard_group(groups.reshard_group, within=shard_group),
             )
         return checked
+
+    def _check_reshard_group(
+        self, reshard_group: dist.ProcessGroup | None, *, within: dist.ProcessGroup | None
+    ) -> dist.ProcessGroup | None:
+        """Return the group that keeps params until backward, after a look at who is in it."""
+        expected = self.config.reshard_after_forward
+        if isinstance(expected, bool) or within is None:
+            return None
+        got = 0 if reshard_group is None else size_and_rank(reshard_group)[0]
+        if got != expected:
+            raise UsageError(
+                f"Expected reshard_group to have {expected} ranks, as reshard_after_forward says, "
+                f"but got {got or None}. Try build_reshard_group(shard_group, reshard={expected})."
+            )
+        return reshard_group
 
     def _check_groups(
         self,
@@ -442,6 +467,7 @@ class DistributedDataParallel:
             grad_dtype=torch.float32 if in_fp32 else find_grad_dtype(params),
             scales=self.scales,
             replica_group=groups.replica_group,
+            reshard_group=groups.reshard_group,
             accumulate_sums=self.config.sync == "every",
         )
 

@@ -40,10 +40,17 @@ class KindGroups:
     each of them holds all."""
     replica_group: dist.ProcessGroup | None = None
     """The ranks that hold the same shard; None with one copy of the state."""
+    reshard_group: dist.ProcessGroup | None = None
+    """The part of `shard_group` that keeps whole params between a forward and its backward, a part
+    on each of its ranks; None where none does."""
 
 
 def build_expert_groups(
-    group: dist.ProcessGroup, *, expert_parallel: int, redundancy: int = 1
+    group: dist.ProcessGroup,
+    *,
+    expert_parallel: int,
+    redundancy: int = 1,
+    reshard: bool | int = True,
 ) -> KindGroups:
     """Make the groups of this rank's experts.
 
@@ -53,6 +60,7 @@ def build_expert_groups(
         group: The ranks that train together, in the order in which experts are dealt to them.
         expert_parallel: Number of shares of the experts, ep; a rank's is its place modulo this.
         redundancy: Copies of the experts' state.
+        reshard: As `ZeroConfig.reshard_after_forward`.
 
     Returns:
         The groups of the ranks that hold the same experts; with one share those of all ranks.
@@ -74,7 +82,46 @@ def build_expert_groups(
         is_part = world_size < dist.get_world_size(dist.group.WORLD)
         own = _new_groups(shares, own=rank % expert_parallel, is_part=is_part)
     shard_group, replica_group = build_redundancy_groups(own, redundancy=redundancy)
-    return KindGroups(group=own, shard_group=shard_group, replica_group=replica_group)
+    return KindGroups(
+        group=own,
+        shard_group=shard_group,
+        replica_group=replica_group,
+        reshard_group=build_reshard_group(shard_group, reshard=reshard),
+    )
+
+
+def build_reshard_group(
+    shard_group: dist.ProcessGroup | None, *, reshard: bool | int
+) -> dist.ProcessGroup | None:
+    """Make the groups that keep params between a forward and its backward.
+
+    Every rank of `shard_group` must call it, at the same point among its other calls of
+    `new_group`.
+
+    Args:
+        shard_group: The ranks that hold a shard each.
+        reshard: As `ZeroConfig.reshard_after_forward`: how many consecutive ranks of it.
+
+    Returns:
+        The part of `shard_group` that this rank is in; None where `reshard` says yes or no.
+
+    Raises:
+        LayoutError: If the parts would not be equally large, or are all of it.
+    """
+    if isinstance(reshard, bool) or shard_group is None:
+        return None
+    world_size, rank = size_and_rank(shard_group)
+    if world_size % reshard or reshard == world_size:
+        sizes = [size for size in range(2, world_size) if world_size % size == 0]
+        raise LayoutError(
+            f"Expected reshard_after_forward to be how many ranks keep a param, so that equally "
+            f"large parts of {world_size} ranks do, but got {reshard}. Try "
+            f"{', '.join(map(str, [*sizes, True]))}."
+        )
+    ranks = dist.get_process_group_ranks(shard_group)
+    parts = [ranks[start : start + reshard] for start in range(0, world_size, reshard)]
+    is_part = world_size < dist.get_world_size(dist.group.WORLD)
+    return _new_groups(parts, own=rank // reshard, is_part=is_part)
 
 
 def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -244,7 +244,8 @@ class OnUse:
         units: All units, in the order in which a forward is expected to need them.
         unit_of: The unit of each param that has elements.
         prefetch: How many further units are gathered ahead, in both directions.
-        reshard_after_forward: Whether units are freed between a forward and its backward.
+        reshard_after_forward: Whether units are freed between a forward and its backward, all of
+            it or as far as few ranks do not keep it.
         close: Called with a unit when no further gradient of it comes.
 
     Raises:
@@ -258,7 +259,7 @@ class OnUse:
         units: Sequence[Unit],
         unit_of: Mapping[nn.Parameter, Unit],
         prefetch: int,
-        reshard_after_forward: bool,
+        reshard_after_forward: bool | int,
         close: Callable[[Unit], None],
     ) -> None:
         self._units = tuple(units)
@@ -302,6 +303,7 @@ class OnUse:
             unit.finish_gather()
             if unit.param_state is ParamState.WHOLE:
                 unit.free_params()
+            unit.drop_resharded()
 
     def finish_backward(self) -> None:
         """Come to the end of backward, past every module that it did not reach on this rank."""
@@ -362,16 +364,20 @@ class OnUse:
         is_outermost = not self._starts
         for unit in self._units if is_outermost else needed:
             if is_outermost or not self._pending[unit]:
-                self._leave(unit, keep=has_backward and unit in self._kept)
+                self._leave(unit, has_backward=has_backward)
         if is_outermost and self._saving is not None:
             self._saving.__exit__()
             self._saving = None
 
-    def _leave(self, unit: Unit, *, keep: bool) -> None:
-        if keep or self._in_use[unit]:
+    def _leave(self, unit: Unit, *, has_backward: bool) -> None:
+        if self._in_use[unit] or (has_backward and unit in self._kept):
             return
         unit.finish_gather()
-        if unit.param_state is ParamState.WHOLE:
+        if unit.param_state is not ParamState.WHOLE:
+            return
+        if has_backward:
+            unit.reshard_params()
+        else:
             unit.free_params()
 
     def _before_backward(self, use: _Use, grad: Tensor) -> None:

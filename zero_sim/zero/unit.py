@@ -31,8 +31,10 @@ from zero_sim.zero.collectives import (
     all_gather,
     all_gather_uneven,
     all_reduce_sum,
+    broadcast_from_owner,
     reduce_scatter_sum,
     reduce_scatter_uneven_sum,
+    reduce_to_owner_sum,
 )
 from zero_sim.zero.config import Divide
 from zero_sim.zero.division import divide_, multiply_by_reciprocal_
@@ -128,6 +130,9 @@ class Unit:
     """The ranks that hold a part of the params each; None where each rank holds all."""
     replica_group: dist.ProcessGroup | None
     """The ranks that hold the same part; None where nobody else does."""
+    reshard_group: dist.ProcessGroup | None = None
+    """The part of `group` that keeps whole params from a forward to its backward, where one does.
+    """
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -145,6 +150,8 @@ class Unit:
     _place_sizes: tuple[int, ...] = field(init=False)
     """Elements of the parts of each rank of `group`."""
     _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
+    resharded: Tensor | None = field(init=False, default=None)
+    """1D, this rank's part of the whole params among `reshard_group`, while that keeps them."""
 
     def __post_init__(self) -> None:
         self.own_span = self.plan.shard_span(self.shard).shift(-self.plan.span.start)
@@ -326,6 +333,22 @@ class Unit:
             return
         self.finish_gather()
         self._step_params("free")
+        self.resharded = None
+        self._let_go()
+
+    def reshard_params(self) -> None:
+        """Do so between a forward and its backward, which finds them in a smaller group if any."""
+        self.finish_gather()
+        self._step_params("free")
+        if self.reshard_group is not None and self.resharded is None:
+            self.resharded = self._part_to_keep(self.reshard_group)
+        self._let_go()
+
+    def drop_resharded(self) -> None:
+        """Forget what a smaller group keeps of the params: they have new values, or no use."""
+        self.resharded = None
+
+    def _let_go(self) -> None:
         assert self.param_storage is not None
         self.param_storage.release()
         for memory in self.members:
@@ -388,9 +411,30 @@ class Unit:
             self.start_spread()
             self.finish_spread()
         whole = self.param_storage.acquire()
+        if self.resharded is not None:
+            return self._collect(
+                whole,
+                self.resharded,
+                sizes=self._reshard_sizes,
+                group=self.reshard_group,
+                async_op=async_op,
+            )
         return self._collect(
             whole, self.block_params, sizes=self._place_sizes, group=self.group, async_op=async_op
         )
+
+    @property
+    def _reshard_sizes(self) -> tuple[int, ...]:
+        """Elements of the parts that each rank of `reshard_group` keeps of the whole."""
+        assert self.reshard_group is not None
+        count = len(self._place_sizes) // dist.get_world_size(self.reshard_group)
+        firsts = range(0, len(self._place_sizes), count)
+        return tuple(sum(self._place_sizes[first : first + count]) for first in firsts)
+
+    def _part_to_keep(self, group: dist.ProcessGroup) -> Tensor:
+        sizes, rank, whole = self._reshard_sizes, dist.get_rank(group), self.params
+        assert whole is not None
+        return whole.narrow(0, sum(sizes[:rank]), sizes[rank]).clone()
 
     def _scatter(
         self,
@@ -403,7 +447,9 @@ class Unit:
     ) -> dist.Work | None:
         """Sum over a group and leave in `part` what is this rank's of `whole`."""
         call = partial(reduce_scatter_sum, part, whole, group=group)
-        if not self.plan.is_even:
+        if self.plan.partition.owner is not None:
+            call = partial(reduce_to_owner_sum, whole, owner=_index_of(sizes), group=group)
+        elif not self.plan.is_even:
             call = partial(reduce_scatter_uneven_sum, part, whole, sizes=sizes, group=group)
         return call(async_op=True) if async_op else call()
 
@@ -421,7 +467,9 @@ class Unit:
         assert part is not None
         assert group is not None
         call = partial(all_gather, whole, part, group=group)
-        if not self.plan.is_even:
+        if self.plan.partition.owner is not None:
+            call = partial(broadcast_from_owner, whole, part, owner=_index_of(sizes), group=group)
+        elif not self.plan.is_even:
             call = partial(all_gather_uneven, whole, part, sizes=sizes, group=group)
         return call(async_op=True) if async_op else call()
 
@@ -481,6 +529,11 @@ def absent(param: nn.Parameter) -> Tensor:
 def set_main_grad(param: nn.Parameter, grad: Tensor | None) -> None:
     """Let users of a param see its whole gradient on this rank, None while there is none."""
     setattr(param, "main_grad", grad)  # noqa: B010  (nn.Parameter does not declare it)
+
+
+def _index_of(sizes: tuple[int, ...]) -> int:
+    """The one rank of a group that has elements."""
+    return next(index for index, size in enumerate(sizes) if size)
 
 
 def _view(flat: Tensor, span: Span) -> Tensor:
