@@ -77,9 +77,6 @@ def test_what_an_experts_param_is_called_is_known_in_one_place():
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_errors_have_one_dialect(path):
-    # `expected X, got Y`, as most rooms have it.
-    if name_of(path).startswith(("zero_sim/zero/", "zero_sim/layout/")):
-        pytest.skip("speaks the other one still")
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Raise):

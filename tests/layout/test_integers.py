@@ -47,5 +47,5 @@ class TestExactDiv:
 
     def test_names_the_remainder_and_what_to_try(self):
         """The message holds both operands, the remainder and the next multiple."""
-        with pytest.raises(LayoutError, match=r"multiple of 4 but got 13, which leaves 1.*= 16"):
+        with pytest.raises(LayoutError, match=r"multiple of 4, got 13, which leaves 1.*= 16"):
             exact_div(13, 4)

@@ -71,13 +71,13 @@ class TestShards:
     def test_refuse_an_element_of_another_bucket(self, element):
         """shard_of answers only for the elements of its bucket."""
         (bucket,) = plan_one(5, shard_count=2, partition="uneven").buckets
-        with pytest.raises(LayoutError, match=rf"\[0, 5\) but got {element} in bucket 0"):
+        with pytest.raises(LayoutError, match=rf"\[0, 5\), got {element} in bucket 0"):
             bucket.shard_of(element)
 
     @pytest.mark.parametrize("shard", [-1, 2])
     def test_refuse_an_index_that_does_not_exist(self, shard):
         """A negative shard is an error, not Python's count from the end."""
-        with pytest.raises(LayoutError, match=f"0 to 1 but got shard={shard} in bucket 0"):
+        with pytest.raises(LayoutError, match=f"0 to 1, got shard={shard} in bucket 0"):
             plan_one(4, shard_count=2).shard_span(bucket=0, shard=shard)
 
     @pytest.mark.parametrize("bucket", [-1, 1])
@@ -173,7 +173,7 @@ class TestOwner:
     @pytest.mark.parametrize("element", [-1, 4])
     def test_refuses_an_element_outside(self, element):
         """The message names the buffer's span."""
-        with pytest.raises(LayoutError, match=rf"\[0, 4\) but got {element}"):
+        with pytest.raises(LayoutError, match=rf"\[0, 4\), got {element}"):
             plan_one(4, shard_count=2).owner(element)
 
 

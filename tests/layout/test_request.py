@@ -34,13 +34,13 @@ class TestLayoutPolicy:
 
     def test_refuses_an_unknown_order(self):
         """The message lists the orders that exist."""
-        with pytest.raises(LayoutError, match=r"registration, reverse but got param_order='size'"):
+        with pytest.raises(LayoutError, match=r"registration, reverse, got param_order='size'"):
             LayoutPolicy(shard_count=1, param_order="size")
 
     def test_refuses_an_unknown_partition(self):
         """The message lists the partitions that exist."""
         with pytest.raises(
-            LayoutError, match="padded, uneven, rows, one-owner but got partition='even'"
+            LayoutError, match="padded, uneven, rows, one-owner, got partition='even'"
         ):
             LayoutPolicy(shard_count=1, partition="even")
 
@@ -58,5 +58,5 @@ class TestLayoutPolicy:
     def test_refuses_bytes_of_a_dtype_it_does_not_know(self):
         """Only where bytes are counted at all."""
         assert LayoutPolicy(shard_count=1, align_elems=3).shard_multiple("int4") == 3
-        with pytest.raises(LayoutError, match=r"align_bytes=16 but got dtype='int4'.*fp32"):
+        with pytest.raises(LayoutError, match=r"align_bytes=16, got dtype='int4'.*fp32"):
             LayoutPolicy(shard_count=1, align_bytes=16).shard_multiple("int4")

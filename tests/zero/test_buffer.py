@@ -357,7 +357,7 @@ class TestPlanCheck:
         (plan,) = plan_buffers(
             [ParamSpec(name="p0", shape=(2,), dtype="fp32")], policy=LayoutPolicy(shard_count=1)
         )
-        with pytest.raises(LayoutError, match=r"\(2,\), as planned, but got \(3,\) for param 'p0'"):
+        with pytest.raises(LayoutError, match=r"\(2,\), as planned, got \(3,\) for param 'p0'"):
             Buffer(
                 plan,
                 params=make_params(3),

@@ -273,7 +273,7 @@ class TestRedundancy:
         """Nobody guesses which ranks form a block."""
 
         def program(rank):
-            with pytest.raises(UsageError, match=r"redundancy=2 but got None.*build_redundancy"):
+            with pytest.raises(UsageError, match=r"redundancy=2, got None.*build_redundancy"):
                 wrap(Weighted(1.0), dist.group.WORLD, redundancy=2)
 
         run_ranks(2, program)
@@ -283,7 +283,7 @@ class TestRedundancy:
 
         def program(rank):
             shard_group, replica_group = build_redundancy_groups(dist.group.WORLD, redundancy=2)
-            with pytest.raises(UsageError, match="Expected shard_group to have 3 ranks"):
+            with pytest.raises(UsageError, match="expected shard_group to have 3 ranks"):
                 DistributedDataParallel(
                     Weighted(1.0),
                     config=ZeroConfig(redundancy=2),
@@ -369,7 +369,7 @@ class TestConstruction:
         """A second wrapping would count every gradient twice."""
         module = Weighted(1.0)
         wrap(module, lone_group)
-        with pytest.raises(ModelError, match="not wrapped yet but got 'w'"):
+        with pytest.raises(ModelError, match="not wrapped yet, got 'w'"):
             wrap(module, lone_group)
 
     def test_refuses_no_group(self):

@@ -97,7 +97,7 @@ class TestScaleFound:
         """Without one the values mean nothing."""
         module = Weights(E4M3)
         del module.w0_scale
-        self.refuse(module, "buffer 'w0_scale', saved with the module, .* but got none")
+        self.refuse(module, "buffer 'w0_scale', saved with the module, .*, got none")
 
     def test_not_saved(self):
         """A checkpoint would lose it."""
@@ -110,14 +110,14 @@ class TestScaleFound:
         """One fp32 number a param."""
         module = Weights(E4M3)
         module.w0_scale = scale
-        self.refuse(module, r"0D fp32 buffer 'w0_scale'.* but got shape")
+        self.refuse(module, r"0D fp32 buffer 'w0_scale'.*, got shape")
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
     def test_of_no_use(self, value):
         """Nothing can be divided by it."""
         module = Weights(E4M3)
         module.w0_scale.fill_(value)
-        self.refuse(module, f"positive, finite scale of 'w0' but got {value}")
+        self.refuse(module, f"positive, finite scale of 'w0', got {value}")
 
     def test_gradient_in_fp8(self):
         """Autograd would round it, unless the module says otherwise."""
@@ -128,7 +128,7 @@ class TestScaleFound:
         """The second would stay as it was."""
         one, two = Weights(E4M3), Weights(E4M3)
         two.w0 = one.w0
-        with pytest.raises(ModelError, match=r"one scale for '0.w0' .* but got 2"):
+        with pytest.raises(ModelError, match=r"one scale for '0.w0' .*, got 2"):
             find_scale(nn.Sequential(one, two), name="0.w0", param=one.w0)
 
     def test_shared_param_with_a_shared_scale(self):

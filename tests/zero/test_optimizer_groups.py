@@ -110,7 +110,7 @@ class TestGroups:
     @pytest.mark.parametrize("index", [-1, True, 0.0, None])
     def test_are_indices(self, lone_group, index):
         """With the name of the param."""
-        with pytest.raises(UsageError, match=r"from 0, but got .* for '0'"):
+        with pytest.raises(UsageError, match=r"from 0, got .* for '0'"):
             build(groups=lambda name: index)
 
     def test_swapped_by_the_factory_are_refused(self, lone_group):

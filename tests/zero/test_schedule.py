@@ -142,7 +142,7 @@ class TestGrads:
         """With sync="last" only the last may be begun as such."""
         ddp = wrap(build(), lone_group)
         ddp.begin_last_micro_batch()
-        with pytest.raises(UsageError, match="with sync='last' but got last=False"):
+        with pytest.raises(UsageError, match="with sync='last', got last=False"):
             ddp.end_micro_batch(False)
 
     def test_work_under_activation_checkpoints(self, lone_group):

@@ -73,7 +73,7 @@ class TestCount:
     @pytest.mark.parametrize("count", [0, -1])
     def test_is_at_least_one(self, lone_group, count):
         """A step without rows has no mean."""
-        with pytest.raises(UsageError, match=f"at least 1 but got a count of {count}"):
+        with pytest.raises(UsageError, match=f"at least 1, got a count of {count}"):
             wrap(lone_group).finish_grad_sync(count=count)
 
     @pytest.mark.parametrize("count", [1.5, True, float("inf"), torch.tensor(2.5)])
@@ -98,7 +98,7 @@ class TestRows:
     @pytest.mark.parametrize("rows", [-1, 1.0, True, None])
     def test_are_a_count(self, lone_group, rows):
         """Anything else is refused."""
-        with pytest.raises(UsageError, match=f"at least 0 but got {rows!r}"):
+        with pytest.raises(UsageError, match=f"at least 0, got {rows!r}"):
             wrap(lone_group, divide_by="tokens").add_rows(rows)
 
     def test_do_not_come_too_late(self, lone_group):

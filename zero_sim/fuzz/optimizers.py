@@ -87,7 +87,7 @@ def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
     """
     initials = [64.0]
     if model.dtype == "fp16" and model.name not in EXACT_MODELS:
-        initials += [2.0**12]
+        initials += [2.0**12, 2.0**15, 2.0**17]
     return st.builds(
         LossScaleSpec, initial=st.sampled_from(initials), growth_interval=_GROWTH_INTERVALS
     )

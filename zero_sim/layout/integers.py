@@ -38,7 +38,7 @@ def exact_div(value: int, /, divisor: int) -> int:
     quotient, remainder = divmod(value, divisor)
     if remainder:
         raise LayoutError(
-            f"Expected a multiple of {divisor} but got {value}, which leaves {remainder}. "
+            f"expected a multiple of {divisor}, got {value}, which leaves {remainder}. "
             f"Try round_up({value}, {divisor}) = {round_up(value, divisor)}."
         )
     return quotient
@@ -46,6 +46,6 @@ def exact_div(value: int, /, divisor: int) -> int:
 
 def _check_operands(value: int, divisor: int) -> None:
     if value < 0:
-        raise LayoutError(f"Expected a size of at least 0 but got {value}.")
+        raise LayoutError(f"expected a size of at least 0, got {value}.")
     if divisor < 1:
-        raise LayoutError(f"Expected a divisor of at least 1 but got {divisor}.")
+        raise LayoutError(f"expected a divisor of at least 1, got {divisor}.")

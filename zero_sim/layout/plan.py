@@ -102,7 +102,7 @@ class BucketPlan:
         """
         if not 0 <= shard < self.shard_count:
             raise LayoutError(
-                f"Expected a shard index of 0 to {self.shard_count - 1} but got shard={shard} "
+                f"expected a shard index of 0 to {self.shard_count - 1}, got shard={shard} "
                 f"in bucket {self.index}."
             )
         start = self.span.start
@@ -116,7 +116,7 @@ class BucketPlan:
         """
         if not self.span.contains(element):
             raise LayoutError(
-                f"Expected an element of {self.span} but got {element} in bucket {self.index}."
+                f"expected an element of {self.span}, got {element} in bucket {self.index}."
             )
         return self.partition.shard_of(element - self.span.start)
 
@@ -176,7 +176,7 @@ class BufferPlan:
         """
         if not 0 <= bucket < len(self.buckets):
             raise LayoutError(
-                f"Expected a bucket index of 0 to {len(self.buckets) - 1} but got bucket={bucket} "
+                f"expected a bucket index of 0 to {len(self.buckets) - 1}, got bucket={bucket} "
                 f"in buffer {self.key}."
             )
         return self.buckets[bucket].shard_span(shard)
@@ -199,7 +199,7 @@ class BufferPlan:
         """
         if not self.span.contains(element):
             raise LayoutError(
-                f"Expected an element of {self.span} but got {element} in buffer {self.key}."
+                f"expected an element of {self.span}, got {element} in buffer {self.key}."
             )
         # Only the last bucket can be empty (then it is the only one), so every start is distinct.
         index = bisect_right(self.buckets, element, key=lambda bucket: bucket.span.start) - 1

@@ -41,13 +41,13 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
     for spec in params:
         if spec.name in names:
             raise LayoutError(
-                f"Expected unique param names but got {spec.name!r} twice. "
+                f"expected unique param names, got {spec.name!r} twice. "
                 f"A tied param is one param: list it once."
             )
         names.add(spec.name)
         groups.setdefault(BufferKey(kind=spec.kind, dtype=spec.dtype), []).append(spec)
     if not groups:
-        raise LayoutError("Expected at least one param to lay out but got none.")
+        raise LayoutError("expected at least one param to lay out, got none.")
     return tuple(_plan_buffer(key, specs, policy=policy) for key, specs in groups.items())
 
 

@@ -35,7 +35,7 @@ class ParamSpec:
     def __post_init__(self) -> None:
         if not all(_is_count(dim) for dim in self.shape):
             raise LayoutError(
-                f"Expected a shape of integers of at least 0 but got shape={self.shape!r} "
+                f"expected a shape of integers of at least 0, got shape={self.shape!r} "
                 f"for param {self.name!r}."
             )
 
@@ -77,14 +77,14 @@ class LayoutPolicy:
         _check_choice("partition", self.partition, get_args(PartitionRule))
         if self.partition != "padded" and (self.align_elems > 1 or self.align_bytes > 1):
             raise LayoutError(
-                f"Expected no alignment with partition={self.partition!r}, as alignment is made by "
-                f"padding, but got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
+                f"expected no alignment with partition={self.partition!r}, as alignment is made by "
+                f"padding, got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
                 f"Try partition='padded'."
             )
         if self.partition == "rows" and self.bucket_elems != 1:
             raise LayoutError(
-                f"Expected bucket_elems=1 with partition='rows', which cuts each param by itself, "
-                f"but got bucket_elems={self.bucket_elems}. Try bucket_elems=1."
+                f"expected bucket_elems=1 with partition='rows', which cuts each param by itself, "
+                f"got bucket_elems={self.bucket_elems}. Try bucket_elems=1."
             )
 
     def shard_multiple(self, dtype: str) -> int:
@@ -101,7 +101,7 @@ class LayoutPolicy:
         elem_bytes = _DTYPE_BYTES.get(dtype)
         if elem_bytes is None:
             raise LayoutError(
-                f"Expected a dtype of known size for align_bytes={self.align_bytes} but got "
+                f"expected a dtype of known size for align_bytes={self.align_bytes}, got "
                 f"dtype={dtype!r}. Try one of {', '.join(_DTYPE_BYTES)}, or align_elems."
             )
         in_elems = self.align_bytes // math.gcd(self.align_bytes, elem_bytes)
@@ -116,7 +116,7 @@ def _is_count(value: object) -> bool:
 def _check_at_least_one(name: str, value: object) -> None:
     if not _is_count(value) or value == 0:
         raise LayoutError(
-            f"Expected {name} to be an integer of at least 1 but got {name}={value!r} "
+            f"expected {name} to be an integer of at least 1, got {name}={value!r} "
             f"(type={type(value).__name__})."
         )
 
@@ -124,5 +124,5 @@ def _check_at_least_one(name: str, value: object) -> None:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise LayoutError(
-            f"Expected {name} to be one of {', '.join(choices)} but got {name}={value!r}."
+            f"expected {name} to be one of {', '.join(choices)}, got {name}={value!r}."
         )

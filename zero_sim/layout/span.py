@@ -20,7 +20,7 @@ class Span:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
             raise LayoutError(
-                f"Expected a span with 0 <= start <= stop but got [{self.start}, {self.stop})."
+                f"expected a span with 0 <= start <= stop, got [{self.start}, {self.stop})."
             )
 
     @property

@@ -177,7 +177,7 @@ class Buffer:
         """Fill every rank's working params with what their owners wrote."""
         if self.param_data is None:
             raise UsageError(
-                "Expected a buffer with whole params, whose owners write shards of them, but got "
+                "expected a buffer with whole params, whose owners write shards of them, got "
                 "allgather_params() on one without. Try gathering each unit on use (stage 3); "
                 "with stage 0 every rank writes all."
             )
@@ -231,8 +231,8 @@ class Buffer:
         working = memory.own_working
         if data.dim() != 1 or data.numel() != working.numel():
             raise LayoutError(
-                f"Expected 1D data of {working.numel()} elements, this rank's part of the param, "
-                f"but got shape {tuple(data.shape)} for param {memory.name!r}, "
+                f"expected 1D data of {working.numel()} elements, this rank's part of the param, "
+                f"got shape {tuple(data.shape)} for param {memory.name!r}, "
                 f"shard {self.shard} of {self.plan.policy.shard_count}."
             )
         # A gather in flight may still read the shard that is written here.
@@ -380,7 +380,7 @@ class Buffer:
         memory = self._memory.get(param)
         if memory is None:
             raise LayoutError(
-                f"Expected a param of buffer {self.plan.key} but got one of shape "
+                f"expected a param of buffer {self.plan.key}, got one of shape "
                 f"{tuple(param.shape)} that is not in it. Frozen params are in no buffer."
             )
         return memory
@@ -404,7 +404,7 @@ def _find_own_shard(
     if shard_count != expected:
         why = "as nothing is sharded" if group is None else "the size of its group"
         raise LayoutError(
-            f"Expected a layout of {expected} shards, {why}, but got shard_count={shard_count} "
+            f"expected a layout of {expected} shards, {why}, got shard_count={shard_count} "
             f"in buffer {plan.key}. Try plan_buffers with LayoutPolicy(shard_count={expected})."
         )
     return rank
@@ -414,13 +414,13 @@ def _check_params(plan: BufferPlan, params: Mapping[str, nn.Parameter]) -> None:
     planned = {placed.name for placed in plan.params}
     if planned != params.keys():
         raise LayoutError(
-            f"Expected the params that buffer {plan.key} was planned for but got "
+            f"expected the params that buffer {plan.key} was planned for, got "
             f"missing={sorted(planned - params.keys())}, extra={sorted(params.keys() - planned)}."
         )
     for placed in plan.params:
         shape = tuple(params[placed.name].shape)
         if shape != placed.spec.shape:
             raise LayoutError(
-                f"Expected shape {placed.spec.shape}, as planned, but got {shape} "
+                f"expected shape {placed.spec.shape}, as planned, got {shape} "
                 f"for param {placed.name!r}."
             )

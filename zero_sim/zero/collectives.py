@@ -38,13 +38,13 @@ def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
     """
     if group is None:
         raise UsageError(
-            "Expected an explicit process group but got None. "
+            "expected an explicit process group, got None. "
             "Try group=torch.distributed.group.WORLD for all ranks."
         )
     rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError(
-            f"Expected a group that this process is in but got one without global rank "
+            f"expected a group that this process is in, got one without global rank "
             f"{dist.get_rank()}. Try the group that this rank belongs to."
         )
     return dist.get_world_size(group), rank

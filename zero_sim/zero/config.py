@@ -85,25 +85,23 @@ class ZeroConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or value not in get_args(literal):
                 expected = ", ".join(map(repr, get_args(literal)))
-                raise UsageError(f"Expected {name} to be one of {expected} but got {value!r}.")
+                raise UsageError(f"expected {name} to be one of {expected}, got {value!r}.")
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             expected = ", ".join(map(repr, STAGES))
-            raise UsageError(f"Expected stage to be one of {expected} but got {self.stage!r}.")
+            raise UsageError(f"expected stage to be one of {expected}, got {self.stage!r}.")
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise UsageError(
-                f"Expected prefetch to be an integer of at least 0 but got {self.prefetch!r}."
+                f"expected prefetch to be an integer of at least 0, got {self.prefetch!r}."
             )
         if type(self.reshard_after_forward) is int and self.reshard_after_forward < 2:
             raise UsageError(
-                f"Expected reshard_after_forward to be a number of ranks of at least 2, or a bool, "
-                f"but got {self.reshard_after_forward!r}. Try False, where each rank keeps all."
+                f"expected reshard_after_forward to be a number of ranks of at least 2, or a bool, "
+                f"got {self.reshard_after_forward!r}. Try False, where each rank keeps all."
             )
         for name in ("redundancy", "micro_batches"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(
-                    f"Expected {name} to be an integer of at least 1 but got {value!r}."
-                )
+                raise UsageError(f"expected {name} to be an integer of at least 1, got {value!r}.")
         self._check_unused()
         self._check_count_is_known()
 
@@ -135,8 +133,8 @@ class ZeroConfig:
                 if name in ("prefetch", "reshard_after_forward"):
                     why = "keeps params whole"
                 raise UsageError(
-                    f"Expected {name}={default!r} with stage={stage}, which {why}, "
-                    f"but got {value!r}. Try leaving it out, or another stage."
+                    f"expected {name}={default!r} with stage={stage}, which {why}, "
+                    f"got {value!r}. Try leaving it out, or another stage."
                 )
 
     def _check_count_is_known(self) -> None:
@@ -145,13 +143,13 @@ class ZeroConfig:
             return
         if self.divide_by == "tokens":
             raise UsageError(
-                f"Expected a divisor that is known before the first sum but got "
+                f"expected a divisor that is known before the first sum, got "
                 f"divide={self.divide!r}, sync='every', divide_by='tokens': the rows are counted "
                 f"only after the last micro-batch. Try divide='post' or sync='last'."
             )
         if self.divide_by == "micro-batches" and self.micro_batches is None:
             raise UsageError(
-                f"Expected micro_batches to be given with divide={self.divide!r}, sync='every', "
-                f"divide_by='micro-batches', as the first sum is divided by it already, but got "
+                f"expected micro_batches to be given with divide={self.divide!r}, sync='every', "
+                f"divide_by='micro-batches', as the first sum is divided by it already, got "
                 f"None."
             )

@@ -225,8 +225,8 @@ class DistributedDataParallel:
         pipeline = self._grad_pipeline
         if pipeline is not None and pipeline.running:
             raise UsageError(
-                "Expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch() "
-                "but got it again."
+                "expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch(), "
+                "got it again."
             )
         if count is not None or (pipeline is not None and self.config.divides_before_sum):
             self._count.fix(count, last=self.config.sync == "last")
@@ -253,7 +253,7 @@ class DistributedDataParallel:
             self._on_use.finish_backward()
         if not last and count is not None and not (is_summed and self.config.divides_before_sum):
             raise UsageError(
-                f"Expected the count with the last micro-batch, where it is used, but got "
+                f"expected the count with the last micro-batch, where it is used, got "
                 f"count={count} with last=False."
             )
         if is_summed:
@@ -264,8 +264,8 @@ class DistributedDataParallel:
                 self._accumulate_sums(is_first=self.micro_batches == 0)
         elif self._grad_pipeline is not None and self._grad_pipeline.running:
             raise UsageError(
-                "Expected end_micro_batch(last=True) after begin_last_micro_batch() with "
-                "sync='last' but got last=False: its gradients are on their way already."
+                "expected end_micro_batch(last=True) after begin_last_micro_batch() with "
+                "sync='last', got last=False: its gradients are on their way already."
             )
         if last:
             # Behind the sums: ranks may have reached this point with different numbers of buckets
@@ -296,8 +296,8 @@ class DistributedDataParallel:
         """
         if self._grad_pipeline is not None and self._grad_pipeline.running:
             raise UsageError(
-                "Expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch() "
-                "but got zero_grad_buffer() while gradients are on their way."
+                "expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch(), "
+                "got zero_grad_buffer() while gradients are on their way."
             )
         for buffer in self.buffers:
             buffer.zero_grads()
@@ -369,8 +369,8 @@ class DistributedDataParallel:
             holders = set(dist.get_process_group_ranks(groups.group))
             if not holders <= set(dist.get_process_group_ranks(self.group)):
                 raise UsageError(
-                    f"Expected the ranks that hold {kind!r} params among those that train "
-                    f"together but got {sorted(holders)}. Try build_expert_groups(group, ...)."
+                    f"expected the ranks that hold {kind!r} params among those that train "
+                    f"together, got {sorted(holders)}. Try build_expert_groups(group, ...)."
                 )
             shard_group, replica_group = self._check_groups(
                 groups.group, shard_group=groups.shard_group, replica_group=groups.replica_group
@@ -393,8 +393,8 @@ class DistributedDataParallel:
         got = 0 if reshard_group is None else size_and_rank(reshard_group)[0]
         if got != expected:
             raise UsageError(
-                f"Expected reshard_group to have {expected} ranks, as reshard_after_forward says, "
-                f"but got {got or None}. Try build_reshard_group(shard_group, reshard={expected})."
+                f"expected reshard_group to have {expected} ranks, as reshard_after_forward says, "
+                f"got {got or None}. Try build_reshard_group(shard_group, reshard={expected})."
             )
         return reshard_group
 
@@ -416,7 +416,7 @@ class DistributedDataParallel:
             return group, None
         if redundancy > 1 and (shard_group is None or replica_group is None):
             raise UsageError(
-                f"Expected shard_group and replica_group with redundancy={redundancy} but got None."
+                f"expected shard_group and replica_group with redundancy={redundancy}, got None."
                 f" Try shard_group, replica_group = build_redundancy_groups(group, redundancy=...)."
             )
         for name, subgroup, expected in (
@@ -426,8 +426,8 @@ class DistributedDataParallel:
             got = expected if subgroup is None else size_and_rank(subgroup)
             if got != expected:
                 raise UsageError(
-                    f"Expected {name} to have {expected[0]} ranks and this one, rank {rank} "
-                    f"of {size}, as its rank {expected[1]} but got {got[0]} ranks and "
+                    f"expected {name} to have {expected[0]} ranks and this one, rank {rank} "
+                    f"of {size}, as its rank {expected[1]}, got {got[0]} ranks and "
                     f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
                 )
         return shard_group or group, replica_group if redundancy > 1 else None
@@ -518,7 +518,7 @@ class DistributedDataParallel:
     def _require_own_grads(self, call: str) -> None:
         if self._grads_reduced:
             raise UsageError(
-                f"Expected gradients of this rank alone but got sums over ranks: "
+                f"expected gradients of this rank alone, got sums over ranks: "
                 f"finish_grad_sync() was called twice, or {call}() after it. "
                 f"Try zero_grad_buffer() between two steps."
             )
@@ -529,12 +529,12 @@ class DistributedDataParallel:
         assert grad is not None
         if self._grads_reduced:
             raise UsageError(
-                f"Expected no backward between finish_grad_sync() and zero_grad_buffer() but got a "
+                f"expected no backward between finish_grad_sync() and zero_grad_buffer(), got a "
                 f"gradient of {memory.name!r}, which would be added to a sum over ranks."
             )
         if grad.layout is not torch.strided:
             raise ModelError(
-                f"Expected dense gradients but got layout {grad.layout} for {memory.name!r}. "
+                f"expected dense gradients, got layout {grad.layout} for {memory.name!r}. "
                 f"Try sparse=False in its module."
             )
         assert isinstance(param, nn.Parameter)

@@ -34,13 +34,13 @@ def set_divisor(divisor: Tensor, count: int) -> None:
     """
     if count < 1:
         raise UsageError(
-            f"Expected to divide gradients by at least 1 but got a count of {count}. "
+            f"expected to divide gradients by at least 1, got a count of {count}. "
             f"Try a step in which some rank has a row, and add_rows() for each micro-batch."
         )
     # Without a look at the device: fp32 holds an integer if 24 bits hold all but its last zeros.
     if (count // (count & -count)).bit_length() > 24:
         raise UsageError(
-            f"Expected a count that fp32 can hold, as every integer up to 2**24, but got {count}. "
+            f"expected a count that fp32 can hold, as every integer up to 2**24, got {count}. "
             f"Try finish_grad_sync(count=...) with a rounded count, the same on every rank."
         )
     divisor.fill_(count)

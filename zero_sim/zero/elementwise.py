@@ -51,19 +51,19 @@ def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
     names = {base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim")}
     if names & _NOT_ELEMENTWISE:
         raise UsageError(
-            f"Expected an elementwise optimizer but got {cls.__name__}, whose update of one "
+            f"expected an elementwise optimizer, got {cls.__name__}, whose update of one "
             f"element depends on others that may lie on another rank. Try AdamW, Adam or SGD."
         )
     if cls not in ELEMENTWISE and not declared:
         known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UsageError(
-            f"Expected an optimizer known to be elementwise ({known}) but got {cls.__name__}. "
+            f"expected an optimizer known to be elementwise ({known}), got {cls.__name__}. "
             f"If its update of one element depends on no other element, "
             f"try DistributedOptimizer(..., elementwise=True)."
         )
     if any(group.get("fused") for group in inner.param_groups):
         raise UsageError(
-            f"Expected fused=False but got {cls.__name__} with fused=True. The fused CPU kernels "
+            f"expected fused=False, got {cls.__name__} with fused=True. The fused CPU kernels "
             f"round the vector body and the scalar tail of a tensor differently, so the result "
             f"would depend on where shards are cut. Try foreach=True."
         )
@@ -78,15 +78,15 @@ def check_groups(inner: Optimizer, *, handed: Sequence[Sequence[Tensor]]) -> Non
     groups = [group["params"] for group in inner.param_groups]
     if len(groups) != len(handed):
         raise UsageError(
-            f"Expected an optimizer of {len(handed)} param groups, as handed to optim_factory, "
-            f"but got {len(groups)} from {type(inner).__name__}. A rank sees only fragments, so a "
+            f"expected an optimizer of {len(handed)} param groups, as handed to optim_factory, "
+            f"got {len(groups)} from {type(inner).__name__}. A rank sees only fragments, so a "
             f"factory cannot split them alike on all ranks; try group_of= for groups."
         )
     for index, (got, expected) in enumerate(zip(groups, handed, strict=True)):
         if [id(tensor) for tensor in got] != [id(tensor) for tensor in expected]:
             raise UsageError(
-                f"Expected {type(inner).__name__} to step the {len(expected)} masters handed to "
-                f"optim_factory in param group {index}, in that order, but got {len(got)} tensors, "
+                f"expected {type(inner).__name__} to step the {len(expected)} masters handed to "
+                f"optim_factory in param group {index}, in that order, got {len(got)} tensors, "
                 f"not all of them the same. Try passing them on as they are, without a cast."
             )
 
@@ -107,13 +107,13 @@ def check_state(state: object, *, key: object, master: Tensor, param: str) -> No
         return
     if state.shape != master.shape:
         raise UsageError(
-            f"Expected optimizer state of one value an element or a param but got {key!r} of shape "
+            f"expected optimizer state of one value an element or a param, got {key!r} of shape "
             f"{tuple(state.shape)} for a fragment of {master.numel()} elements of {param!r}. "
             f"Try an elementwise optimizer."
         )
     if state.dtype is not torch.float32:
         raise UsageError(
-            f"Expected fp32 optimizer state but got {key!r} of {state.dtype} for {param!r}. "
+            f"expected fp32 optimizer state, got {key!r} of {state.dtype} for {param!r}. "
             f"16-bit state is not shard-invariant: its CPU kernels round the vector body and the "
             f"scalar tail of a tensor differently. Try an optimizer that keeps its state in the "
             f"dtype of its params."

@@ -57,24 +57,24 @@ def find_scale(module: nn.Module, *, name: str, param: nn.Parameter) -> Tensor:
     scale = next(iter(scales.values()))
     if len(scales) > 1:
         raise ModelError(
-            f"Expected one scale for {name!r} in all modules that share it but got {len(scales)}. "
+            f"expected one scale for {name!r} in all modules that share it, got {len(scales)}. "
             f"Try to share the buffer as the param is shared."
         )
     if scale is None or scale.shape != () or scale.dtype is not torch.float32:
         got = "none" if scale is None else f"shape {tuple(scale.shape)} of {scale.dtype}"
         raise ModelError(
-            f"Expected a 0D fp32 buffer '{name}_scale', saved with the module, for the param "
-            f"{name!r} of {param.dtype} but got {got}. "
+            f"expected a 0D fp32 buffer '{name}_scale', saved with the module, for the param "
+            f"{name!r} of {param.dtype}, got {got}. "
             f"Try register_buffer('{name.rpartition('.')[2]}_scale', torch.ones(()))."
         )
     if not (scale.isfinite() and scale > 0):
         raise ModelError(
-            f"Expected a positive, finite scale of {name!r} but got {scale.item()}. "
+            f"expected a positive, finite scale of {name!r}, got {scale.item()}. "
             f"Try torch.ones(())."
         )
     if param.grad_dtype not in _GRAD_DTYPES:
         raise ModelError(
-            f"Expected a gradient of fp32, bf16 or fp16 for {name!r} of {param.dtype} but got "
+            f"expected a gradient of fp32, bf16 or fp16 for {name!r} of {param.dtype}, got "
             f"grad_dtype={param.grad_dtype}. Try param.grad_dtype = torch.bfloat16."
         )
     return scale
@@ -101,7 +101,7 @@ def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
     if len(by_dtype) > 1:
         found = ", ".join(f"{dtype} of {name!r}" for dtype, name in by_dtype.items())
         raise ModelError(
-            f"Expected one dtype for the gradients of all params that share a buffer but got "
+            f"expected one dtype for the gradients of all params that share a buffer, got "
             f"{found}. Try the same param.grad_dtype for all, or grad_dtype='fp32'."
         )
     return next(iter(by_dtype))

@@ -72,8 +72,8 @@ def build_expert_groups(
     world_size, rank = size_and_rank(group)
     if expert_parallel < 1 or world_size % expert_parallel:
         raise LayoutError(
-            f"Expected expert_parallel to divide the number of ranks, so that every share of the "
-            f"experts is on equally many, but got {expert_parallel} for {world_size} ranks. Try 1."
+            f"expected expert_parallel to divide the number of ranks, so that every share of the "
+            f"experts is on equally many, got {expert_parallel} for {world_size} ranks. Try 1."
         )
     own = group
     if expert_parallel > 1:
@@ -114,8 +114,8 @@ def build_reshard_group(
     if world_size % reshard or reshard == world_size:
         sizes = [size for size in range(2, world_size) if world_size % size == 0]
         raise LayoutError(
-            f"Expected reshard_after_forward to be how many ranks keep a param, so that equally "
-            f"large parts of {world_size} ranks do, but got {reshard}. Try "
+            f"expected reshard_after_forward to be how many ranks keep a param, so that equally "
+            f"large parts of {world_size} ranks do, got {reshard}. Try "
             f"{', '.join(map(str, [*sizes, True]))}."
         )
     ranks = dist.get_process_group_ranks(shard_group)
@@ -141,7 +141,7 @@ def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessG
     rank = dist.get_rank()
     own = next((index for index, ranks in enumerate(places) if rank in ranks), None)
     if own is None:
-        raise UsageError(f"Expected places that hold rank {rank} but got {list(places)}.")
+        raise UsageError(f"expected places that hold rank {rank}, got {list(places)}.")
     return _new_groups(places, own=own, is_part=False)
 
 
@@ -189,8 +189,8 @@ def split_ranks(world_size: int, *, redundancy: int) -> int:
     if redundancy < 1 or world_size % redundancy:
         divisors = [count for count in range(1, world_size + 1) if world_size % count == 0]
         raise LayoutError(
-            f"Expected redundancy to divide the number of ranks, so that every block of ranks "
-            f"shards alike, but got redundancy={redundancy} for {world_size} ranks. "
+            f"expected redundancy to divide the number of ranks, so that every block of ranks "
+            f"shards alike, got redundancy={redundancy} for {world_size} ranks. "
             f"Try one of {', '.join(map(str, divisors))}."
         )
     return world_size // redundancy

@@ -33,13 +33,13 @@ def find_trainable_params(module: nn.Module) -> dict[str, nn.Parameter]:
     for name, param in params.items():
         if is_lazy(param) or param.is_meta:
             raise ModelError(
-                f"Expected params with values but got {name!r}, which has none yet. "
+                f"expected params with values, got {name!r}, which has none yet. "
                 f"Try a forward pass (lazy modules) or to_empty() (meta device) first."
             )
     trainable = {name: param for name, param in params.items() if param.requires_grad}
     if not trainable:
         raise ModelError(
-            f"Expected at least one trainable param but got {type(module).__name__} with "
+            f"expected at least one trainable param, got {type(module).__name__} with "
             f"{len(params)} params, all frozen. Try requires_grad_(True) on what is to be trained."
         )
     _check_one_device(params)
@@ -54,7 +54,7 @@ def _check_one_device(params: dict[str, nn.Parameter]) -> None:
     for name, param in params.items():
         if param.device != first.device:
             raise ModelError(
-                f"Expected all params on one device but got {first_name!r} on {first.device} and "
+                f"expected all params on one device, got {first_name!r} on {first.device} and "
                 f"{name!r} on {param.device}. Try module.to({str(first.device)!r})."
             )
 
@@ -62,17 +62,17 @@ def _check_one_device(params: dict[str, nn.Parameter]) -> None:
 def _check_trainable(name: str, param: nn.Parameter) -> None:
     if param.layout is not torch.strided:
         raise ModelError(
-            f"Expected dense params but got {name!r} with layout {param.layout}. Try to_dense()."
+            f"expected dense params, got {name!r} with layout {param.layout}. Try to_dense()."
         )
     if param.dtype not in DTYPE_NAMES:
         expected = ", ".join(map(str, DTYPE_NAMES))
         raise ModelError(
-            f"Expected params of {expected} but got {name!r} of {param.dtype}. "
+            f"expected params of {expected}, got {name!r} of {param.dtype}. "
             f"Try module.to(torch.float32), or freeze the param."
         )
     if hasattr(param, "main_grad"):
         raise ModelError(
-            f"Expected a module that is not wrapped yet but got {name!r} with a main_grad. "
+            f"expected a module that is not wrapped yet, got {name!r} with a main_grad. "
             f"Its hooks would count every gradient twice; try a fresh module."
         )
 
@@ -93,7 +93,7 @@ def _check_no_shared_memory(params: dict[str, nn.Parameter]) -> None:
     for start_bytes, stop_bytes, name in spans:
         if start_bytes < reach_bytes:
             raise ModelError(
-                f"Expected params with memory of their own but got {reach_name!r} and {name!r}, "
+                f"expected params with memory of their own, got {reach_name!r} and {name!r}, "
                 f"which overlap. Try one nn.Parameter for both, or clone() one of them."
             )
         reach_bytes, reach_name = stop_bytes, name

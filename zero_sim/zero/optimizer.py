@@ -161,7 +161,7 @@ class DistributedOptimizer:
         """
         if not self.ddp.grads_reduced:
             raise UsageError(
-                "Expected gradients summed over ranks but got this rank's own. "
+                "expected gradients summed over ranks, got this rank's own. "
                 "Try ddp.finish_grad_sync() after the last backward and before step()."
             )
         trained = [master for master in self.masters if master.param.requires_grad]
@@ -190,7 +190,7 @@ class DistributedOptimizer:
         for group, base_lr in zip(self.inner.param_groups, self.base_lrs, strict=True):
             if not isinstance(base_lr, (int, float)):
                 raise UsageError(
-                    f"Expected learning rates that are Python numbers but got {base_lr!r}. "
+                    f"expected learning rates that are Python numbers, got {base_lr!r}. "
                     f"Try lr=1e-3."
                 )
             group["lr"] = base_lr * factor
@@ -365,8 +365,8 @@ def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int
     for name, index in indices.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise UsageError(
-                f"Expected group_of to return the index of a param group, from 0, "
-                f"but got {index!r} for {name!r}."
+                f"expected group_of to return the index of a param group, from 0, "
+                f"got {index!r} for {name!r}."
             )
     return 1 + max(indices.values())
 
@@ -375,9 +375,9 @@ def _check_bounds(*, clip_norm: float | None, clip_value: float | None) -> None:
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         # Not `bound <= 0`, which a NaN would pass.
         if bound is not None and not bound > 0:
-            raise UsageError(f"Expected {name} to be positive, or None, but got {bound}.")
+            raise UsageError(f"expected {name} to be positive, or None, got {bound}.")
     if clip_norm is not None and clip_value is not None:
         raise UsageError(
-            f"Expected one way of clipping but got clip_norm={clip_norm} and "
+            f"expected one way of clipping, got clip_norm={clip_norm} and "
             f"clip_value={clip_value}. Try one of them."
         )

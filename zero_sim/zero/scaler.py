@@ -38,12 +38,12 @@ class LossScaler:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale >= 1 and math.frexp(self.scale)[0] == 0.5):
             raise UsageError(
-                f"Expected a loss scale that is a power of two and at least 1, so that scaling "
-                f"does not round, but got scale={self.scale}. Try 65536.0."
+                f"expected a loss scale that is a power of two and at least 1, so that scaling "
+                f"does not round, got scale={self.scale}. Try 65536.0."
             )
         if self.growth_interval < 1 or not 0 <= self.good_steps < self.growth_interval:
             raise UsageError(
-                f"Expected growth_interval of at least 1 and good_steps below it but got "
+                f"expected growth_interval of at least 1 and good_steps below it, got "
                 f"growth_interval={self.growth_interval}, good_steps={self.good_steps}."
             )
 

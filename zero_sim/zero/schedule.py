@@ -102,7 +102,7 @@ class UnderBackward:
         """
         if self.running and self._unit_of.get(param) in self._issued:
             raise UsageError(
-                f"Expected one gradient of {name!r} in the last micro-batch but got another one "
+                f"expected one gradient of {name!r} in the last micro-batch, got another one "
                 f"after its bucket was sent. Try one backward between begin_last_micro_batch() and "
                 f"end_micro_batch(), or overlap_grads=False."
             )
@@ -202,7 +202,7 @@ class UnderForward:
         unit = self._unit_of.get(param)
         if unit is not None and unit.gathering:
             raise ModelError(
-                f"Expected {name!r} to be used by the forward of a module that it belongs to but "
+                f"expected {name!r} to be used by the forward of a module that it belongs to, "
                 f"got a gradient of it although no such forward waited for its gather. "
                 f"Try finish_param_gather() before forward, or overlap_params=False."
             )
@@ -280,8 +280,8 @@ class OnUse:
         stray = [param for param in users.get(None, ()) if param in unit_of]
         if stray:
             raise ModelError(
-                f"Expected params below a module with a forward, before which they are gathered, "
-                f"but got {len(stray)} elsewhere in {type(module).__name__}. Try a forward for the "
+                f"expected params below a module with a forward, before which they are gathered, "
+                f"got {len(stray)} elsewhere in {type(module).__name__}. Try a forward for the "
                 f"module that holds them, or a stage below 3."
             )
         users.setdefault(module, [])
@@ -323,7 +323,7 @@ class OnUse:
         """
         if unit is not None and unit not in self._first_use:
             raise ModelError(
-                f"Expected {name!r} to be used by the forward of a module that it belongs to but "
+                f"expected {name!r} to be used by the forward of a module that it belongs to, "
                 f"got a gradient of it although no such forward gathered it. Try to call that "
                 f"module, or to register the param in the one that uses it."
             )
@@ -459,7 +459,7 @@ def _check_present(unit: Unit, address: int) -> None:
     for memory in unit.members:
         if memory.param.numel() and memory.param.data_ptr() == address:
             raise ModelError(
-                f"Expected {memory.name!r} to be read by the forward of a module that it belongs "
+                f"expected {memory.name!r} to be read by the forward of a module that it belongs "
                 f"to, before which it is gathered, but another one read it while it was SHARDED. "
                 f"Try to register it in the module that reads it, or a stage below 3."
             )

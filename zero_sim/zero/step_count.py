@@ -46,12 +46,12 @@ class StepCount:
         """
         if type(rows) is not int or rows < 0:
             raise UsageError(
-                f"Expected a number of rows of at least 0 but got {rows!r} "
+                f"expected a number of rows of at least 0, got {rows!r} "
                 f"(type={type(rows).__name__})."
             )
         if self._rows_counted:
             raise UsageError(
-                f"Expected rows before they are counted but got {rows} more after it. Try "
+                f"expected rows before they are counted, got {rows} more after it. Try "
                 f"add_rows() before begin_last_micro_batch() and before the end of the step."
             )
         self._rows += rows
@@ -75,8 +75,8 @@ class StepCount:
             set_divisor(self._divisor, self._count)
         elif count is not None and count != self._count:
             raise UsageError(
-                f"Expected the count {self._count}, by which gradients of this step were divided "
-                f"already, but got {count}. Try the final count in begin_last_micro_batch()."
+                f"expected the count {self._count}, by which gradients of this step were divided "
+                f"already, got {count}. Try the final count in begin_last_micro_batch()."
             )
 
     def end_micro_batch(self, *, last: bool) -> None:
@@ -88,7 +88,7 @@ class StepCount:
         ended, expected = self.micro_batches + 1, self._config.micro_batches
         if expected is not None and (ended > expected or last != (ended == expected)):
             raise UsageError(
-                f"Expected {expected} micro-batches in a step, as configured, but got "
+                f"expected {expected} micro-batches in a step, as configured, got "
                 f"{ended} so far, {'ending' if last else 'not ending'} it. "
                 f"Try micro_batches=None, or the number that is run."
             )
@@ -113,5 +113,5 @@ def _to_integer(count: int | Tensor) -> int:
     value = count.item() if isinstance(count, Tensor) else count
     # Modulo also catches infinity, which int() refuses: its remainder is NaN.
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise UsageError(f"Expected the count to be a whole number but got {count!r}.")
+        raise UsageError(f"expected the count to be a whole number, got {count!r}.")
     return int(value)

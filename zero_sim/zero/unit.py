@@ -501,13 +501,13 @@ class Unit:
         why = f"{' or '.join(left_out)} was left out" if left_out else f"{step!r} came twice"
         wanted = " or ".join(map(str.upper, allowed))
         return UsageError(
-            f"Expected the {what} of {self._described} to be {wanted} "
+            f"expected the {what} of {self._described} to be {wanted} "
             f"for {step!r} but they are {state.upper()}: {why}."
         )
 
     def _without_memory(self) -> UsageError:
         return UsageError(
-            f"Expected the gradients of {self._described} to be in memory but they are "
+            f"expected the gradients of {self._described} to be in memory but they are "
             f"{self.grad_state.upper()}: 'fill' was left out."
         )
 
