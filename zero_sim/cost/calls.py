@@ -23,8 +23,9 @@ Purpose = Literal["sum", "copies", "gather", "spread", "norm", "tokens", "scales
 blocks that own parts of each other's; and what is a few numbers, whatever the model."""
 
 Among = Literal["group", "block", "few", "across", "parts"]
-"""Who meets: all ranks that train a kind of params; those that shard it; of these the
-few that keep params between a forward and its backward; those at one place of all blocks; those at one place of all parts of the model."""
+"""Who meets: all ranks that train a kind of params; those that shard it; of these the few that keep
+params between a forward and its backward; those at one place of all blocks; those at one place of
+all parts of the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
