@@ -126,7 +126,7 @@ class TestConfiguredMicroBatches:
         """The gradients of the first micro-batch were divided by the first one."""
         ddp = wrap(lone_group, sync="every", divide="pre")
         ddp.end_micro_batch(False, count=4)
-        with pytest.raises(UsageError, match=r"the count 4.*but got 6"):
+        with pytest.raises(UsageError, match=r"the count 4.*got 6"):
             ddp.finish_grad_sync(count=6)
 
     def test_refuses_a_count_before_it_is_used(self, lone_group):
