@@ -18,9 +18,10 @@ from zero_sim.scenario.spec import Scenario
 NORM_ELEMS = 3
 """What ranks tell each other for the norm: sum of squares, zeros, overflows."""
 
-Purpose = Literal["sum", "copies", "gather", "spread", "norm", "tokens", "scales"]
-"""Gradients over the ranks that shard them; over copies of the shards; params inside a block; over
-blocks that own parts of each other's; and what is a few numbers, whatever the model."""
+Purpose = Literal["sum", "copies", "gather", "regather", "spread", "norm", "tokens", "scales"]
+"""Gradients over the ranks that shard them; over copies of the shards; params inside a block; in
+backward among the few that kept them; over blocks that own parts of each other's; and what is a few
+numbers, whatever the model."""
 
 Among = Literal["group", "block", "few", "across", "parts"]
 """Who meets: all ranks that train a kind of params; those that shard it; of these the few that keep
@@ -110,9 +111,10 @@ def calls_of_bucket(
     add(form.sum_call, "block", grads, "sum", sums)
     add(form.copies_call, "across", grads, "copies", sums)
     gathers, again = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
+    if form.kept_elems is None:
+        gathers, again = gathers + again, 0
     add(form.gather_call, "block", params, "gather", gathers)
-    few: Among = "block" if form.kept_elems is None else "few"
-    add(form.regather_call, few, params, "gather", again)
+    add(form.regather_call, "few", params, "regather", again)
     add(form.spread_call, "across", params, "spread", 0 if skipped else 1)
     return calls
 

@@ -28,8 +28,9 @@ class Footprint:
     """Bytes between two steps by category: `params`, `gradients`, `sums` of them, `masters`, and
     each of the optimizer's states under torch's name."""
     moments: Mapping[str, Mapping[str, int]]
-    """What comes on top at most in `forward`, `backward` and `step`: `gathered` params,
-    `whole_gradients`, and `staging`, the gradients of what the rank owns as fp32."""
+    """What comes on top at most in `forward`, `backward` and `step`: `gathered` params and what few
+    ranks keep of them, `whole_gradients`, and `staging`, the gradients of what the rank owns as
+    fp32."""
 
     @property
     def total(self) -> int:
@@ -108,7 +109,9 @@ def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> 
     whole = [form.elems * form.param_bytes for form in forms]
     if not scenario.system.reshard_after_forward:
         return sum(whole)
-    return max(_windows(whole, length=1 + _prefetch(scenario)), default=0)
+    kept = _kept_until_backward(forms)
+    windows = _windows(whole, length=1 + _prefetch(scenario))
+    return max((sum(kept[:index]) + each for index, each in enumerate(windows)), default=0)
 
 
 def _in_backward(forms: Sequence[BucketForm], *, scenario: Scenario) -> dict[str, int]:
@@ -120,18 +123,24 @@ def _in_backward(forms: Sequence[BucketForm], *, scenario: Scenario) -> dict[str
         return {"gathered": 0, "whole_gradients": 0}
     accumulates = system.sync == "last" and run.micro_batches > 1
     in_flight = 1 if overlaps_grads(system) else 0
+    kept = _kept_until_backward(forms)
     best = {"gathered": 0, "whole_gradients": 0}
     for index in range(len(forms)):
         first = max(0, index - _prefetch(scenario))
         # Backward begins with all params that forward kept, and drops each once it is past.
         gathered = sum(params[: index + 1] if not system.reshard_after_forward else ())
-        gathered = gathered or sum(params[first : index + 1])
+        gathered = gathered or sum(params[first : index + 1]) + sum(kept[: index + 1])
         now = {
             "gathered": gathered if system.stage == 3 else 0,
             "whole_gradients": sum(grads if accumulates else grads[index : index + 1 + in_flight]),
         }
         best = max(best, now, key=lambda each: sum(each.values()))
     return best
+
+
+def _kept_until_backward(forms: Sequence[BucketForm]) -> list[int]:
+    """By bucket what this rank keeps for few; the last one is whole until its backward."""
+    return [0 if form.is_last else (form.kept_elems or 0) * form.param_bytes for form in forms]
 
 
 def _prefetch(scenario: Scenario) -> int:

@@ -102,9 +102,11 @@ class _Step:
         for cost in self.costs:
             self.streams.wait(self.streams.issue(cost.of("spread")))
 
-    def _gather(self, index: int) -> None:
+    def _gather(self, index: int, *, in_backward: bool = False) -> None:
         if index not in self.gathered:
-            self.gathered[index] = self.streams.issue(self.costs[index].of("gather"))
+            moves = self.costs[index].moves
+            purpose: Purpose = "regather" if in_backward and "regather" in moves else "gather"
+            self.gathered[index] = self.streams.issue(self.costs[index].of(purpose))
 
     def _forward(self) -> None:
         count, sharded = len(self.costs), self.scenario.system.stage == 3
@@ -124,7 +126,7 @@ class _Step:
             cost = self.costs[index]
             if system.stage == 3:
                 for ahead in range(index, max(-1, index - 1 - self._prefetch), -1):
-                    self._gather(ahead)
+                    self._gather(ahead, in_backward=True)
                 streams.wait(self.gathered.pop(index))
             streams.run(2 * cost.forward)
             if not reduces:

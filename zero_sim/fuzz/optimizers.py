@@ -76,7 +76,9 @@ def optimizers(
         groups=draw(param_groups(model=model, decay=name != "rprop")) if swarm.on("groups") else (),
         clip_norm=draw(st.sampled_from([0.1, 1e-3, 100.0])) if clip == "norm" else None,
         clip_value=1e-3 if clip == "value" else None,
-        loss_scale=draw(_loss_scales(model)) if swarm.on("loss scale") else None,
+        loss_scale=draw(_loss_scales(model))
+        if swarm.on("loss scale", often=model.dtype == "fp16")
+        else None,
     )
 
 
@@ -87,7 +89,7 @@ def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
     """
     initials = [64.0]
     if model.dtype == "fp16" and model.name not in EXACT_MODELS:
-        initials += [2.0**12, 2.0**15, 2.0**17]
+        initials += [2.0**16, 2.0**12, 2.0**17]
     return st.builds(
         LossScaleSpec, initial=st.sampled_from(initials), growth_interval=_GROWTH_INTERVALS
     )

@@ -276,6 +276,9 @@ class Judge:
                 self._report(step, self._compare(rank, step, losses, engine, expected))
                 if rank in self.sizes and step == self.weighed_step:
                     self._report(step, self._compare_memory(rank, step, engine))
+            else:
+                # Whether it was skipped is not owed either: an overflow may depend on the order.
+                self._skipped[step] = bool(result.skipped)
         else:
             self._skipped.setdefault(step, bool(result.skipped))
         self._close_window(rank, step)
