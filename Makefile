@@ -6,7 +6,7 @@ SCENARIOS ?= scenarios
 
 CASES ?= 2000
 
-.PHONY: run test nightly check fuzz bench pytorch-suites scripts compat compat-lowest clean
+.PHONY: run test nightly check fuzz device bench pytorch-suites scripts compat compat-lowest clean
 
 # Runs a command; whatever comes of it, says how to go on without make.
 and_say_how = status=0; $(1) || status=$$?; echo; \
@@ -71,6 +71,14 @@ compat-lowest:
 	$(VENV)-lowest/bin/uv pip install --python $(VENV)-lowest/bin/python \
 	  --resolution lowest-direct --editable ".[test]" "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	$(VENV)-lowest/bin/python -m pytest --numprocesses auto --quiet
+
+# What is computed on a device, on one that stands in for a GPU: tests/standin says what it is. A C++
+# compiler builds it, once.
+device: $(VENV)/.installed
+	$(BIN)/python -m tests.standin $(BIN)/python -m pytest tests/device tests/gpu \
+	  --numprocesses auto --quiet
+	$(BIN)/python -m tests.standin $(BIN)/zero-sim run $(SCENARIOS) --device standin --no-bundles \
+	  --jobs $$(getconf _NPROCESSORS_ONLN)
 
 bench: $(VENV)/.installed
 	$(BIN)/zero-sim bench

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from zero_sim.reference.placement import (
-    ADDRESS_MODULUS_BYTES,
     MemoryLayout,
     memory_layout_of,
+    modulus_bytes,
     move_params,
 )
 
@@ -37,7 +37,7 @@ def test_equal_addresses_give_equal_products_on_one_row():
         inputs, outputs = (int(n) for n in torch.randint(1, 50, (2,), generator=generator))
         weight = torch.randn(outputs, inputs, generator=generator)
         row = torch.randn(1, inputs, generator=generator)
-        start = trial % (ADDRESS_MODULUS_BYTES // 4)
+        start = trial % (modulus_bytes(weight.device) // 4)
         flat = torch.zeros(start + weight.numel())
         view = flat[start:].view(outputs, inputs)
         view.copy_(weight)

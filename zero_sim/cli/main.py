@@ -151,10 +151,11 @@ def main() -> None:
 )
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda"]),
+    metavar="NAME",
     default="cpu",
     show_default=True,
-    help="Where the simulated ranks and the reference compute.",
+    help="Where the simulated ranks and the reference compute: cpu, cuda, cuda:1, or any other "
+    "device that torch knows here.",
 )
 @click.option(
     "--target",

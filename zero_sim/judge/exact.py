@@ -22,6 +22,7 @@ from zero_sim.reference import (
     Orders,
     Reference,
     ReferenceStep,
+    quotient,
     step_together,
 )
 from zero_sim.scenario.checks import Check
@@ -222,7 +223,7 @@ class ExactComparison:
         """What to declare, if a gradient is shown from the other side of the division."""
         grad, divisor = expected.grads[name], expected.divisor
         side = "before" if self._group.tells_divided else "after"
-        other = grad if side == "before" else grad / divisor
+        other = grad if side == "before" else quotient(grad, divisor)
         alike = other.shape == got.shape and other.dtype == got.dtype
         if divisor == 1 or not (alike and same_bits(other, got)):
             return ""
@@ -237,7 +238,8 @@ class ExactComparison:
         return self._divided(grad, expected.divisor)
 
     def _divided(self, grad: Tensor, divisor: int) -> Tensor:
-        return grad if divisor == 1 or not self._group.tells_divided else grad / divisor
+        undivided = divisor == 1 or not self._group.tells_divided
+        return grad if undivided else quotient(grad, divisor)
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int

@@ -65,7 +65,7 @@ def check_measures(
         if whole is None or whole.terms != claimed.terms:
             continue
         if claimed.norm is not None and whole.norm is not None:
-            got = torch.tensor(claimed.norm, dtype=torch.float32)
+            got = torch.tensor(claimed.norm, dtype=torch.float32)  # On the CPU, as the whole's is.
             if not same_bits(whole.norm, got):
                 at = findings.norm(claimed.step, claimed.rank)
                 at = replace(at, message=f"{at.message} from that of the gradients that ranks show")

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
-from zero_sim.findings.compare import same_bits
+from zero_sim.findings.compare import beside, same_bits
 from zero_sim.findings.recognition import Known, recognize
 from zero_sim.findings.records import Finding
 from zero_sim.judge.ownership import Ownership
@@ -113,7 +113,7 @@ class JudgedGroup:
         place = part.place
         compared = [(Check.EQUALITY_MASTER, "", master, part.master)]
         compared += [
-            (Check.EQUALITY_STATE, key, state[key], part.state[key])
+            (Check.EQUALITY_STATE, key, state[key], beside(part.state[key], state[key]))
             for key in sorted(state.keys() & part.state.keys())
         ]
         for check, key, value, got in compared:

@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
+from zero_sim.findings.compare import beside
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
@@ -91,7 +92,7 @@ def _compare_part(
             message = f"optimizer state {key!r} is missing in {side} after the load"
             yield findings.missing(at, message)
             continue
-        value, got = cut(wanted[key]), part.state[key]
+        value, got = cut(wanted[key]), beside(part.state[key], wanted[key])
         if not group.comparer.differs(value, got):
             continue
 

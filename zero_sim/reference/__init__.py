@@ -7,6 +7,7 @@ from zero_sim.reference.arrangement import Arrangement
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
+from zero_sim.reference.division import quotient
 from zero_sim.reference.following import Follower
 from zero_sim.reference.gradient import Norm
 from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
@@ -40,6 +41,7 @@ __all__ = [
     "SumSpan",
     "encode",
     "memory_layout_of",
+    "quotient",
     "step_together",
     "takes_root",
 ]

@@ -197,7 +197,8 @@ def _add_by_position(
     for span in _check_spans(
         spans, order=order, param_elems=out.numel(), rank_count=len(contributions)
     ):
-        part, positions = rows[:, span.start : span.stop], _positions(span, order=order)
+        part = rows[:, span.start : span.stop]
+        positions = _positions(span, order=order).to(rows.device)
         site = span.site
         if order == "nccl-ring" and site.arrangements:
             total = add_arranged(
@@ -244,7 +245,7 @@ def add_in_turn(rows: Tensor, *, first: Tensor, stride: int, wide: bool) -> Tens
         1D, of the rows' dtype.
     """
     table = rows.to(torch.float32) if wide and rows.element_size() == 2 else rows
-    columns = torch.arange(rows.shape[1])
+    columns = torch.arange(rows.shape[1], device=rows.device)
     turns = [table[(first + stride * turn) % len(rows), columns] for turn in range(len(rows))]
     return add_linear(turns).to(rows.dtype)
 

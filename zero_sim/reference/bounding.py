@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.certificate import certify
+from zero_sim.reference.division import quotient
 
 _ROUNDING = 2.0**-53  # of fp64
 
@@ -158,6 +159,6 @@ def divide_ends(low: Tensor, high: Tensor, *, divisors: Sequence[float]) -> tupl
     infinity = torch.full_like(low, math.inf)
     low, high = low.to(torch.float32).double(), high.to(torch.float32).double()
     for divisor in divisors:
-        low = torch.nextafter(low / divisor, -infinity).to(torch.float32).double()
-        high = torch.nextafter(high / divisor, infinity).to(torch.float32).double()
+        low = torch.nextafter(quotient(low, divisor), -infinity).to(torch.float32).double()
+        high = torch.nextafter(quotient(high, divisor), infinity).to(torch.float32).double()
     return low, high

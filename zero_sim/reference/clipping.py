@@ -102,7 +102,7 @@ def clip_factor(
     in_fp32 = form.startswith("fp32")
     if takes_root(form):
         assert root is not None, "the root is to be told where a form takes it"
-        norm = torch.tensor(root, dtype=torch.float64)
+        norm = torch.tensor(root, dtype=torch.float64, device=norm.device)
     norm = norm.to(torch.float32 if in_fp32 else torch.float64)
     # Tensors, not numbers: torch takes a number over a tensor as a product with the reciprocal.
     numbers = torch.tensor([norm_max, _EPS, 1.0], dtype=norm.dtype, device=norm.device)

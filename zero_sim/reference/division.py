@@ -12,6 +12,19 @@ Divide = Literal["none", "pre", "post", "premul"]
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 
 
+def quotient(values: Tensor, number: float) -> Tensor:
+    """Return what a tensor is when divided by a number, rounded to its dtype once.
+
+    By a number, or a tensor of the CPU, CUDA does not divide: it multiplies with the rounded
+    reciprocal, which differs in the last bit. So the number becomes a tensor beside the others.
+    bf16 has no 257 and fp16 no 2049, so the quotient is taken in fp32. That has twice their bits
+    and two, so the second rounding meets no tie that the first one made.
+    """
+    wide = values if values.dtype is torch.float64 else values.to(torch.float32)
+    divisor = torch.full((), number, dtype=wide.dtype, device=wide.device)
+    return wide.div(divisor).to(values.dtype)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
     """One step's division."""
@@ -30,19 +43,15 @@ class Division:
         match self.how:
             case "none" | "post":
                 return grad
-            case "pre" if grad.dtype is torch.float32:
-                return grad.div(self.count)
             case "pre":
-                # bf16 has no 257 and fp16 no 2049, so the quotient is taken in fp32. That has twice
-                # their bits and two, so the second rounding meets no tie that the first one made.
-                return grad.to(torch.float32).div_(self.count).to(grad.dtype)
+                return quotient(grad, self.count)
             case "premul":
-                return grad * self.reciprocal(grad.dtype)
+                return grad * self.reciprocal(grad.dtype).to(grad.device)
             case unknown:
                 assert_never(unknown)
 
     def reciprocal(self, dtype: torch.dtype) -> Tensor:
-        """Return 0-D 1 / count, computed in fp32 and then rounded to `dtype`."""
+        """Return 0-D 1 / count, on the CPU, computed in fp32 and then rounded to `dtype`."""
         return torch.ones((), dtype=torch.float32).div_(self.count).to(dtype)
 
     def after_(self, wide: Tensor) -> None:
@@ -51,7 +60,7 @@ class Division:
         The quotient is a true one: a product with a rounded 1 / count differs in the last bit.
         """
         if self.how == "post" and self.count != 1:
-            wide.div_(self.count)
+            wide.copy_(quotient(wide, self.count))
 
 
 def count_contributions(by: DivideBy, *, rank_count: int, micro_batches: int, rows: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.clipping import ClipForm, clip_by_norm_
-from zero_sim.reference.division import Division
+from zero_sim.reference.division import Division, quotient
 from zero_sim.reference.gradient import Measure, measure
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import OptimizerSpec
@@ -77,7 +77,7 @@ class Follower:
         """
         wide = grad.to(torch.float32, copy=True)
         if update.scale is not None:
-            wide.div_(update.scale)
+            wide = quotient(wide, update.scale)
         if not divided:
             update.division.after_(wide)
         measured = measure(wide)

@@ -59,7 +59,7 @@ def measure(flat: Tensor) -> Measure:
     return Measure(
         squares=squares,
         terms=flat.numel(),
-        norm=norm,
+        norm=norm.to(flat.device),
         norm_certified=certified,
         zeros=flat.numel() - int(flat.count_nonzero()),
         # No sum of squares of finite fp32 values leaves the range of fp64.
@@ -76,7 +76,7 @@ def measure_together(parts: Sequence[Measure]) -> Measure:
     return Measure(
         squares=squares,
         terms=terms,
-        norm=norm,
+        norm=norm.to(parts[0].norm.device),
         norm_certified=certified,
         zeros=sum(part.zeros for part in parts),
         finite=all(part.finite for part in parts),
@@ -84,7 +84,7 @@ def measure_together(parts: Sequence[Measure]) -> Measure:
 
 
 def root_of_squares(squares: float, *, terms: int) -> tuple[Tensor, bool]:
-    """Return the 0-D fp32 norm of a sum of squares, and whether it is certified.
+    """Return the 0-D fp32 norm of a sum of squares, on the CPU, and whether it is certified.
 
     Args:
         squares: The sum, added in fp64 in any order.
@@ -109,7 +109,7 @@ def squares_within_reach(squares: float, *, terms: int) -> tuple[float, float]:
 
 
 def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tuple[Tensor, Tensor]:
-    """Return between which 0-D fp32 norms that of a gradient must lie.
+    """Return between which 0-D fp32 norms, on the CPU, that of a gradient must lie.
 
     Args:
         squares_min: Least sum of squares, added in fp64 in any order.
@@ -146,7 +146,7 @@ def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -
         rank_count: Number of ranks; each has as many rows as the first, the last ones fewer.
         order: In which that call adds; not one that depends on positions.
     """
-    norms = torch.zeros(rank_count, len(grads))
+    norms = torch.zeros(rank_count, len(grads), device=grads[0].device if grads else None)
     for index, grad in enumerate(grads):
         for rank, rows in enumerate(torch.atleast_1d(grad).chunk(rank_count)):
             norms[rank, index] = torch.linalg.vector_norm(rows)

@@ -21,6 +21,7 @@ from zero_sim.reference.clipping import (
     clip_by_norm_,
     clip_is_certified,
 )
+from zero_sim.reference.division import quotient
 from zero_sim.reference.gradient import (
     Measure,
     Norm,
@@ -157,7 +158,7 @@ class Reference:
         """Build the module and one fp32 master per trained param.
 
         Args:
-            scenario: The case. Layout settings and `optimizer.foreach` have no meaning here.
+            scenario: The case. Layout settings have no meaning here.
             workload: Its workload. Forward must not change the module: one module plays all ranks.
             uncounted: Endings of names that norm and zeros leave out, as another part of the model
                 counts them.
@@ -285,7 +286,7 @@ class Reference:
             flat = flatten_wide(grads, names=local.active)
             nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
             if scale is not None:
-                flat.div_(scale)
+                flat = quotient(flat, scale)
             local.division.after_(flat)
             measured = self._measure(flat, active=local.active)
             # Before the optimizer moves the weights: the search replays this step.

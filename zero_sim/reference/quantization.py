@@ -42,11 +42,11 @@ def scale_for(master: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return the 0-D fp32 scale that a whole fp32 master asks for."""
     amax = master.abs().max().item() if master.numel() else 0.0
     if amax == 0 or not math.isfinite(amax):
-        return torch.ones(())
+        return torch.ones((), device=master.device)
     greatest = torch.finfo(dtype).max
     # Powers of two, and quotients by them, are exact in Python's floats.
     scale = _SCALE_MIN
     fp32_max = torch.finfo(torch.float32).max
     while amax / scale > greatest and 2 * scale * greatest <= fp32_max:
         scale *= 2
-    return torch.tensor(scale, dtype=torch.float32)
+    return torch.tensor(scale, dtype=torch.float32, device=master.device)

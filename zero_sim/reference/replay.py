@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from zero_sim.host.device import random_state, seed_device, set_random_state
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Batch, Workload, seed_of
 
@@ -67,12 +68,13 @@ def isolated() -> Generator[None]:
     in another thread does not bind MKL in this one.
     """
     threads = torch.get_num_threads()
-    random_state = torch.default_generator.get_state()
+    random_states = torch.default_generator.get_state(), random_state()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.default_generator.set_state(random_state)
+        torch.default_generator.set_state(random_states[0])
+        set_random_state(random_states[1])
         if threads != 1:
             torch.set_num_threads(threads)
 
@@ -154,9 +156,9 @@ class Replayer:
         batch = self.workload.batch(step=step, rank=rank, micro=micro)
         rows, digest = batch.rows, digest_batch(batch)
         # What torch.manual_seed does on a CPU, without its look at every other kind of device.
-        torch.default_generator.manual_seed(
-            seed_of(self.scenario, step=step, rank=rank, micro=micro)
-        )
+        seed = seed_of(self.scenario, step=step, rank=rank, micro=micro)
+        torch.default_generator.manual_seed(seed)
+        seed_device(batch.inputs.device, seed)
         with torch.enable_grad():
             loss = self.workload.loss(self.module, batch)
             scaled = loss if scale is None else loss * scale

@@ -1,7 +1,12 @@
-"""The optimizer: torch's own classes on one plain fp32 tensor a param, never foreach or fused.
+"""The optimizer: torch's own classes on one plain fp32 tensor a param, never fused.
 
 Fused kernels treat the tail of a tensor differently from its body, so their bits depend on where a
 shard was cut; the loop over params has no such seam.
+
+[Note: foreach]
+On the CPU the kernels for lists of tensors are the loop, so the loop is what is taken. CUDA has
+kernels of their own for lists, which go from element to element, too, but divide by numbers truly,
+where the loop multiplies with a rounded reciprocal. So there they are taken where the system does.
 """
 
 from __future__ import annotations
@@ -68,7 +73,9 @@ def build_optimizer(spec: OptimizerSpec, *, masters: Mapping[str, Tensor]) -> Op
         {"params": tensors, **_group_options(group, takes=options)}
         for group, tensors in members.items()
     ]
-    return _CLASSES[spec.name](groups, lr=spec.lr, foreach=False, **options)  # pyrefly: ignore
+    # See [Note: foreach].
+    foreach = spec.foreach and any(master.device.type != "cpu" for master in masters.values())
+    return _CLASSES[spec.name](groups, lr=spec.lr, foreach=foreach, **options)  # pyrefly: ignore
 
 
 def _group_options(
@@ -89,7 +96,7 @@ class Stepper:
         """Copy each param, of any dtype and shape, into an fp32 master; at least one is needed.
 
         Args:
-            spec: Optimizer and its settings; `foreach` is ignored.
+            spec: Optimizer and its settings; `foreach` means nothing on the CPU.
             params: Initial values by name.
         """
         self._spec = spec

@@ -20,13 +20,13 @@ from zero_sim.backends import WorldPool, settle_memory
 from zero_sim.backends.pool import share_out
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import Finding, not_judged, unforeseen
+from zero_sim.host.device import check_device
 from zero_sim.run import CaseResult, run_case
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import own_setup
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target
-from zero_sim.workloads import check_device
 
 Judge = Callable[[Scenario], CaseResult]
 
@@ -38,7 +38,7 @@ class Chosen:
     keep_logs: bool = False
     """Whether results carry their event logs even if nothing fails."""
     device: str = "cpu"
-    """Where simulated ranks and the reference compute, `cpu` or `cuda`."""
+    """Where simulated ranks and the reference compute: any device that torch knows."""
     target: str | None = None
     """The system to judge in place of the scenarios' own: a registered name, or `module:name`,
     whose code is run."""

@@ -19,6 +19,7 @@ from zero_sim.cost.forms import ParamSize, sizes_of
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
 from zero_sim.cost.peaks import PeakWatch, watch_peaks
 from zero_sim.errors import ProtocolError, UsageError
+from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
 from zero_sim.judge.harness import PauseClock, engine_time, harness_time
 from zero_sim.judge.judge import Judge
@@ -349,8 +350,11 @@ def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
 
 def _draw(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
     # torch.manual_seed asks every kind of device first, which takes 100 us.
-    torch.default_generator.manual_seed(seed_of(scenario, step=step, rank=rank, micro=micro))
-    return workload.batch(step=step, rank=rank, micro=micro)
+    seed = seed_of(scenario, step=step, rank=rank, micro=micro)
+    torch.default_generator.manual_seed(seed)
+    batch = workload.batch(step=step, rank=rank, micro=micro)
+    seed_device(batch.inputs.device, seed)
+    return batch
 
 
 def _micro_batch(

@@ -70,7 +70,7 @@ def run_case(
         turns: The turns of an earlier run to repeat, one sequence a world; where they cannot be
             taken, the case goes on without them and a note says so.
         keep_logs: Whether the result carries its event logs even if the case does not fail.
-        device: Where all ranks and the reference compute, `cpu` or `cuda`.
+        device: Where all ranks and the reference compute: any device that torch knows.
 
     Raises:
         EnvironmentProblem: This machine lacks something that the case needs.

@@ -12,6 +12,7 @@ from zero_sim.backends import WorldPool
 from zero_sim.cost.overlap import check_overlap
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
+from zero_sim.host.device import computing_on, use_in_thread
 from zero_sim.run.dp_cp_groups import check_crossing
 from zero_sim.run.program import GroupContext, Segment, build_program, folder_for, segments_of
 from zero_sim.run.reports import CaseRun
@@ -56,7 +57,11 @@ class Simulated:
         torch.set_num_threads(1)
         try:
             with folder_for(scenario) as folder:
-                trial.run(tuple(segments_of(scenario, folder=Path(folder))), ranks, find=find)
+                segments = tuple(segments_of(scenario, folder=Path(folder)))
+                rank_threads = max(segment.scenario.world.size for segment in segments)
+                with computing_on(self.device, rank_threads=rank_threads) as settled:
+                    ranks.notes.extend(settled)
+                    trial.run(segments, ranks, find=find)
             report = trial.report(with_buffer_maps=True)
         finally:
             torch.set_num_threads(threads)
@@ -90,8 +95,13 @@ class _AllRanks:
             pause_clock=world.pause_clock,
             clock=lambda: len(world.log.moments),
         )
+
+        def on_device(rank: int) -> None:
+            use_in_thread(trial.device)
+            program(rank)
+
         try:
-            world.run(program)
+            world.run(on_device)
         except RankFailed:
             raise
         except WorldFailure as failed:

@@ -308,7 +308,8 @@ class OptimizerSpec:
     amsgrad: bool = False
     """`adam`, `adamw`: keep the largest second moment."""
     foreach: bool = False
-    """Whether the system under test steps with torch's foreach kernels; the reference does not."""
+    """Whether the system under test steps with torch's foreach kernels; the reference does so on
+    other devices than the CPU alone, where they round otherwise than the loop."""
     groups: tuple[ParamGroupSpec, ...] = ()
     """Param groups with settings of their own; params that no group names keep those above."""
     clip_norm: float | None = None

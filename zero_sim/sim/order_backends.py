@@ -162,8 +162,9 @@ class NcclSym:
         rank_count, elems = len(parts), parts[0].numel()
         if at.destination is not None:
             return chain([parts[rank] for rank in upwards(at.destination, rank_count)], fold)
-        turns = torch.arange(at.start, at.start + elems).div(_WARP_ELEMS, rounding_mode="floor")
         stacked = torch.stack(list(parts))
+        positions = torch.arange(at.start, at.start + elems, device=stacked.device)
+        turns = positions.div(_WARP_ELEMS, rounding_mode="floor")
         hops = [
             stacked.gather(0, turns.add(hop).remainder(rank_count).unsqueeze(0)).squeeze(0)
             for hop in range(rank_count)

@@ -91,7 +91,7 @@ class CompletedEngine:
         """
         answer = self._engine.step(lr_factor=lr_factor)
         self._has_stepped = True
-        return answers.check_step(answer, engine=self._engine)
+        return answers.check_step(answer, engine=self._engine, model=self._model)
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """What the engine's module gives.

@@ -104,8 +104,10 @@ def check_calls(engine: object) -> None:
             ) from None
 
 
-def check_step(answer: object, *, engine: object) -> StepResult:
+def check_step(answer: object, *, engine: object, model: Model | None = None) -> StepResult:
     """Return what an engine says of a step; an empty record for None.
+
+    A norm made of a number is on the CPU; it is given where the model is.
 
     Raises:
         ProtocolError: It is neither, or a field of it is of another type.
@@ -129,7 +131,10 @@ def check_step(answer: object, *, engine: object) -> StepResult:
         is_bool = isinstance(value, bool)
         if value is not None and (not isinstance(value, types) or (is_bool and types is not bool)):
             raise _wrong(engine, "step", f"StepResult with {words} for {name}, or None", value)
-    return answer if norm is None or not norm.dim() else replace(answer, norm=norm.reshape(()))
+    if norm is None:
+        return answer
+    placed = norm.reshape(()).to(norm.device if model is None else model.device)
+    return replace(answer, norm=placed)
 
 
 def check_params(answer: object, *, engine: object, model: Model | None) -> dict[str, Tensor]:
@@ -227,12 +232,19 @@ def _check_part(
         raise _wrong(engine, "parts", wanted, part.state)
     tensors: dict[str, object] = {"master": part.master}
     tensors |= {f"state {key!r}": value for key, value in part.state.items()}
+    # Step counts and the like are where torch, or a system, puts them, mostly on the CPU.
+    anywhere = {
+        f"state {key!r}"
+        for key, value in part.state.items()
+        if isinstance(value, Tensor) and not value.dim()
+    }
     if part.grad is not None or has_stepped:
         tensors["grad"] = part.grad
     for what, value in tensors.items():
         if not isinstance(value, Tensor):
             raise _wrong(engine, "parts", f"a tensor as the {what} {of}", value)
-        _check_plain(value, engine=engine, method="parts", what=f"the {what} {of}", model=model)
+        beside = None if what in anywhere else model
+        _check_plain(value, engine=engine, method="parts", what=f"the {what} {of}", model=beside)
     if all(value.dim() < 2 for value in tensors.values() if isinstance(value, Tensor)):
         return part
     return OwnedPart(

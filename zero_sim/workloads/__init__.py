@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_sim.workloads.draws import seed_of
 from zero_sim.workloads.exact import EXACT_MODELS
-from zero_sim.workloads.placed import check_device, on_device
+from zero_sim.workloads.placed import on_device
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
 from zero_sim.workloads.registry import build_workload
 from zero_sim.workloads.starts import make_distinct
@@ -16,7 +16,6 @@ __all__ = [
     "Workload",
     "build_module",
     "build_workload",
-    "check_device",
     "make_distinct",
     "on_device",
     "seed_of",

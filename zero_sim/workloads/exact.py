@@ -43,7 +43,7 @@ def hash_bits(values: Tensor, *, salt: int) -> Tensor:
     """
     integer = torch.int16 if values.element_size() == 2 else torch.int32
     mixed = values.detach().contiguous().view(integer).long() & _MASK
-    mixed = mixed ^ (torch.arange(len(mixed)) * 0x9E3779 & _MASK) ^ salt
+    mixed = mixed ^ (torch.arange(len(mixed), device=mixed.device) * 0x9E3779 & _MASK) ^ salt
     # The factor has 27 bits, so that no product leaves 64.
     for _ in range(2):
         mixed = ((mixed >> 16) ^ mixed) * 0x45D9F3B & _MASK

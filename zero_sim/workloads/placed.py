@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from zero_sim.errors import EnvironmentProblem
+from zero_sim.host.device import check_device
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload
 
 
@@ -17,29 +16,16 @@ def on_device(workload: Workload, device: str) -> Workload:
 
     Args:
         workload: What to move.
-        device: `cpu` or `cuda`; for `cuda`, the current device of this process.
+        device: Its name, as `cpu` or `cuda`; without an index, the current one of this process.
 
     Raises:
         EnvironmentProblem: There is no such device here.
     """
-    if device == "cpu":
+    placed = check_device(device)
+    if placed.type == "cpu":
         return workload
-    check_device(device)
     kind = _PlacedExperts if isinstance(workload, ExpertWorkload) else _Placed
-    return kind(workload, torch.device(device))
-
-
-def check_device(device: str) -> None:
-    """Check that this process can compute on a device.
-
-    Raises:
-        EnvironmentProblem: It cannot.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentProblem(
-            f"expected a GPU that torch {torch.__version__} can use, got none. "
-            "Try --device cpu, or `zero-sim doctor`."
-        )
+    return kind(workload, placed)
 
 
 class _Placed:
@@ -50,7 +36,7 @@ class _Placed:
         self._device = device
 
     def build(self) -> nn.Module:
-        return self._inner.build().to(self._device)
+        return self._placed(self._inner.build())
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         batch = self._inner.batch(step=step, rank=rank, micro=micro)
@@ -61,8 +47,34 @@ class _Placed:
         return self._inner.loss(module, batch)
 
     def accuracy(self, module: nn.Module) -> float | None:
-        # Held-out data stays where it is; the module's own params must not be moved.
-        return self._inner.accuracy(copy.deepcopy(module).cpu())
+        # Held-out data stays where it is, and so does the module: each goes to the other and back.
+        def call(inputs: Tensor) -> Tensor:
+            return module(inputs.to(self._device)).cpu()
+
+        return self._inner.accuracy(call)  # pyrefly: ignore
+
+    def _placed(self, module: nn.Module) -> nn.Module:
+        """Move a module; params that share their memory still do, whatever the device."""
+        moved: dict[nn.Parameter, nn.Parameter] = {}
+        for part in module.modules():
+            for name, param in part._parameters.items():
+                if param is not None:
+                    if param not in moved:
+                        moved[param] = _copy_of(param, self._device)
+                    setattr(part, name, moved[param])
+        return module.to(self._device)
+
+
+def _copy_of(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A param on a device, with all that it says of itself.
+
+    `module.to` moves params in place to CUDA alone; elsewhere it makes new ones, a new one for each
+    name, that have forgotten the dtype of their gradients.
+    """
+    copy = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+    copy.__dict__.update(param.__dict__)
+    copy.grad_dtype = param.grad_dtype
+    return copy
 
 
 class _PlacedExperts(_Placed):
@@ -70,4 +82,4 @@ class _PlacedExperts(_Placed):
 
     def build_share(self, expert_index: int) -> nn.Module:
         assert isinstance(self._inner, ExpertWorkload)
-        return self._inner.build_share(expert_index).to(self._device)
+        return self._placed(self._inner.build_share(expert_index))

@@ -66,7 +66,7 @@ class TernaryExperts(nn.Module):
         scores = self.gate(x)
         count = len(self.experts)
         # Whole numbers that differ modulo the number of experts: a score wins, or its index does.
-        ranked = scores.detach() * count + torch.arange(count, dtype=x.dtype)
+        ranked = scores.detach() * count + torch.arange(count, dtype=x.dtype, device=x.device)
         chosen = functional.one_hot(ranked.argmax(dim=-1), count).to(x.dtype)
         # Odd, so that no row is multiplied by 0.
         strength = _clamped(2 * scores + 1)

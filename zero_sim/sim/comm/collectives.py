@@ -65,7 +65,15 @@ def _reduced(
     if op == ReduceOp.AVG and order.averaging == "postmultiply":
         total.mul_(_reciprocal(rank_count, accumulator))
     total = total.to(dtype)
-    return total.div_(rank_count) if _divides(op, order) else total
+    if _divides(op, order):
+        return _quotient(total, rank_count)
+    return total
+
+
+def _quotient(total: Tensor, count: int) -> Tensor:
+    """A true quotient, taken in fp32 for 16 bits; by a number CUDA multiplies with 1 / count."""
+    wide = total.to(torch.float32) if total.element_size() == 2 else total
+    return wide.div_(torch.full((), count, dtype=wide.dtype, device=wide.device)).to(total.dtype)
 
 
 def _divides(op: ReduceOp.RedOpType, order: Order) -> bool:

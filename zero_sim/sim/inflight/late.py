@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from zero_sim.host.device import finish_streams
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.failures import RankFailed, WorldFailure
 from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
@@ -197,6 +198,7 @@ class Late:
                 group_size=awaited.size,
                 others=self._buffers[rank],
             )
+            finish_streams(buffer.tensor for buffer in snapshots.buffers)
         for buffer in snapshots.buffers:
             self._buffers[rank].add(buffer)
         op = operation.ops[member] = LateOp(
@@ -331,6 +333,7 @@ class Late:
             op.snapshots.check_inputs()
             op.snapshots.check_outputs()
             op.snapshots.write()
+            finish_streams(buffer.tensor for buffer in op.snapshots.buffers)
         op.written = True
         self._log.note(op.rank, "write", op.record)
 

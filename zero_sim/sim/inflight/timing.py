@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from zero_sim.host.device import finish_streams
 from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.comm.collectives import PERFORM
 from zero_sim.sim.comm.planned_faults import perform_with_faults
@@ -189,3 +190,4 @@ def perform(
         perform_with_faults(calls, order, due_faults=due_faults)
     else:
         PERFORM[calls[0].kind](calls, order)
+    finish_streams(tensor for call in calls for tensor in (*call.inputs, *call.outputs))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from zero_sim.host.device import finish_streams
 from zero_sim.sim.callsite import call_site, site_of
 from zero_sim.sim.comm.plain_memory import count_holders
 from zero_sim.sim.comm.timeouts import after_another
@@ -97,6 +98,7 @@ class SimWork(Work):
             for buffer in op.buffers:
                 self._buffers.land(buffer)
             baton.log.note(self._rank, "land", op.record)
+        finish_streams(self._tensors)
         self._mark_waited()
 
     def synchronize(self) -> None:

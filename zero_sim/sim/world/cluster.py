@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_sim.errors import UsageError
+from zero_sim.host.device import finish_streams
 from zero_sim.sim.call import IN_PLACE, SPARSE, Call
 from zero_sim.sim.callsite import call_site, here, is_of_torch, site_of
 from zero_sim.sim.comm.facade import present_devices
@@ -58,6 +59,7 @@ class SimCluster:
         """Issue one rank's side of a collective; `Cluster.issue`."""
         rank = group.ranks[group_rank]
         self._check_own(rank, group, call.kind)
+        finish_streams((*call.inputs, *call.outputs))
         self.run.baton.advance()
         due_faults = (
             self._due_faults(rank, group, group_rank, call) if self.run.injector.faults else ()
@@ -159,6 +161,7 @@ class SimCluster:
     ) -> SimWork:
         rank = group.ranks[group_rank]
         self._check_own(rank, group, call.kind)
+        finish_streams((*call.inputs, *call.outputs))
         self.run.baton.advance()
         whom = "any" if peer is None else str(group.ranks[peer])
         try:

@@ -1,4 +1,4 @@
-"""Each rank's own random numbers: torch's, Python's and numpy's default generators.
+"""Each rank's own random numbers: torch's, its device's, Python's and numpy's default generators.
 
 A process has one of each. Under the baton the state of the rank that gets it is put in place, and
 the state of whoever had it is taken out.
@@ -15,6 +15,7 @@ throughout.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import random
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from zero_sim.host.device import random_state, seeded_state, set_random_state
 
 _STATE_BYTES = 625 * 4
 _python_generator: Any = random._inst  # pyrefly: ignore [missing-attribute]
@@ -37,6 +40,8 @@ class _Saved:
     python_gauss: float | None
     numpy_words: bytes
     numpy_state: dict[str, Any]
+    device_state: torch.Tensor | None
+    """Of the device that the process has started, if any."""
 
 
 class Randomness:
@@ -47,7 +52,7 @@ class Randomness:
 
     def seed(self, owner: int, seed: int) -> None:
         """Give an owner the state that the three libraries have after being seeded with `seed`."""
-        self._saved[owner] = _seeded(seed)
+        self._saved[owner] = dataclasses.replace(_seeded(seed), device_state=seeded_state(seed))
 
     def take_out(self, owner: int) -> None:
         """Save the process's state as `owner`'s."""
@@ -64,12 +69,14 @@ class Randomness:
             _python_generator.gauss_next,
             words,
             numpy_state,
+            random_state(),
         )
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
         """Make `owner`'s saved state the process's; `previous`'s was taken out just before."""
         saved, before = self._saved[owner], self._saved[previous]
         torch.default_generator.set_state(saved.torch_state)
+        set_random_state(saved.device_state)
         _set_python_words(saved.python_words)
         _python_generator.gauss_next = saved.python_gauss
         if _needs_accessor(saved) or _needs_accessor(before):
@@ -88,6 +95,7 @@ def _seeded(seed: int) -> _Saved:
         None,
         inner["key"].tobytes() + int(inner["pos"]).to_bytes(4, "little"),
         numpy_state,
+        None,
     )
 
 

@@ -1,4 +1,4 @@
-"""torch's `fully_shard` (FSDP2) under a plain optimizer of torch, on a mesh of CPU ranks.
+"""torch's `fully_shard` (FSDP2) under a plain optimizer of torch, on a mesh where the params are.
 
 [Note: what FSDP2 computes]
 Each module that is sharded reduces the gradients of all its params in one reduce-scatter with AVG:
@@ -54,7 +54,9 @@ class FSDP2Engine:
         from torch.distributed.fsdp import fully_shard
 
         self._spec, self._rank, self._size = scenario.optimizer, group.rank(), group.size()
-        mesh = DeviceMesh.from_group(group, "cpu")
+        # Where its params are: to a mesh of another device torch would move them.
+        device = next((param.device.type for param in module.parameters()), "cpu")
+        mesh = DeviceMesh.from_group(group, device)
         for child in module.children():
             # What is no more than a container has no forward to gather before.
             is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)

@@ -1,0 +1,50 @@
+"""Casts to narrow dtypes give the bits of the CPU: they are rounded to nearest, ties to even."""
+
+import pytest
+import torch
+
+WORDS = {1: torch.uint8, 2: torch.int16}
+
+
+def bits(values):
+    """The bits of each value, one number for all NaNs, whose payloads carry nothing."""
+    words = values.view(WORDS[values.element_size()]).int()
+    return words.masked_fill(values.float().isnan(), -(1 << 20))
+
+
+def every_value(dtype):
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def around_the_middles():
+    """fp32 values on, next to and between those of bf16, of every sign and exponent."""
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    return (upper.unsqueeze(1) | lower).reshape(-1).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_to_16_bits(device, dtype):
+    values = around_the_middles()
+    assert torch.equal(bits(values.to(device).to(dtype).cpu()), bits(values.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+def test_16_bits_to_fp8(device, source, dtype):
+    values = every_value(source)
+    assert torch.equal(bits(values.to(device).to(dtype).cpu()), bits(values.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp32_to_fp8(device, dtype):
+    values = around_the_middles()
+    assert torch.equal(bits(values.to(device).to(dtype).cpu()), bits(values.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_to_fp32(device, dtype):
+    values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    assert torch.equal(
+        values.to(device).float().cpu().nan_to_num(nan=-1e30), values.float().nan_to_num(nan=-1e30)
+    )

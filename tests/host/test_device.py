@@ -1,0 +1,70 @@
+"""A device is there or not, and its cuBLAS workspaces fit or not: said before anything runs.
+
+What is settled on a device, `tests/device/` holds.
+"""
+
+import pytest
+import torch
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.host.device import check_device, computing_on, workspaces_in_words
+
+MIB = 1 << 20
+
+
+def test_the_cpu_is_there_and_nothing_is_settled_for_it():
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    assert check_device("cpu") == torch.device("cpu")
+    with computing_on("cpu", rank_threads=3) as notes:
+        assert list(notes) == []
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cuda", r"expected a GPU that torch \S+ can use, got none. Try --device cpu"),
+        ("cuda:3", "expected a GPU"),
+        ("xpu", "expected a device 'xpu' that torch"),
+        ("meta", "expected a device 'meta' that torch"),
+        ("gpu", "expected a device that torch .* knows, got 'gpu'; it has cpu here. Try"),
+        ("cuda:x", "got 'cuda:x'"),
+        ("", "got ''"),
+    ],
+)
+def test_what_is_not_there_is_told(monkeypatch, name, said):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    with pytest.raises(EnvironmentProblem, match=said):
+        check_device(name)
+
+
+def test_a_device_with_too_high_an_index_is_told(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert check_device("cuda:1").index == 1
+    with pytest.raises(
+        EnvironmentProblem, match="one of the devices cuda:0 to cuda:1, got 'cuda:2'"
+    ):
+        check_device("cuda:2")
+
+
+def test_workspaces_are_counted():
+    told = workspaces_in_words(":4096:8", rank_threads=8, free_bytes=1000 * MIB)
+    assert told == (
+        "8 rank threads with a cuBLAS workspace of 32 MiB each (CUBLAS_WORKSPACE_CONFIG=:4096:8): "
+        "256 MiB of 1,000 MiB free"
+    )
+
+
+def test_ranks_that_do_not_fit_are_refused_with_the_numbers():
+    with pytest.raises(EnvironmentProblem, match=r"3,200 MiB of 1,000 MiB free.*CONFIG=:16:8"):
+        workspaces_in_words(":4096:8", rank_threads=100, free_bytes=1000 * MIB)
+    with pytest.raises(EnvironmentProblem, match="Try fewer ranks"):
+        workspaces_in_words(":16:8", rank_threads=100, free_bytes=MIB)
+    assert "12 MiB" in workspaces_in_words(":16:8", rank_threads=100, free_bytes=1000 * MIB)
+
+
+def test_a_workspace_that_is_not_deterministic_is_refused():
+    with pytest.raises(EnvironmentProblem, match=r"to be :4096:8 or :16:8, .* got ':0:0'"):
+        workspaces_in_words(":0:0", rank_threads=1, free_bytes=MIB)
