@@ -10,7 +10,7 @@ import pytest
 
 from zero_sim.cli import session as cli_session
 from zero_sim.cli.fuzz import _Progress
-from zero_sim.fuzz.campaign import Tally
+from zero_sim.fuzz.campaign import CampaignTotals
 from zero_sim.host import supervisor
 
 ESCAPE = "\x1b"
@@ -31,7 +31,7 @@ def write_all(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, wait: boo
     with cli_session.progress("1 of 2  a case"):
         while wait and not stream.getvalue():
             time.sleep(0.001)
-    shown = Tally()
+    shown = CampaignTotals()
     fuzzing = _Progress(time.monotonic())
     fuzzing.tell(shown)
     fuzzing.clear()

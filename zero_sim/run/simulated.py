@@ -12,7 +12,7 @@ from zero_sim.backends import WorldPool
 from zero_sim.cost.overlap import check_overlap
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
-from zero_sim.host.device import computing_on, use_in_thread
+from zero_sim.host.device import use_in_thread
 from zero_sim.run.dp_cp_groups import check_crossing
 from zero_sim.run.program import GroupContext, Segment, build_program, folder_for, segments_of
 from zero_sim.run.reports import CaseRun
@@ -58,10 +58,8 @@ class Simulated:
         try:
             with folder_for(scenario) as folder:
                 segments = tuple(segments_of(scenario, folder=Path(folder)))
-                rank_threads = max(segment.scenario.world.size for segment in segments)
-                with computing_on(self.device, rank_threads=rank_threads) as settled:
-                    ranks.notes.extend(settled)
-                    trial.run(segments, ranks, find=find)
+                threads_max = max(segment.scenario.world.size for segment in segments)
+                trial.run(segments, ranks, find=find, rank_threads=threads_max)
             report = trial.report(with_buffer_maps=True)
         finally:
             torch.set_num_threads(threads)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from zero_sim.errors import EnvironmentProblem, ProtocolError, UntrainableError, UsageError
 from zero_sim.findings.records import Finding
+from zero_sim.host.device import computing_on
 from zero_sim.judge.comparison import AnyReference
 from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.judge.judge import Judge
@@ -66,14 +67,32 @@ class Trial:
     raised_at: float | None = None
     """When a rank raised, where that was a while ago."""
 
-    def run(self, segments: Sequence[Segment], ranks: Ranks, *, find: Callable[[], Target]) -> None:
+    def run(
+        self,
+        segments: Sequence[Segment],
+        ranks: Ranks,
+        *,
+        find: Callable[[], Target],
+        rank_threads: int = 1,
+    ) -> None:
         """Run the segments of a case until something is wrong.
 
         Args:
             segments: All of them, in order.
             ranks: Those of this process.
             find: Gives the system under test.
+            rank_threads: Threads of this process that compute, at most.
         """
+        try:
+            with computing_on(self.device, rank_threads=rank_threads) as settled:
+                self.outcome.notes.extend(settled)
+                self._run(segments, ranks, find=find)
+        except EnvironmentProblem as error:
+            self.fail(error)
+
+    def _run(
+        self, segments: Sequence[Segment], ranks: Ranks, *, find: Callable[[], Target]
+    ) -> None:
         segment = segments[0]
         try:
             target = find()
