@@ -12,7 +12,7 @@ from zero_sim.backends import WorldPool
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host.device import computing_on
-from zero_sim.reference.placement import MemoryLayout, move_params
+from zero_sim.reference.placement import MemoryLayout, memory_layout_of, move_params
 from zero_sim.run import run_case
 from zero_sim.scenario.spec import DataSpec, ModelSpec, RunSpec, Scenario, WorldSpec
 from zero_sim.sim import World
