@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from zero_sim.backends.probe import by_calling, by_model, compare, observe
+from zero_sim.backends.probe import by_calling, compare, observe
+from zero_sim.backends.probe_models import by_model
 
 # As torch 2.13 calls it.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -157,7 +157,7 @@ def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -
 def flatten_wide(grads: Mapping[str, Tensor], *, names: Sequence[str]) -> Tensor:
     """Copy some gradients, of any dtypes, into one new 1-D fp32 tensor, in order."""
     if not names:
-        return torch.empty(0)
+        return torch.empty(0, device=next((grad.device for grad in grads.values()), None))
     return torch.cat([grads[name].reshape(-1) for name in names]).to(torch.float32)
 
 

@@ -374,7 +374,7 @@ class Reference:
     def _norm_as_torch(self, flat: Tensor, *, active: Sequence[str]) -> Tensor:
         grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
         if self._norm == "of-params":
-            return norm_of_params(grads.values())
+            return norm_of_params(grads.values()).to(flat.device)
         world = self._scenario.world
         return norm_of_rows(list(grads.values()), rank_count=world.size, order=world.order)
 

@@ -59,7 +59,9 @@ class NaiveZero:
         reduced = torch.empty_like(self._own_slice(whole))
         reduce_scatter_sum(reduced, whole, group=self._group)
         # A tensor: by a Python number some devices multiply with its rounded reciprocal.
-        self.master.grad = reduced.to(torch.float32) / torch.tensor(float(self._world_size))
+        self.master.grad = reduced.to(torch.float32) / reduced.new_full(
+            (), self._world_size, dtype=torch.float32
+        )
         self.inner.step()
         all_gather(whole, self.master.to(whole.dtype), group=self._group)
         self._take(whole)
