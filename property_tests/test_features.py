@@ -77,9 +77,12 @@ def test_one_model_on_every_stage(pool, scenario, data):
     copies = data.draw(st.sampled_from(divisors(shared_by)))
     system = replace(scenario.system, overlap_params=None, partition="padded", redundancy=1)
     system = replace(system, state_over="block", reshard_ranks=None)
+    system = replace(system, sum_by="reduce-scatter", gather_after_step=False)
     plain = replace(system, prefetch=None, reshard_after_forward=True)
     family = [
         replace(plain, stage=0),
+        replace(plain, stage=data.draw(st.sampled_from([1, 2, 3])), sum_by="all-reduce"),
+        replace(plain, stage=3, gather_after_step=True),
         replace(plain, stage=1, redundancy=copies),
         replace(plain, stage=2, redundancy=copies, partition=_partition(plain)),
         replace(plain, stage=3, redundancy=copies, prefetch=data.draw(st.integers(0, 3))),

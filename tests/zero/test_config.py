@@ -59,3 +59,18 @@ class TestZeroConfig:
         """A config read by three layers stays what it was."""
         with pytest.raises(dataclasses.FrozenInstanceError):
             ZeroConfig().stage = 0
+
+
+def test_sums_to_all_ranks_do_not_go_on_across_blocks():
+    """A sum across blocks begins with the shard that a reduce-scatter left."""
+    with pytest.raises(UsageError, match="sum_by='reduce-scatter' with state_over='all'"):
+        ZeroConfig(redundancy=2, state_over="all", sum_by="all-reduce")
+
+
+@pytest.mark.parametrize(
+    ("stage", "setting"), [(0, {"sum_by": "all-reduce"}), (2, {"gather_after_step": True})]
+)
+def test_refuses_what_a_stage_does_not_do(stage, setting):
+    """Stage 0 has no shards; only stage 3 gathers nothing after a step otherwise."""
+    with pytest.raises(UsageError, match=f"{next(iter(setting))}=.* with stage={stage}"):
+        ZeroConfig(stage=stage, **setting)

@@ -165,7 +165,8 @@ def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> tupl
     if system.stage < 3:
         return (0 if skipped else 1), 0
     kept = is_last or not system.reshard_after_forward
-    return scenario.run.micro_batches, 0 if kept else scenario.run.micro_batches
+    after_step = system.gather_after_step and not skipped
+    return scenario.run.micro_batches + after_step, 0 if kept else scenario.run.micro_batches
 
 
 def _of_few_numbers(

@@ -72,6 +72,8 @@ class BucketForm:
     """Whether one rank has the one shard with elements."""
     is_sharded: bool
     """Whether each rank has a shard of it; with stage 0 each has all."""
+    is_summed_whole: bool
+    """Whether each rank gets the sum of all of it, and keeps its shard."""
     is_cut_across: bool
     """Whether blocks share its state, in place of a copy of it in each."""
     is_last: bool
@@ -90,18 +92,22 @@ class BucketForm:
     @property
     def sum_call(self) -> Call:
         """The call that reduces it, the first of two where there are copies of its shards."""
-        if not self.is_sharded:
+        if not self.is_sharded or self.is_summed_whole:
             return ("all_reduce", self.group_size, self.elems)
-        kind = "reduce_scatter" if self.is_even else "reduce_scatter_list"
-        kind = "reduce" if self.has_one_owner else kind
-        return (kind, self.group_size, self.elems)
+        return (self._scatter_kind, self.group_size, self.elems)
+
+    @property
+    def _scatter_kind(self) -> str:
+        if self.has_one_owner:
+            return "reduce"
+        return "reduce_scatter" if self.is_even else "reduce_scatter_list"
 
     @property
     def copies_call(self) -> Call | None:
         """The second of them, over blocks; None with one block, or without elements."""
         if not self.is_sharded or self.replica_count == 1 or not self.block_elems:
             return None
-        kind = self.sum_call[0] if self.is_cut_across else "all_reduce"
+        kind = self._scatter_kind if self.is_cut_across else "all_reduce"
         return (kind, self.replica_count, self.block_elems)
 
     @property
@@ -250,6 +256,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         is_even=longer_count == 0,
         has_one_owner=has_one_owner,
         is_sharded=system.stage > 0,
+        is_summed_whole=system.sum_by == "all-reduce",
         is_cut_across=parts > 1,
         is_last=False,
         param_bytes=param_bytes,

@@ -228,9 +228,15 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
     """The sums over copies of the shards, which follow the last gradient."""
     left = Counter(form.copies_call for form in rank.forms if form.copies_call is not None)
     stop = rank.hook_trace.starts.get((step, micro + 1), rank.hook_trace.ends[step])
+    # Sums inside the blocks may look the same; those that are left come before all over copies.
+    inside = Counter(form.sum_call for form in rank.forms)
+    begun = rank.hook_trace.starts[step, micro]
+    inside -= Counter(call.call for call in rank.issued_in(begun, start))
     copies: list[_Timed] = []
     for call in rank.issued_in(start, stop):
-        if left[call.call]:
+        if inside[call.call]:
+            inside[call.call] -= 1
+        elif left[call.call]:
             left[call.call] -= 1
             copies.append(call)
     waited = sum(call.waited < copies[-1].issued for call in copies)

@@ -217,6 +217,8 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
         prefetch=None,
         reshard_after_forward=True,
         reshard_ranks=None,
+        sum_by="reduce-scatter",
+        gather_after_step=False,
     )
     if system.divide_by == "tokens":
         system = replace(system, divide_by="ranks")

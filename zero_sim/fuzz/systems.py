@@ -131,12 +131,13 @@ def systems(
     redundancy = (
         draw(st.sampled_from(copies)) if swarm.on("copies", fits=bool(stage and copies)) else 1
     )
+    across = swarm.on("state over all", fits=bool(stage and copies))
     few = divisors(ranks // redundancy)[1:-1]
     keeps_all = swarm.on("kept after forward", fits=stage == 3)
     return SystemSpec(
         stage=stage,
         redundancy=redundancy,
-        state_over="all" if swarm.on("state over all", fits=bool(stage and copies)) else "block",
+        state_over="all" if across else "block",
         partition=partition,
         param_order="reverse" if swarm.on("reverse") else "registration",
         align_elems=align_elems,
@@ -150,6 +151,10 @@ def systems(
         overlap_params=draw(st.booleans())
         if swarm.on("overlap params", fits=stage in (1, 2))
         else None,
+        sum_by="all-reduce"
+        if swarm.on("summed to all", fits=stage > 0 and not across)
+        else "reduce-scatter",
+        gather_after_step=swarm.on("gathered after step", fits=stage == 3),
         prefetch=draw(st.sampled_from(_PREFETCHES))
         if swarm.on("prefetch", fits=stage == 3)
         else None,

@@ -12,8 +12,9 @@ from zero_sim.layout.partition import Partition
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero import unit as units
+from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.schedule import OnUse
-from zero_sim.zero.unit import Unit
+from zero_sim.zero.unit import ParamState, Unit
 
 
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
@@ -77,6 +78,44 @@ def owner_lacks_the_last(patch: Patches) -> None:
         start = right(self, shard)
         is_next = self.owner is not None and shard == self.owner + 1 < self.shard_count
         return start - 1 if is_next else start
+
+
+@mutant("Q12", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
+def reduced_to_owners_all_the_same(patch: Patches) -> None:
+    """That gradients are to be summed to all ranks is not heard of."""
+
+    @patch(Unit, "_sum_shards")
+    def wrong(right, self, *, async_op):
+        self.sums_whole = False
+        return right(self, async_op=async_op)
+
+
+@mutant("Q13", "GROUP", "K", seen_in="class GROUP")
+def summed_to_all_ranks_twice(patch: Patches) -> None:
+    """With copies, a sum to all ranks of a block is summed over its shard's copies twice."""
+
+    @patch(Unit, "_sum_replicas")
+    def wrong(right, self, *, async_op):
+        if self.sums_whole and self.replica_group is not None and self.part_count == 1:
+            right(self, async_op=False)
+        return right(self, async_op=async_op)
+
+
+@mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")
+def stays_whole_after_the_step(patch: Patches) -> None:
+    """What is gathered once more after the step is not freed."""
+    freeing: list[bool] = []
+
+    @patch(DistributedDataParallel, "gather_params")
+    def outer(right, self):
+        freeing.append(self.config.gather_after_step)
+        right(self)
+        freeing.pop()
+
+    @patch(Unit, "free_params")
+    def wrong(right, self):
+        if not (freeing and freeing[-1] and self.param_state is ParamState.WHOLE):
+            right(self)
 
 
 @mutant("Q07", "ALIAS", "Z3", seen_in="class ALIAS", core=True)

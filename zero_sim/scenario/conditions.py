@@ -314,6 +314,26 @@ CONDITIONS = (
         suggestion="Leave it out, or write stage = 3.",
     ),
     Condition(
+        reads=("system.sum_by", "system.stage"),
+        broken=lambda s: s.system.sum_by != "reduce-scatter" and s.system.stage == 0,
+        message="stage 0 has no shards to sum to, and sums to all ranks by itself, got {got}.",
+        suggestion="Leave it out, or write stage = 1.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.sum_by", "system.state_over"),
+        broken=lambda s: s.system.sum_by == "all-reduce" and s.system.state_over == "all",
+        message="with state over all ranks sums go on across blocks from a shard, got {got}.",
+        suggestion="Leave either out.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.gather_after_step", "system.stage"),
+        broken=lambda s: s.system.gather_after_step and s.system.stage != 3,
+        message="only stage 3 gathers nothing after a step otherwise, got {got}.",
+        suggestion="Leave it out, or write stage = 3.",
+    ),
+    Condition(
         reads=("system.reshard_ranks", "system.stage", "system.reshard_after_forward"),
         broken=lambda s: (
             s.system.reshard_ranks is not None

@@ -44,10 +44,14 @@ def after_reload(scenario: Scenario) -> Scenario:
         # What only the stage before it had has no meaning any more.
         if system.stage != 3:
             system = dataclasses.replace(
-                system, prefetch=None, reshard_after_forward=True, reshard_ranks=None
+                system,
+                prefetch=None,
+                reshard_after_forward=True,
+                reshard_ranks=None,
+                gather_after_step=False,
             )
         if not system.stage:
-            system = dataclasses.replace(system, state_over="block")
+            system = dataclasses.replace(system, state_over="block", sum_by="reduce-scatter")
         tables["system"] = system
     return dataclasses.replace(scenario, **tables)
 

@@ -239,6 +239,11 @@ class SystemSpec:
     overlap_params: bool | None = None
     """Whether params are gathered bucket by bucket while the next forward already runs; absent for
     where `bucket_elems` cuts buckets and the stage is 1 or 2."""
+    sum_by: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter"
+    """How gradients of a sharded bucket are summed: to each rank its shard, or all of them to all
+    ranks, of which each keeps its shard."""
+    gather_after_step: bool = False
+    """With stage 3: whether params are gathered once more after the step, and freed."""
     prefetch: int | None = None
     """With stage 3: how many further buckets are gathered ahead of their use, forward and backward;
     absent for 1."""

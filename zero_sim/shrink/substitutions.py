@@ -81,6 +81,8 @@ def _staged(stage: Literal[0, 1, 2]) -> Change:
             prefetch=None,
             reshard_after_forward=True,
             reshard_ranks=None,
+            gather_after_step=False,
+            sum_by=scenario.system.sum_by if stage else "reduce-scatter",
         )
         return replace(scenario, system=system)
 

@@ -87,9 +87,9 @@ def kind_of(name: str, tensor: Tensor) -> str:
 
 
 def _reduced_by(
-    bucket: BucketPlan, *, is_sharded: bool
+    bucket: BucketPlan, *, config: ZeroConfig
 ) -> Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"]:
-    if not is_sharded:
+    if not config.sharding.state or config.sum_by == "all-reduce":
         return "all_reduce"
     if bucket.partition.owner is not None:
         return "reduce"
@@ -125,6 +125,8 @@ class ZeroSimEngine:
             overlap_params=overlaps_params(system),
             prefetch=1 if system.prefetch is None else system.prefetch,
             reshard_after_forward=_reshard_of(system),
+            sum_by=system.sum_by,
+            gather_after_step=system.gather_after_step,
         )
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
         reshard = _reshard_of(system)
@@ -257,7 +259,7 @@ class ZeroSimEngine:
                 part=owned.shard % parts if parts > 1 else None,
                 part_start=part.start,
                 part_stop=part.stop,
-                reduced_by=_reduced_by(bucket, is_sharded=self._ddp.config.sharding.state),
+                reduced_by=_reduced_by(bucket, config=self._ddp.config),
                 call_elems=bucket.span.numel,
                 call_offset=owned.in_buffer.start - bucket.span.start,
                 buffer=owned.buffer,

@@ -50,6 +50,8 @@ class Buffer:
         group: The ranks that hold a shard each; None where nothing is sharded.
         replica_group: The ranks that hold this rank's shard; None where nobody else does.
         reshard_group: As in `KindGroups`.
+        sums_whole: Whether gradients are summed to all ranks of `group`, each of which keeps its
+            shards.
         grad_dtype: Dtype of the gradients.
         scales: Of each fp8 param its scale, 0D fp32, in the module's own memory.
         accumulate_sums: Whether sums of several micro-batches are added up, in memory of their own
@@ -78,6 +80,7 @@ class Buffer:
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         reshard_group: dist.ProcessGroup | None = None,
+        sums_whole: bool = False,
         grad_dtype: torch.dtype,
         scales: Mapping[nn.Parameter, Tensor] | None = None,
         accumulate_sums: bool = False,
@@ -96,6 +99,7 @@ class Buffer:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
         if sharding.state and not sharding.params:
             self.param_data = self._zeros(plan.span.numel, dtype=first.dtype)
+        self._sums_whole = sums_whole
         by_index = self._build_units(
             group=group, replica_group=replica_group, reshard_group=reshard_group
         )
@@ -345,6 +349,7 @@ class Buffer:
                 group=group,
                 replica_group=replica_group,
                 reshard_group=reshard_group,
+                sums_whole=self._sums_whole,
             )
             for plan in self.plan.buckets
             if not plan.span.empty

@@ -14,6 +14,7 @@ DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
 StateOver = Literal["block", "all"]
+SumBy = Literal["reduce-scatter", "all-reduce"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,12 @@ class ZeroConfig:
     overlap_params: bool = False
     """Whether params are gathered while the next forward runs, each waited for before its use. Not
     by default: until then whoever reads a param otherwise than by a forward reads an old one."""
+    sum_by: SumBy = "reduce-scatter"
+    """How gradients of a unit that is sharded are summed: to each rank its shard; or all of them to
+    all ranks, which then keep their shard, as some libraries do. It sends as much again."""
+    gather_after_step: bool = False
+    """With sharded params: whether each unit is gathered once after the step, too, and freed, as
+    the figure of ZeRO's paper has it. Nobody needs it; it sends P more."""
     prefetch: int = 1
     """With sharded params: how many further units are gathered ahead, forward and backward."""
     reshard_after_forward: bool | int = True
@@ -79,7 +86,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         choices = {
             "divide": Divide, "divide_by": DivideBy, "sync": Sync,
-            "grad_dtype": GradDtype, "state_over": StateOver,
+            "grad_dtype": GradDtype, "state_over": StateOver, "sum_by": SumBy,
         }  # fmt: skip
         for name, literal in choices.items():
             value = getattr(self, name)
@@ -103,6 +110,11 @@ class ZeroConfig:
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be an integer of at least 1, got {value!r}.")
         self._check_unused()
+        if self.sum_by == "all-reduce" and self.state_over == "all":
+            raise UsageError(
+                "expected sum_by='reduce-scatter' with state_over='all', where sums go on across "
+                "blocks from a shard, got 'all-reduce'. Try leaving either out."
+            )
         self._check_count_is_known()
 
     @property
@@ -121,16 +133,16 @@ class ZeroConfig:
         unused: dict[str, object] = {}
         if not sharding.state:
             unused |= {"redundancy": 1, "state_over": "block", "partition": "padded"}
-            unused |= {"overlap_params": False}
+            unused |= {"overlap_params": False, "sum_by": "reduce-scatter"}
         if sharding.params:
             unused |= {"overlap_params": False}
         else:
-            unused |= {"prefetch": 1, "reshard_after_forward": True}
+            unused |= {"prefetch": 1, "reshard_after_forward": True, "gather_after_step": False}
         for name, default in unused.items():
             value = getattr(self, name)
             if value != default:
                 why = "shards nothing" if not sharding.state else "gathers params as they are used"
-                if name in ("prefetch", "reshard_after_forward"):
+                if name in ("prefetch", "reshard_after_forward", "gather_after_step"):
                     why = "keeps params whole"
                 raise UsageError(
                     f"expected {name}={default!r} with stage={stage}, which {why}, "

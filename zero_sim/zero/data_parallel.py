@@ -322,6 +322,10 @@ class DistributedDataParallel:
             self._on_use.free_all()
             for buffer in self.buffers:
                 buffer.spread_params()
+            if self.config.gather_after_step:
+                for unit in (unit for buffer in self.buffers for unit in buffer.units):
+                    unit.gather()
+                    unit.free_params()
         elif self.config.sharding.state:
             for buffer in self.buffers:
                 buffer.allgather_params()
@@ -468,6 +472,7 @@ class DistributedDataParallel:
             scales=self.scales,
             replica_group=groups.replica_group,
             reshard_group=groups.reshard_group,
+            sums_whole=self.config.sum_by == "all-reduce",
             accumulate_sums=self.config.sync == "every",
         )
 

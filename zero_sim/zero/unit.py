@@ -133,6 +133,8 @@ class Unit:
     reshard_group: dist.ProcessGroup | None = None
     """The part of `group` that keeps whole params from a forward to its backward, where one does.
     """
+    sums_whole: bool = False
+    """Whether every rank of `group` gets the sum of all, of which it keeps its shard."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -388,6 +390,8 @@ class Unit:
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
         if self.group is None:
             return None
+        if self.sums_whole:
+            return all_reduce_sum(self.grads, group=self.group, async_op=async_op)
         part = _view(self.grads, self.block_span)
         return self._scatter(
             part, self.grads, sizes=self._place_sizes, group=self.group, async_op=async_op
