@@ -183,3 +183,37 @@ def test_a_curve_has_a_row_for_each_number_of_ranks(invoke):
     text = invoke("memory", "--params", "7e9", "--curve", "--stage", "3").output
     assert text.count("█") > 20
     assert "16,384" in text
+
+
+def test_a_measured_scenario_equals_its_closed_form(invoke):
+    found = told(invoke, "memory", "case.toml", "--measure")
+    (run,) = found["measured"]
+    assert run["differences"] == []
+    assert [rank["bytes"]["masters"] for rank in run["ranks"]] == [520, 520]
+    text = invoke("memory", "case.toml", "--measure").output
+    assert "Closed forms and ledgers are equal on all ranks" in text
+
+
+def test_measured_traffic_of_a_number_of_params(invoke):
+    words = ("--params", "1000", "--ranks", "4", "--stage", "1", "--bucket-elems", "400")
+    found = told(invoke, "traffic", *words, "--measure")
+    (run,) = found["measured"]
+    assert run["ranks"][3]["bytes_sent"] == {
+        kind: links for kind, links in found["bytes_sent_per_rank"].items() if kind != "total"
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("sized_models:tiny",), 2, "expected a scenario, or --params, with --measure"),
+        (("case.toml", "--no-masters"), 2, "without --no-masters"),
+        (("--params", "1e4", "--curve"), 2, "expected --measure without --curve"),
+        (("--params", "7e9", "--ranks", "8", "--stage", "1"), 2, "expected"),
+        (("case.toml", "--ranks", "5000"), 2, "world.size: expected an integer"),
+    ],
+)
+def test_what_cannot_be_measured(invoke, words, status, said):
+    done = invoke("memory", *words, "--measure")
+    assert done.exit_code == status
+    assert said in " ".join(done.output.split())

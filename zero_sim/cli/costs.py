@@ -17,6 +17,7 @@ from zero_sim.host.packages import packages_needed
 if TYPE_CHECKING:
     from zero_sim.cost.counted import Model
     from zero_sim.cost.network import Network
+    from zero_sim.run.measure import Measured
 
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
@@ -121,6 +122,9 @@ _topology = click.option(
     help="Nodes, links and their speed, as TOML; without it nodes of 8 ranks.",
 )
 _curve = click.option("--curve", is_flag=True, help="Over 1 to 16,384 ranks.")
+_measure = click.option(
+    "--measure", is_flag=True, help="Run it on simulated ranks, and hold the closed forms to that."
+)
 _svg = click.option(
     "--svg",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -132,24 +136,30 @@ _svg = click.option(
 @click.command()
 @_what
 @_curve
+@_measure
 @_svg
 @json_option
+@click.pass_context
 def memory(
+    ctx: click.Context,
     source: str | None,
     curve: bool,
+    measure: bool,
     svg: Path | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
     """Say what a rank holds, by category: for a number of params, a scenario, or a module.
 
-    By closed forms, which runs are held to; GB are 10^9 bytes, GiB 2^30.
+    By closed forms, which runs are held to; GB are 10^9 bytes, GiB 2^30. Exit status: 0, or with
+    --measure 1 where closed forms and a run differ; 2 the usage is wrong, 4 no room to run.
     """
     from zero_sim.cost.rows import alone, memory_row
     from zero_sim.report.costs import render_curve, render_memory, render_waterfall
 
     models = _models(source, asked, needs_ranks=not curve)
     chosen, has_masters = _chosen(models, asked, curve=curve), not asked["no_masters"]
+    runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
     first, last = rows[0], rows[-1]
@@ -183,26 +193,37 @@ def memory(
                 else {
                     name: {**held, "total": sum(held.values())} for name, held in baseline.items()
                 },
+                "measured": _measured_dicts(runs),
             }
         )
     elif curve:
         click.echo(render_curve(series, what="Bytes of a rank", unit="GB"))
+    elif measure:
+        from zero_sim.report.ledger import render_memory_ledger
+
+        texts = [render_memory_ledger(run, row) for run, row in zip(runs, rows, strict=True)]
+        click.echo("\n\n".join([render_memory(rows, alone=baseline), *texts]))
     else:
         click.echo(render_memory(rows, alone=baseline))
         if last.stage:
             click.echo(f"\n{render_waterfall(*falls, title=title)}")
+    ctx.exit(int(any(any(run.differences()) for run in runs)))
 
 
 @click.command()
 @_what
 @_topology
 @_curve
+@_measure
 @_svg
 @json_option
+@click.pass_context
 def traffic(
+    ctx: click.Context,
     source: str | None,
     topology: Path | None,
     curve: bool,
+    measure: bool,
     svg: Path | None,
     as_json: bool,
     **asked: Any,
@@ -216,6 +237,8 @@ def traffic(
 
     models, network = _models(source, asked, needs_ranks=not curve), _network(topology)
     chosen = _chosen(models, asked, curve=curve)
+    has_masters = not asked["no_masters"]
+    runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [traffic_row(model, network=network) for model in chosen]
     series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
@@ -236,12 +259,20 @@ def traffic(
                 "total": told["total"],
                 "rows": [row.as_dict() for row in rows],
                 "network": _network_dict(network),
+                "measured": _measured_dicts(runs, network=network),
             }
         )
     elif curve:
         click.echo(render_curve(series, what="Time of a step", unit="s"))
     else:
-        click.echo(render_traffic(rows))
+        from zero_sim.report.ledger import render_traffic_ledger
+
+        texts = [
+            render_traffic_ledger(run, row, network=network)
+            for run, row in zip(runs, rows, strict=bool(runs))
+        ]
+        click.echo("\n\n".join([render_traffic(rows), *texts]))
+    ctx.exit(int(any(any(run.differences()) for run in runs)))
 
 
 @click.command()
@@ -378,6 +409,24 @@ def _chosen(models: Sequence[Model], asked: Mapping[str, Any], *, curve: bool) -
         got = "--ranks" if asked["ranks"] else f"{len(models)} cases"
         raise UsageError(f"expected one case, and no --ranks, with --curve; got {got}.")
     return list(rows.curve(models[0], stages=stages, redundancies=copies))
+
+
+def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool) -> list[Measured]:
+    from zero_sim.cli.measuring import run_all
+
+    if curve:
+        raise UsageError("expected --measure without --curve, got both. Try one of them.")
+    return run_all(chosen, has_masters=has_masters)
+
+
+def _measured_dicts(
+    runs: Sequence[Measured], *, network: Network | None = None
+) -> list[dict[str, object]] | None:
+    if not runs:
+        return None
+    from zero_sim.report.ledger import measured_dict
+
+    return [measured_dict(run, network=network) for run in runs]
 
 
 def _stages(asked: Mapping[str, Any]) -> list[Any]:

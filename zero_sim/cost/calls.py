@@ -86,7 +86,9 @@ def calls_of_bucket(
         skipped: Whether the step was skipped.
     """
     ranks = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
-    grads, params = (form.grad_dtype, form.grad_bytes), (form.param_dtype, form.param_bytes)
+    # What moves fp8 moves bytes: collectives know no such numbers.
+    moved = "uint8" if form.param_dtype.startswith("float8") else form.param_dtype
+    grads, params = (form.grad_dtype, form.grad_bytes), (moved, form.param_bytes)
     calls: Counter[PlannedCall] = Counter()
 
     def add(

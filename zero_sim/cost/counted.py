@@ -41,6 +41,8 @@ class Model:
     """How; `world.size` counts the ranks of one dp-cp group."""
     counted: bool = False
     """Whether only the number of params is known."""
+    imported: bool = False
+    """Whether it is somebody's module, of which there is no data and no loss."""
 
     @property
     def elems(self) -> int:

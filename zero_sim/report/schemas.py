@@ -219,6 +219,7 @@ def _memory() -> Node:
         "total": _described(_COUNT, "Likewise."),
         "rows": _list(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
+        "measured": _measured(),
     }
 
 
@@ -247,7 +248,31 @@ def _traffic() -> Node:
         "total": _described(_COUNT, "Likewise."),
         "rows": _list(row),
         "network": _network(),
+        "measured": _measured(),
     }
+
+
+def _measured() -> Node:
+    sent: Node = {"type": "object", "additionalProperties": _COUNTS}
+    rank = _object(
+        {
+            **dict.fromkeys(("rank", "peak"), _COUNT),
+            "bytes": _described(_COUNTS, "Between two steps, by category."),
+            "peak_bytes": _COUNTS,
+            "peak_at": _TEXT,
+            "untold": _described(_list(_TEXT), "Categories that the system does not tell apart."),
+            "bytes_sent": _or_null(sent),
+        }
+    )
+    run = _object(
+        {
+            "step": _COUNT,
+            "ranks": _list(rank),
+            "is_costed": _described(_FLAG, "Whether the system declares the closed forms."),
+            "differences": _described(_list(_TEXT), "What a run and closed forms say otherwise."),
+        }
+    )
+    return _described(_or_null(_list(run)), "With --measure: of each row the run.")
 
 
 def _network() -> Node:

@@ -61,7 +61,7 @@ def model_of_name(name: str) -> Model:
     if not sizes:
         raise UsageError(f"expected {name} to have params that are trained, got none.")
     scenario = Scenario(schema=1, name=name, model=ModelSpec(name="mlp"))
-    return Model(sizes=sizes, scenario=scenario)
+    return Model(sizes=sizes, scenario=scenario, imported=True)
 
 
 def _without_memory(make: Callable[[], object]) -> object:

@@ -264,7 +264,7 @@ def _train(
         losses: list[Tensor] = []
         for micro in range(scenario.run.micro_batches):
             with harness_time(pause_clock):
-                batch = _draw(workload, scenario, step, rank, micro)
+                batch = draw_batch(workload, scenario, step, rank, micro)
             last_micro = micro == scenario.run.micro_batches - 1
             if hook_trace is not None:
                 hook_trace.start(step, micro)
@@ -348,7 +348,8 @@ def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
     return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
 
 
-def _draw(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
+def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
+    """A micro-batch, after the rank's random numbers were seeded for it."""
     # torch.manual_seed asks every kind of device first, which takes 100 us.
     seed = seed_of(scenario, step=step, rank=rank, micro=micro)
     torch.default_generator.manual_seed(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os.path import basename
 from typing import Literal, NamedTuple
 
@@ -120,6 +120,8 @@ class EventLog:
         """Index of the call that did not fit the others' and so ended the run."""
         self.unwaited: set[int] = set()
         """Indices of asynchronous calls that their rank has not waited for, nor seen done."""
+        self.watch: Callable[[CollectiveRecord], None] | None = None
+        """Called with each call as it is made, in the thread of its rank."""
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def add(self, record: CollectiveRecord) -> None:
@@ -129,6 +131,8 @@ class EventLog:
         if latest is None:
             latest = self._latest[record.rank] = deque(maxlen=LATEST_CALLS)
         latest.append(record)
+        if self.watch is not None:
+            self.watch(record)
 
     def latest(self, rank: int) -> Sequence[CollectiveRecord]:
         """The last calls of one rank, at most `LATEST_CALLS`, in its program's order."""

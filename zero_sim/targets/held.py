@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
 
 _OWN_MODULES = "zero_sim.zero"
+_LASTING = ("gradients", "sums", "params", "masters")
+_WITHIN_STEP = ("whole_gradients", "gathered")
 
 
 def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) -> Mapping[str, int]:
@@ -25,20 +27,9 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
         optimizer: Their masters and state.
     """
     named: dict[int, str] = {}
-    for buffer in ddp.buffers:
-        for name, memory in (
-            ("gradients", buffer.grad_data),
-            ("sums", buffer.total_data),
-            ("params", buffer.param_data),
-            ("params", buffer.shard_data),
-        ):
-            if memory is not None:
-                named[_address(memory)] = name
-    named |= {_address(shard): "masters" for shard in optimizer.master_shards.values()}
-    for state in optimizer.inner.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                named.setdefault(_address(value), "state")
+    for name, memory in memory_of(ddp, optimizer):
+        if name not in _WITHIN_STEP:
+            named.setdefault(_address(memory), name if name in _LASTING else "state")
     own = {_address(tensor) for tensor in ddp.module.buffers()}
     # Between two uses nothing but a placeholder of one element stands for a sharded param.
     freed = {param for each in ddp.buffers if each.sharding.params for param in each.memory}
@@ -62,6 +53,42 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
         if not (is_scalar and name == "state"):
             held[name or "other"] += storage.nbytes()
     return held
+
+
+def memory_of(
+    ddp: DistributedDataParallel, optimizer: DistributedOptimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all memory that has a name, with it; one that comes and goes only while it is there.
+
+    Args:
+        ddp: The module and its buffers.
+        optimizer: Their masters and state.
+
+    Returns:
+        `gradients`, `sums` of them, `params`, `masters`, states under torch's names; and what
+        stages 2 and 3 have for a while, `whole_gradients` and `gathered` params.
+    """
+    for buffer in ddp.buffers:
+        lasting = (
+            ("gradients", buffer.grad_data),
+            ("sums", buffer.total_data),
+            ("params", buffer.param_data),
+            ("params", buffer.shard_data),
+        )
+        yield from ((name, memory) for name, memory in lasting if memory is not None)
+        for unit in buffer.units:
+            whole = unit.grad_storage.whole if unit.frees_grads else None
+            if whole is not None:
+                yield "whole_gradients", whole
+            if unit.param_storage is None:
+                yield from (("params", member.param) for member in unit.members)
+            elif unit.frees_params and unit.params is not None:
+                yield "gathered", unit.params
+    yield from (("masters", shard) for shard in optimizer.master_shards.values())
+    for state in optimizer.inner.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                yield str(name), value
 
 
 def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:

@@ -24,7 +24,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     TopologySpec,
 )
-from zero_sim.targets.held import held_bytes, whole_bytes
+from zero_sim.targets.held import held_bytes, memory_of, whole_bytes
 from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import class_of, group_index, own_settings, settings_of
 from zero_sim.zero import (
@@ -205,6 +205,10 @@ class ZeroSimEngine:
     def whole_bytes(self) -> Iterator[tuple[str, str, int]]:
         """Whole gradients and params of each unit, where its stage shards them."""
         return whole_bytes(self._ddp)
+
+    def memory(self) -> Iterator[tuple[str, Tensor]]:
+        """All memory that has a name, with it."""
+        return memory_of(self._ddp, self._optimizer)
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """Save a checkpoint; of a model in several parts, a folder with one for each."""

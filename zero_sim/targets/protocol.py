@@ -249,6 +249,22 @@ class PeakEngine(CostedEngine, Protocol):
         ...
 
 
+@runtime_checkable
+class NamedMemoryEngine(Protocol):
+    """An engine that names its memory, for a ledger of what a rank holds at every moment."""
+
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        """All memory there is now that has a name, with it; views of it will do.
+
+        Returns:
+            Of what lasts `gradients`, `sums` of them over micro-batches, `params`, `masters` and
+            each state of the optimizer under torch's name; of what comes and goes
+            `whole_gradients` and `gathered` params. Whatever has no name here is told by the phase
+            of the step in which it came to be.
+        """
+        ...
+
+
 class Target(Protocol):
     """A system under test.
 

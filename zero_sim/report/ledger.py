@@ -1,0 +1,151 @@
+"""Ledgers as text: what ranks held and when, what they sent, beside the closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_sim.cost.ledger import RankLedger, Sample
+from zero_sim.cost.network import Network
+from zero_sim.cost.rows import MemoryRow, TrafficRow
+from zero_sim.report.amounts import aligned, in_unit, unit_for
+from zero_sim.report.costs import BAR_CHARS
+from zero_sim.run.measure import Measured
+from zero_sim.untrusted import printable
+
+MOMENTS_MAX = 60
+"""Moments shown of a step; of more, those at which the sum changes most."""
+
+
+def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
+    """What the first rank had in memory, moment by moment, and what closed forms say.
+
+    Args:
+        measured: The run.
+        row: The closed forms of its first rank.
+    """
+    ledger = measured.ledgers[0]
+    unit = unit_for([ledger.peak.total])
+    held = row.footprint.held
+    table = [["rank 0", "closed form", f"measured {unit[0]}", "at most", "in", "when"]]
+    for name in dict.fromkeys((*held, *ledger.categories)):
+        most = ledger.peak_of(name)
+        table.append(
+            [
+                name,
+                in_unit(held[name], unit) if name in held and measured.is_costed else "",
+                "not told" if name in ledger.untold else in_unit(_held(ledger, name), unit),
+                in_unit(most.bytes.get(name, 0), unit),
+                most.phase,
+                most.where,
+            ]
+        )
+    peak = ledger.peak
+    total = sum(ledger.between.values())
+    told = [in_unit(amount, unit) for amount in (total, peak.total)]
+    table.append(["all", "", told[0], told[1], peak.phase, peak.where])
+    lines = [
+        f"Measured: step {measured.step} on {len(measured.ledgers)} simulated ranks.",
+        "",
+        *aligned(table).splitlines(),
+        "",
+        *_moments(ledger.samples, unit),
+        "",
+        *_verdict(measured),
+    ]
+    return printable("\n".join(lines), lines=True)
+
+
+def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Network) -> str:
+    """What the first rank called, and what closed forms say."""
+    traffic = measured.traffic(0, network=network)
+    unit = unit_for([float(traffic.sent)])
+    table = [["rank 0", "group", "N", "dtype", "calls", "messages", f"sent {unit[0]}"]]
+    table += [
+        [
+            flow.kind,
+            flow.group,
+            str(flow.ranks),
+            flow.dtype,
+            f"{flow.calls:,}",
+            f"{flow.messages:,}",
+            in_unit(float(flow.total_sent), unit),
+        ]
+        for flow in traffic.flows
+    ]
+    closed = in_unit(float(row.traffic.sent), unit)
+    lines = [
+        f"Measured: step {measured.step} on {len(measured.ledgers)} simulated ranks.",
+        "",
+        *aligned(table, left=2).splitlines(),
+        "",
+        f"Sent in all: {in_unit(float(traffic.sent), unit)} {unit[0]}"
+        + (f", by closed form {closed} {unit[0]}." if measured.is_costed else "."),
+        *_verdict(measured),
+    ]
+    return printable("\n".join(lines), lines=True)
+
+
+def measured_dict(measured: Measured, *, network: Network | None = None) -> dict[str, object]:
+    """A run's ledgers, ready for JSON.
+
+    Args:
+        measured: The run.
+        network: What joins its ranks; left out where traffic is not asked for.
+    """
+    ranks: list[dict[str, object]] = []
+    for ledger in measured.ledgers:
+        peak = ledger.peak
+        told: dict[str, object] = {
+            "rank": ledger.rank,
+            "bytes": dict(ledger.between),
+            "peak": peak.total,
+            "peak_bytes": dict(peak.bytes),
+            "peak_at": f"{peak.phase}: {peak.where}",
+            "untold": list(ledger.untold),
+            "bytes_sent": None,
+        }
+        if network is not None:
+            told["bytes_sent"] = measured.traffic(ledger.rank, network=network).by_kind()
+        ranks.append(told)
+    return {
+        "step": measured.step,
+        "ranks": ranks,
+        "is_costed": measured.is_costed,
+        "differences": list(measured.differences()),
+    }
+
+
+def _held(ledger: RankLedger, name: str) -> int:
+    return ledger.between.get(name, 0)
+
+
+def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
+    """Live bytes at each moment as bars."""
+    most = max(sample.total for sample in samples) or 1
+    shown = list(samples)
+    if len(shown) > MOMENTS_MAX:
+        changes = sorted(
+            range(1, len(samples)),
+            key=lambda i: -abs(samples[i].total - samples[i - 1].total),
+        )[: MOMENTS_MAX - 1]
+        shown = [samples[i] for i in sorted({0, *changes})]
+    rows = [["phase", "moment", "", unit[0]]]
+    for sample in shown:
+        bar = "█" * max(1, round(sample.total / most * BAR_CHARS))
+        amount = in_unit(sample.total, unit)
+        rows.append([sample.phase, sample.where, f"{bar:<{BAR_CHARS}}", amount])
+    left = len(samples) - len(shown)
+    more = [f"... of {len(samples)} moments those that change most."] if left else []
+    return [*aligned(rows, left=3).splitlines(), *more]
+
+
+def _verdict(measured: Measured) -> list[str]:
+    if not measured.is_costed:
+        return [
+            "The system does not declare its costs, so no closed form is held against it; what it "
+            "does not tell apart is told by the phase in which it came to be."
+        ]
+    found = list(measured.differences())
+    if found:
+        return ["Closed forms and ledgers differ:", *(f"  {each}" for each in found)]
+    return ["Closed forms and ledgers are equal on all ranks, in bytes between steps and in calls."]
