@@ -124,7 +124,7 @@ def test_what_others_do_not_tell_says_so():
     measured = measure(ddp)
     assert not measured.is_costed
     ledger = measured.ledgers[0]
-    assert "gathered" in ledger.untold
+    assert "gathered" in ledger.unreported
     elems = sum(size.elems for size in measured.sizes[0])
     held = ledger.between
     assert {held[name] for name in ("params", "gradients", "exp_avg", "exp_avg_sq")} == {4 * elems}

@@ -33,7 +33,7 @@ class RankLedger:
 
     rank: int
     samples: Sequence[Sample]
-    untold: tuple[str, ...] = ()
+    unreported: tuple[str, ...] = ()
     """Categories that the system does not tell apart."""
 
     @property

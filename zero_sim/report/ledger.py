@@ -33,7 +33,7 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
             [
                 name,
                 in_unit(held[name], unit) if name in held and measured.is_costed else "",
-                "not told" if name in ledger.untold else in_unit(_held(ledger, name), unit),
+                "not told" if name in ledger.unreported else in_unit(_held(ledger, name), unit),
                 in_unit(most.bytes.get(name, 0), unit),
                 most.phase,
                 most.where,
@@ -101,7 +101,7 @@ def measured_dict(measured: Measured, *, network: Network | None = None) -> dict
             "peak": peak.total,
             "peak_bytes": dict(peak.bytes),
             "peak_at": f"{peak.phase}: {peak.where}",
-            "untold": list(ledger.untold),
+            "unreported": list(ledger.unreported),
             "bytes_sent": None,
         }
         if network is not None:

@@ -260,7 +260,9 @@ def _measured() -> Node:
             "bytes": _described(_COUNTS, "Between two steps, by category."),
             "peak_bytes": _COUNTS,
             "peak_at": _TEXT,
-            "untold": _described(_list(_TEXT), "Categories that the system does not tell apart."),
+            "unreported": _described(
+                _list(_TEXT), "Categories that the system does not tell apart."
+            ),
             "bytes_sent": _or_null(sent),
         }
     )

@@ -36,7 +36,7 @@ from zero_sim.targets import Target, complete, find_target
 from zero_sim.targets.protocol import CostedEngine, Engine, NamedMemoryEngine
 from zero_sim.workloads import Batch, Workload, build_module, build_workload, make_distinct
 
-_UNTOLD = ("sums", "gathered", "whole_gradients")
+_UNREPORTED = ("sums", "gathered", "whole_gradients")
 """What nobody but the system itself can tell from other memory."""
 SPARE = 1.25
 """What a run takes beside the closed forms: activations, copies on their way."""
@@ -271,7 +271,7 @@ class _Rank:
         return RankLedger(
             rank=self._rank,
             samples=self._meter.samples,
-            untold=() if self._names_memory else _UNTOLD,
+            unreported=() if self._names_memory else _UNREPORTED,
         )
 
     def records(self) -> list[CollectiveRecord]:
