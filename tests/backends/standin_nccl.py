@@ -119,6 +119,3 @@ class Turned(NcclRing):
         if at.destination is not None:
             at = replace(at, destination=ring.index(at.destination))
         return super().reduce([parts[rank] for rank in ring], fold, at=at)
-
-
-install()

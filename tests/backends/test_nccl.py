@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.backends import standin_nccl
 from tests.backends.standin_nccl import StandIn
+from zero_sim.backends import RealRank, transports
 from zero_sim.backends.folding import _barrier, _Carrier, _DoneWork
 from zero_sim.backends.nccl import Nccl, check_alike
 from zero_sim.backends.nccl_settings import PINS, TORCH_PINS, contradictions, pin, shown
+from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.sim.call import Call
 from zero_sim.sim.failures import ContractViolation
@@ -133,6 +137,50 @@ def test_two_ranks_on_one_gpu_need_the_switch(monkeypatch):
         check_alike(both)
     monkeypatch.setenv(SHARING, "1")
     check_alike(both)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The stand-in as this process's NCCL."""
+    monkeypatch.setattr(transports, "_MAKERS", dict(transports._MAKERS))
+    monkeypatch.setattr(transports, "_MADE", {})
+    for name in (*PINS, *TORCH_PINS, "TORCH_FR_BUFFER_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    standin_nccl.install()
+
+
+@pytest.mark.parametrize("order", [None, "linear"])
+def test_one_rank_in_this_process(installed, order):
+    rank = RealRank(backend="nccl", rank=0, store=dist.HashStore())
+    rank.transport.prepare({})
+    rank.transport.take_device(0)
+    rank.begin(0)
+    with rank.world(1, order=order):
+        assert not rank.is_setting_up
+        x = torch.ones(3)
+        dist.all_reduce(x, async_op=True).get_future().wait()
+        dist.barrier()
+        assert dist.new_group([0]).size() == 1
+        assert x.tolist() == [1.0] * 3
+    assert not rank.is_spoilt
+    rank.begin(1)
+    with pytest.raises(ValueError, match="enough"), rank.world(1, order=order):
+        raise ValueError("enough")
+    assert rank.is_spoilt
+    assert not dist.is_initialized()
+
+
+def test_what_is_fixed_is_told(installed, monkeypatch):
+    transport = find_transport("nccl")
+    pinned = {}
+    transport.prepare(pinned)
+    for name, value in pinned.items():
+        monkeypatch.setenv(name, value)
+    transport.take_device(1)
+    notes = transport.notes(4)
+    assert notes[0] == "NCCL 2.30.7, CUDA none on stand-in, 4 processes"
+    assert notes[1].startswith("pinned: NCCL_ALGO=Ring ")
+    assert "TORCH_NCCL_NAN_CHECK=0" in notes[2]
 
 
 def test_what_says_nothing_of_gpus_may_be_anywhere():

@@ -22,7 +22,7 @@ def gpus(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def open_teams():
-        return Teams(backend="nccl", preload=("standin_nccl", "zero_sim.backends.worker"))
+        return Teams(backend="nccl", preload=("preload_standin", "zero_sim.backends.worker"))
 
     return open_teams
 

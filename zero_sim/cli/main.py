@@ -401,9 +401,38 @@ def schema(what: str) -> None:
 
 @main.command()
 @json_option
+@click.option(
+    "--gpu",
+    is_flag=True,
+    help="Try all that needs GPUs, from the cheapest to the whole; write a report to send home.",
+)
+@click.option(
+    "--gpu-report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("zero-sim-gpu.json"),
+    show_default=True,
+    metavar="FILE",
+    help="Where --gpu writes it, as JSON.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, max=10**6),
+    callback=a_number,
+    default=540.0,
+    show_default=True,
+    help="After how long --gpu begins no further step.",
+)
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Say what this machine can run, and why it cannot run the rest."""
+def doctor(ctx: click.Context, as_json: bool, gpu: bool, gpu_report: Path, seconds: float) -> None:
+    """Say what this machine can run, and why it cannot run the rest.
+
+    Exit status: 0 all that is needed is there; with --gpu, all steps pass; 1 a step of --gpu
+    fails; 4 something is missing.
+    """
+    if gpu:
+        if as_json:
+            raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")
+        ctx.exit(_visit(gpu_report, seconds=seconds))
     from zero_sim.doctor import examine
     from zero_sim.report.text import render_facts
 
@@ -414,6 +443,24 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         click.echo(render_facts(facts))
     can_run = all(fact.ok for fact in facts if fact.required)
     ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
+
+
+def _visit(path: Path, *, seconds: float) -> int:
+    """Take the steps of `doctor --gpu`; the exit status."""
+    with packages_needed():
+        from zero_sim.visit import Step, Visit, write_report
+
+    def tell(step: Step) -> None:
+        state = {True: "ok", False: "NO", None: "--"}[step.ok]
+        click.echo(printable(f"{state}  {step.name:10} {step.seconds:6.1f} s  {step.proves}"))
+        for line in step.told:
+            click.echo(printable(f"      {line}"))
+
+    visit = Visit(seconds=seconds, tell=tell)
+    steps = visit.take()
+    write_report(path, steps)
+    click.echo(f"report: {path}")
+    return 0 if all(step.ok for step in steps) else 1
 
 
 @main.command()

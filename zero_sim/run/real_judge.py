@@ -24,7 +24,8 @@ from zero_sim.scenario.spec import Scenario
 _LATE = "torch._dynamo"
 """What torch's optimizers import when the first one is made, which takes seconds."""
 
-_PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _LATE)
+PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _LATE)
+"""What workers import before they are forked."""
 
 Job = Callable[[Mapping[str, Any], RealRank], Any]
 """What a process runs, a function of a module; takes and gives what can be written as JSON."""
@@ -159,7 +160,7 @@ class _Workers:
     notes: Sequence[str] = ()
 
     def __init__(self, backend: str) -> None:
-        self._teams = Teams(backend=backend, preload=_PRELOAD)
+        self._teams = Teams(backend=backend, preload=PRELOAD)
 
     def __exit__(self, *exception: object) -> None:
         self._teams.close()
@@ -179,7 +180,7 @@ class _Launched:
     """All processes of the job that this process is one of."""
 
     def __init__(self, backend: str) -> None:
-        self._job = launched.LaunchedJob(backend, preload=_PRELOAD)
+        self._job = launched.LaunchedJob(backend, preload=PRELOAD)
         self.count, self.notes = self._job.count, self._job.notes
 
     def __exit__(self, *exception: object) -> None:

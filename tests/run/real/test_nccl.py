@@ -29,7 +29,7 @@ def standin():
     folder = Path(__file__).parents[2] / "backends"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
-        patch.setattr(real_judge, "_PRELOAD", ("standin_nccl", *real_judge._PRELOAD))
+        patch.setattr(real_judge, "PRELOAD", ("preload_standin", *real_judge.PRELOAD))
         patch.setenv("ZERO_SIM_TEST_RING", "0,2,3,1")
         import standin_nccl
 
