@@ -89,7 +89,7 @@ def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
     """
     initials = [64.0]
     if model.dtype == "fp16" and model.name not in EXACT_MODELS:
-        initials += [2.0**16, 2.0**12, 2.0**17]
+        initials += [2.0**12, 2.0**10, 2.0**14, 2.0**16]
     return st.builds(
         LossScaleSpec, initial=st.sampled_from(initials), growth_interval=_GROWTH_INTERVALS
     )

@@ -6,7 +6,6 @@ from contextlib import suppress
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
@@ -17,7 +16,6 @@ from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.fp8 import ScaleUpdate
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.scaler import LossScaler
-from zero_sim.zero.unit import Unit
 
 
 @mutant("M69", "NORM", "CL SP", seen_in="PyTorch/XLA#4796", core=True)
@@ -273,31 +271,6 @@ def overflow_unseen_in_other_parts(patch: Patches) -> None:
                 for memory in buffer.memory.values()
             )
         return norm, zeros, overflowed
-
-
-@mutant("I08", "INF", "IN", seen_in="class INF")
-def overflow_looked_for_before_the_sum(patch: Patches) -> None:
-    """Ranks look for an overflow in what each adds to the sum, and not in the sum."""
-    overflowed: dict[tuple[int, int], bool] = {}
-    """By rank, and by unit there."""
-
-    @patch(Unit, "scale_grads")
-    def look(right, self, divide, *, divisor):
-        right(self, divide, divisor=divisor)
-        finite = bool(self.grads.isfinite().all())
-        key = (dist.get_rank(), id(self))
-        overflowed[key] = overflowed.get(key, False) or not finite
-
-    @patch(Unit, "reset_grads")
-    def forget(right, self):
-        right(self)
-        overflowed.pop((dist.get_rank(), id(self)), None)
-
-    @patch(DistributedOptimizer, "_measure")
-    def wrong(right, self, trained, grads):
-        if not any(overflowed.values()):
-            grads = [grad.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for grad in grads]
-        return right(self, trained, grads)
 
 
 @mutant("M85", "OPTST", "B2 S2", seen_in="PyTorch#96313")
