@@ -39,6 +39,7 @@ from zero_sim.cli.parts import (
 from zero_sim.cli.session import Session, coloured, of_target, progress
 from zero_sim.cli.shrink import shrink
 from zero_sim.cli.torchrun import torchrun
+from zero_sim.cli.walkthrough import walkthrough
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.host import supervisor
 from zero_sim.host.files import unwritten
@@ -483,3 +484,4 @@ main.add_command(mutants)
 main.add_command(shrink)
 main.add_command(torchrun)
 main.add_command(traffic)
+main.add_command(walkthrough)

@@ -54,6 +54,8 @@ class MemoryMeter:
     phase: str = "build"
     samples: list[Sample] = field(default_factory=list)
     is_sampling: bool = False
+    on_sample: Callable[[Sample], None] | None = None
+    """Called with each sample as it is taken."""
     _live: dict[int, _Block] = field(default_factory=dict)
 
     def watching(self) -> TorchDispatchMode:
@@ -86,6 +88,8 @@ class MemoryMeter:
             if size:
                 sums[name] = sums.get(name, 0) + size
         self.samples.append(Sample(phase=self.phase, where=where, bytes=sums))
+        if self.on_sample is not None:
+            self.on_sample(self.samples[-1])
 
     def end(self) -> None:
         """Take the sample between this step and the next, the last one."""

@@ -25,7 +25,7 @@ from zero_sim.report.text_buffer_map import describe_buffer_map, describe_spread
 from zero_sim.scenario.dump import to_chosen_toml, to_toml
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1a1c20; --paper: #fcfcfa; --soft: #eceef1;
   --line: #c9ccd2; --dim: #5c626d; --bad: #c62828; --badsoft: #fbe3e1; --own: #e3edfb; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --paper: #16181c; --soft: #22262c;
@@ -117,7 +117,7 @@ def render_page(bundles: Sequence[Bundle], *, bundles_folder: Path | None = None
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"zero_sim: {count}"),
         # Ours alone, and no CSS survives escaping.
-        element("style", Markup(_STYLE)),
+        element("style", Markup(STYLE)),
     )
     body = element(
         "body",

@@ -119,16 +119,19 @@ def _held(ledger: RankLedger, name: str) -> int:
     return ledger.between.get(name, 0)
 
 
+def chosen_moments(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """All moments, or of very many those at which the sum changes most."""
+    if len(samples) <= MOMENTS_MAX:
+        return samples
+    places = range(1, len(samples))
+    changes = sorted(places, key=lambda i: -abs(samples[i].total - samples[i - 1].total))
+    return [samples[i] for i in sorted({0, *changes[: MOMENTS_MAX - 1]})]
+
+
 def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
     """Live bytes at each moment as bars."""
     most = max(sample.total for sample in samples) or 1
-    shown = list(samples)
-    if len(shown) > MOMENTS_MAX:
-        changes = sorted(
-            range(1, len(samples)),
-            key=lambda i: -abs(samples[i].total - samples[i - 1].total),
-        )[: MOMENTS_MAX - 1]
-        shown = [samples[i] for i in sorted({0, *changes})]
+    shown = chosen_moments(samples)
     rows = [["phase", "moment", "", unit[0]]]
     for sample in shown:
         bar = "█" * max(1, round(sample.total / most * BAR_CHARS))

@@ -23,13 +23,13 @@ _CHAR_WIDTH = 6
 
 
 def draw_timeline(
-    log: EventLog, finding: Finding, *, suspects: Collection[int] = ()
+    log: EventLog, finding: Finding | None, *, suspects: Collection[int] = ()
 ) -> tuple[Markup, str]:
     """The calls of all ranks around a finding.
 
     Args:
         log: The log of the world that it was found in.
-        finding: The finding; its step is shaded.
+        finding: The finding, whose step is shaded; None for the calls as they are, from the first.
         suspects: Indices of calls in the log; they are marked, on all ranks that take part.
 
     Returns:
@@ -69,7 +69,7 @@ def draw_timeline(
     marks = [("mark suspect", "suspect")] if marked else []
     if any(not call.completed for call in calls):
         marks.append(("open", "never completed"))
-    if finding.call_start is not None:
+    if finding is not None and finding.call_start is not None:
         marks.append(("step", "the bad step"))
     hint = element("p", "Wider than this screen: scroll it sideways.", class_="hint")
     return joined([legend(kinds, *marks), hint, element("div", svg, class_="scroll")]), said
@@ -80,9 +80,11 @@ def _key(record: CollectiveRecord) -> tuple[object, ...]:
     return record.group, record.group_ranks, record.sequence, record.kind
 
 
-def _window(total: int, finding: Finding) -> tuple[int, int]:
+def _window(total: int, finding: Finding | None) -> tuple[int, int]:
     if total <= CALLS_MAX:
         return 0, total
+    if finding is None:
+        return 0, CALLS_MAX
     start = finding.call_start
     if start is None:
         start = total if finding.call_stop is None else finding.call_stop
@@ -90,10 +92,10 @@ def _window(total: int, finding: Finding) -> tuple[int, int]:
     return first, first + CALLS_MAX
 
 
-def _ranks(world_size: int, finding: Finding) -> list[int]:
+def _ranks(world_size: int, finding: Finding | None) -> list[int]:
     """All ranks, or those around the finding's."""
     first = 0
-    if world_size > RANKS_MAX and finding.rank is not None:
+    if world_size > RANKS_MAX and finding is not None and finding.rank is not None:
         first = max(0, min(finding.rank - RANKS_MAX // 2, world_size - RANKS_MAX))
     return list(range(first, min(world_size, first + RANKS_MAX)))
 
@@ -126,8 +128,10 @@ def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[C
 
 
 def _shade(
-    calls: Sequence[CallSpan], finding: Finding, *, x: Callable[[float], float], height: int
+    calls: Sequence[CallSpan], finding: Finding | None, *, x: Callable[[float], float], height: int
 ) -> Iterator[Markup]:
+    if finding is None:
+        return
     start, stop = finding.call_start, finding.call_stop
     if start is None or stop is None or start >= len(calls):
         return

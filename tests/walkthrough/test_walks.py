@@ -1,0 +1,242 @@
+"""Walkthroughs: every value of the walked-through step comes out of a run, and as it must."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zero_sim.cli.main import main
+from zero_sim.report.walk_html import render_walk_page
+from zero_sim.report.walk_text import render_walk
+from zero_sim.report.walks import Cell, Step, Table, Walk
+from zero_sim.walkthrough import ring as of_ring
+from zero_sim.walkthrough import walk_lifecycle, walk_ring, walk_step, walk_zero1
+from zero_sim.walkthrough.lifecycle import run_step as run_life
+from zero_sim.workloads.transformer import W_Q_AFTER_ADAM
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def words(table):
+    return [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
+
+
+def step_of(walk, title):
+    (found,) = [step for step in walk.steps if step.title.startswith(title)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def zero1():
+    return walk_zero1()
+
+
+@pytest.fixture(scope="module")
+def ring():
+    return walk_ring()
+
+
+@pytest.fixture(scope="module")
+def lifecycle():
+    return walk_lifecycle()
+
+
+class TestZero1:
+    def test_owners(self, zero1):
+        step = step_of(zero1, "Who owns what")
+        rows = {row[0]: row[1:] for row in words(step.tables[0])}
+        assert rows["W_1"] == ["80 to 143", "50: 80 to 129", "14: 130 to 143"]
+        assert rows["W_vocab"] == ["228 to 259", "", "32: 228 to 259"]
+        assert rows["all"] == ["0 to 259", "130", "130"]
+        told = " ".join(step.text)
+        assert "Element 129 of the buffer is rank 0's last, W_1's element 49" in told
+        assert "would give rank 0 112 elements and rank 1 148" in told
+
+    def test_forward(self, zero1):
+        step = step_of(zero1, "Forward")
+        assert "mean 0.275 and standard deviation 0.4146" in step.text[0]
+        assert words(step.tables[0])[-1][1:] == ["0.6742", "-0.3063", "0.1007", "0.4420"]
+
+    def test_adam_on_one_element(self, zero1):
+        rows = {row[0]: float(row[1]) for row in words(step_of(zero1, "Adam").tables[0])}
+        # Gradients travel in bf16: 8 bits.
+        assert rows["m"] == pytest.approx(0.002, rel=2**-8)
+        assert rows["v"] == pytest.approx(4e-7, rel=2**-7)
+        assert rows["m_hat"] == pytest.approx(0.02, rel=2**-8)
+        assert rows["v_hat"] == pytest.approx(4e-4, rel=2**-7)
+        assert round(rows["master after"], 3) == 0.119
+
+    def test_masters_after_the_step(self, zero1):
+        rows = words(step_of(zero1, "The owner steps").tables[1])
+        got = [[float(value) for value in row[1:]] for row in rows]
+        for mine, told in zip(got, W_Q_AFTER_ADAM, strict=True):
+            for value, expected in zip(mine, told, strict=True):
+                # bf16 keeps 8 bits of what they begin with.
+                assert abs(value - expected) < 2**-9
+
+    def test_half_of_the_state_is_old_before_the_gather(self, zero1):
+        marks = [
+            {cell.mark for row in table.rows for cell in row if isinstance(cell, Cell)}
+            for table in step_of(zero1, "Half new").tables
+        ]
+        assert marks == [{"new"}, {"sent"}]
+        assert step_of(zero1, "All-gather").text == ["The same bits on both ranks: yes."]
+
+    def test_bytes_and_traffic(self, zero1):
+        step = step_of(zero1, "What it saves")
+        assert words(step.tables[0])[-1] == ["all", "4,160", "2,600"]
+        assert "37.5% less" in step.text[0]
+        assert "1,040 either way" in step_of(zero1, "What it moves").text[1]
+
+
+class TestRing:
+    def test_finished_chunks_after_three_iterations(self):
+        told, _ = of_ring.run_ring()
+        finished = {(rank, told[rank][2].got): told[rank][2].values for rank in range(4)}
+        sums = {
+            (rank, chunk): values[2 * chunk : 2 * chunk + 2]
+            for (rank, chunk), values in finished.items()
+        }
+        assert sums == {(0, 1): (15, 19), (1, 2): (23, 27), (2, 3): (31, 35), (3, 0): (7, 11)}
+
+    def test_rank_i_sends_chunk_i_minus_t(self):
+        told, _ = of_ring.run_ring()
+        for rank, turns in enumerate(told):
+            assert [each.sent for each in turns[:3]] == [(rank - t) % 4 for t in range(3)]
+
+    def test_all_have_the_mean(self, ring):
+        step = step_of(ring, "Each rank divides")
+        chunks = ["[1.75, 2.75]", "[3.75, 4.75]", "[5.75, 6.75]", "[7.75, 8.75]"]
+        assert [row[1:] for row in words(step.tables[0])] == [chunks] * 4
+        assert "order `ring`: yes" in step.text[1]
+
+    def test_why_copies_spare_slow_links(self, ring):
+        rows = words(step_of(ring, "Slow links").tables[0])
+        assert rows[0][1:] == ["1.75 P", "1.75 P", "0.875 P"]
+        assert rows[2][1:] == ["1.75 P", "0.75 P", "0.75 P"]
+
+
+class TestLifecycle:
+    def test_what_is_live_in_the_third_layers_backward(self, lifecycle):
+        step = step_of(lifecycle, "With prefetch, backward: the gradient of layer_3.bias")
+        assert step.text == [
+            "Live beside the shards: whole params: layer_3; params on their way: layer_2; whole "
+            "gradients: layer_3; gradients being reduced: layer_4."
+        ]
+
+    def test_without_prefetch_one_unit_less_is_gathered(self):
+        most = [
+            max(moment.sample.bytes.get("gathered", 0) for moment in run_life(prefetch=count))
+            for count in (1, 0)
+        ]
+        # A unit of 8 x 8 + 8 elements in fp32.
+        assert most == [2 * 288, 288]
+
+    def test_between_steps_all_is_sharded(self):
+        last = run_life(prefetch=1)[-1]
+        assert set(last.params) == {"sharded"}
+        assert "gathered" not in last.sample.bytes
+
+
+SCENARIO = """
+schema = 1
+name = "<b>odd</b>"
+[model]
+name = "mlp"
+[world]
+size = 2
+[system]
+bucket_elems = 300
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path):
+    path = tmp_path / "case.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def test_any_scenario_has_a_step(scenario):
+    from zero_sim.scenario.load import load_scenario
+
+    walk = walk_step(load_scenario(scenario))
+    buckets = words(step_of(walk, "Buckets").tables[0])
+    assert [row[3:5] for row in buckets] == [["544", "0"], ["552", "0"], ["8", "0"]]
+    calls = [row[1] for row in words(step_of(walk, "The calls").tables[0])]
+    assert calls.count("reduce_scatter") == calls.count("all_gather") == 3
+    assert "Closed forms say the same." in step_of(walk, "What every rank holds").text
+    page = render_walk_page(walk)
+    assert "&lt;b&gt;odd" in page
+    assert "<b>odd" not in page
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["walkthrough", *map(str, words)])
+
+
+def test_in_the_terminal():
+    done = run("ring")
+    assert done.exit_code == 0
+    assert "4. Reduce-scatter, iteration 3 of 3" in done.output
+
+
+def test_as_a_page(tmp_path):
+    page = tmp_path / "ring.html"
+    assert run("ring", "--html", page).exit_code == 0
+    text = page.read_text()
+    assert "default-src 'none'" in text.replace("&#x27;", "'")
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+    assert text.count('class="walk"') > 9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("step",), "expected --scenario FILE with `step`"),
+        (("ring", "--scenario", "x.toml"), "expected --scenario FILE with `step`"),
+        (("ring", "--case", "x"), "expected --case with --scenario"),
+        (("step", "--scenario", "absent.toml"), "got nothing at this path"),
+        (("other",), "is not one of"),
+    ],
+)
+def test_slips_of_the_finger(words, said):
+    done = run(*words)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+WALK = Walk(
+    title="Two",
+    about="Of two steps.",
+    steps=[
+        Step(title="First", tables=[Table(head=("a",), rows=[[Cell("1", "new")]])]),
+        Step(title="Second", text=["then"]),
+    ],
+)
+
+
+def test_cells_that_are_marked_have_signs_in_text():
+    assert "1*" in render_walk(WALK)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize(("place", "seen"), [("", "First"), ("#2", "Second")])
+def test_a_browser_shows_one_step_at_a_time(tmp_path, place, seen):
+    page = tmp_path / "walk.html"
+    page.write_text(render_walk_page(WALK))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user"]
+    done = subprocess.run(
+        [BROWSER, *options, "--dump-dom", f"{Path(page).as_uri()}{place}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shown = [
+        part.partition("</h2>")[0].rpartition(". ")[2]
+        for part in done.stdout.split("<section ")[1:]
+        if 'hidden=""' not in part.partition(">")[0]
+    ]
+    assert shown == [seen]

@@ -1,0 +1,65 @@
+"""The command `zero-sim walkthrough`: how it works, step by step, computed by running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zero_sim.cli.session import progress
+from zero_sim.errors import UsageError
+from zero_sim.host.packages import packages_needed
+
+_NAMES = ("zero1", "ring", "lifecycle", "step")
+
+
+@click.command()
+@click.argument("name", type=click.Choice(_NAMES))
+@click.option(
+    "--scenario",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Whose step is shown, with `step`.",
+)
+@click.option("--case", metavar="ID", help="Which case of it, where there are several.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a page instead, which is stepped through with arrow keys.",
+)
+def walkthrough(name: str, scenario: Path | None, case: str | None, html: Path | None) -> None:
+    """Show step by step how it works; every value is computed by running the system.
+
+    zero1: a step of ZeRO-1 with 260 params on 2 ranks. ring: an all-reduce of 4 ranks, message by
+    message. lifecycle: stage 3's units over a step, with prefetch and without. step: one step of
+    any scenario, its layout, calls and live bytes.
+    """
+    if (name == "step") != (scenario is not None):
+        raise UsageError(
+            "expected --scenario FILE with `step`, and with nothing else. "
+            "Try zero-sim walkthrough step --scenario FILE."
+        )
+    if case is not None and scenario is None:
+        raise UsageError("expected --case with --scenario alone. Try to leave it out.")
+    with packages_needed():
+        from zero_sim import walkthrough as walks
+        from zero_sim.report.walk_html import write_walk
+        from zero_sim.report.walk_text import render_walk
+    with progress(f"walkthrough {name}"):
+        if scenario is not None:
+            from zero_sim.scenario.load import load_scenario
+
+            walk = walks.walk_step(load_scenario(scenario, case=case))
+        else:
+            made = {
+                "zero1": walks.walk_zero1,
+                "ring": walks.walk_ring,
+                "lifecycle": walks.walk_lifecycle,
+            }
+            walk = made[name]()
+    if html is None:
+        click.echo(render_walk(walk))
+    else:
+        write_walk(html, walk)
+        click.echo(f"{html}: {len(walk.steps)} steps; arrow keys go from one to the next")

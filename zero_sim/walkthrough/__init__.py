@@ -1,0 +1,10 @@
+"""Walkthroughs: how ZeRO and its collectives work, step by step, computed by running them."""
+
+from __future__ import annotations
+
+from zero_sim.walkthrough.lifecycle import walk_lifecycle
+from zero_sim.walkthrough.ring import walk_ring
+from zero_sim.walkthrough.step import walk_step
+from zero_sim.walkthrough.zero1 import walk_zero1
+
+__all__ = ["walk_lifecycle", "walk_ring", "walk_step", "walk_zero1"]

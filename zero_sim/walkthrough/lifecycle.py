@@ -1,0 +1,195 @@
+"""Life of stage 3's units over one step: their states at every moment, live bytes beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from zero_sim.cost.ledger import Sample
+from zero_sim.cost.memory_meter import MemoryMeter, sample_at_modules
+from zero_sim.report.walks import Bars, Cell, Mark, Step, Table, Walk
+from zero_sim.sim import CollectiveRecord, World
+from zero_sim.targets.held import memory_of
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+
+RANKS, LAYERS, WIDTH, ROWS = 2, 4, 8, 3
+_MARKS: dict[str, Mark] = {
+    "sharded": "",
+    "gathering": "got",
+    "whole": "own",
+    "empty": "",
+    "filling": "own",
+    "reducing": "sent",
+    "reduced": "done",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What rank 0 had at one moment."""
+
+    sample: Sample
+    params: tuple[str, ...]
+    """State of each unit's params."""
+    grads: tuple[str, ...]
+    """And of its gradients."""
+
+
+def run_step(*, prefetch: int) -> Sequence[Moment]:
+    """The second step of a chain of linear layers, a unit each, as rank 0 saw it."""
+    moments: list[Moment] = []
+    meters = [MemoryMeter() for _ in range(RANKS)]
+
+    def called(record: CollectiveRecord) -> None:
+        meters[record.rank].sample(f"{record.kind} of {record.elems} {record.dtype} is called")
+
+    with World(RANKS) as world:
+
+        def program(rank: int) -> None:
+            world.log.watch = called
+            with meters[rank].watching():
+                _train(meters[rank], prefetch=prefetch, moments=moments if rank == 0 else [])
+
+        world.run(program)
+        world.log.watch = None
+    return moments
+
+
+def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
+    """Build the model and its system, and take two steps."""
+    torch.manual_seed(0)
+    module = nn.Sequential()
+    for number in range(1, LAYERS + 1):
+        module.add_module(f"layer_{number}", nn.Linear(WIDTH, WIDTH))
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    # A bucket closes with the bias of a layer.
+    config = ZeroConfig(
+        stage=3, bucket_elems=WIDTH * WIDTH + 1, overlap_grads=True, prefetch=prefetch
+    )
+    ddp = DistributedDataParallel(module, config=config, group=group)
+    optimizer = DistributedOptimizer(ddp, optim_factory=_adam)
+    units = [unit for buffer in ddp.buffers for unit in buffer.units]
+
+    def note(sample: Sample) -> None:
+        params = tuple(unit.param_state.value for unit in units)
+        grads = tuple(unit.grad_state.value for unit in units)
+        moments.append(Moment(sample=sample, params=params, grads=grads))
+
+    meter.named = lambda: memory_of(ddp, optimizer)
+    meter.on_sample = note
+    sample_at_modules(meter, module)
+    for step in range(2):
+        meter.is_sampling = step == 1
+        meter.phase = "data"
+        optimizer.zero_grad()
+        inputs = torch.randn(ROWS, WIDTH)
+        ddp.begin_last_micro_batch()
+        meter.phase = "forward"
+        loss = module(inputs).square().mean()
+        meter.phase = "backward"
+        loss.backward()
+        ddp.end_micro_batch(True)
+        del loss, inputs
+        meter.phase = "step"
+        optimizer.step()
+    meter.end()
+
+
+def _adam(params: ParamsT) -> Optimizer:
+    return torch.optim.Adam(params, lr=1e-3)
+
+
+def walk_lifecycle() -> Walk:
+    """The walk."""
+    ahead, late = run_step(prefetch=1), run_step(prefetch=0)
+    return Walk(
+        title="The life of stage 3's units",
+        about=f"{LAYERS} linear layers of {WIDTH} x {WIDTH}, a unit each, on {RANKS} ranks, fp32. "
+        "Each rank keeps its shard of every unit; whole params are there only while a layer uses "
+        "them, whole gradients only until they are reduced. Every state and every byte is what "
+        "rank 0 of zero_sim's own system had then.",
+        steps=[*_steps(ahead, prefetch=1), *_steps(late, prefetch=0), _compared(ahead, late)],
+    )
+
+
+def _steps(moments: Sequence[Moment], *, prefetch: int) -> list[Step]:
+    bars = [
+        (f"{index + 1}. {moment.sample.where}", float(moment.sample.total))
+        for index, moment in enumerate(moments)
+    ]
+    return [
+        Step(
+            title=f"{'With' if prefetch else 'Without'} prefetch, {moment.sample.phase}: "
+            f"{moment.sample.where}",
+            text=[_said(moment)],
+            tables=[_states(moment), _live(moment)],
+            bars=Bars(title="Live bytes of rank 0", unit="bytes", amounts=bars, now=index),
+        )
+        for index, moment in enumerate(moments)
+    ]
+
+
+def _said(moment: Moment) -> str:
+    whole = [f"layer_{i + 1}" for i, state in enumerate(moment.params) if state == "whole"]
+    coming = [f"layer_{i + 1}" for i, state in enumerate(moment.params) if state == "gathering"]
+    grads = [f"layer_{i + 1}" for i, state in enumerate(moment.grads) if state == "filling"]
+    flying = [f"layer_{i + 1}" for i, state in enumerate(moment.grads) if state == "reducing"]
+    parts = [
+        f"{what} {', '.join(names)}"
+        for what, names in (
+            ("whole params:", whole),
+            ("params on their way:", coming),
+            ("whole gradients:", grads),
+            ("gradients being reduced:", flying),
+        )
+        if names
+    ]
+    return f"Live beside the shards: {'; '.join(parts)}." if parts else "Shards alone are live."
+
+
+def _states(moment: Moment) -> Table:
+    rows = [
+        [f"layer_{index + 1}", Cell(params, _MARKS[params]), Cell(grads, _MARKS[grads])]
+        for index, (params, grads) in enumerate(zip(moment.params, moment.grads, strict=True))
+    ]
+    marks: dict[Mark, str] = {
+        "own": "whole memory",
+        "got": "being gathered",
+        "sent": "being reduced",
+        "done": "this rank's sum is there",
+    }
+    return Table(head=("unit", "params", "gradients"), rows=rows, marks=marks)
+
+
+def _live(moment: Moment) -> Table:
+    rows = [[name.replace("_", " "), f"{size:,}"] for name, size in moment.sample.bytes.items()]
+    return Table(head=("category", "bytes"), rows=[*rows, ["all", f"{moment.sample.total:,}"]])
+
+
+def _compared(ahead: Sequence[Moment], late: Sequence[Moment]) -> Step:
+    rows = []
+    for name, moments in (("with prefetch", ahead), ("without", late)):
+        gathered = [moment.sample.bytes.get("gathered", 0) for moment in moments]
+        whole = [moment.sample.bytes.get("whole_gradients", 0) for moment in moments]
+        peak = max(moments, key=lambda moment: moment.sample.total)
+        rows.append(
+            [name, f"{max(gathered):,}", f"{max(whole):,}", f"{peak.sample.total:,}",
+             f"{peak.sample.phase}: {peak.sample.where}"]
+        )  # fmt: skip
+    return Step(
+        title="What prefetch costs and buys",
+        text=[
+            "With prefetch the next unit's params come while this one computes, so that nobody "
+            "waits for them; it costs the memory of one unit more."
+        ],
+        tables=[
+            Table(head=("", "gathered at most", "whole gradients at most", "peak", "at"), rows=rows)
+        ],
+    )

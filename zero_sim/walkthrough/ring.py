@@ -1,0 +1,238 @@
+"""Ring all-reduce of 4 ranks: 6 iterations of sends and receives, run in the simulated world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_sim.cost.counted import counted_model
+from zero_sim.cost.network import Network, Ring
+from zero_sim.cost.traffic import traffic_of
+from zero_sim.report.svg_ring import draw_ring
+from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
+from zero_sim.sim import World
+
+RANKS, CHUNKS = 4, 4
+_WORLD, _NODE, _PARAMS = 8, 2, 8 * 10**9
+_RINGS: tuple[Ring, Ring] = ("across", "by-node")
+START = ((1.0, 8), (2.0, 8), (1.5, 8), (2.5, 8))
+"""First value and number of values of each rank; each next value is one more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Iteration:
+    """What one rank did, and has then."""
+
+    sent: int
+    """Chunk that it sent to the next rank."""
+    got: int
+    """Chunk that it got from the one before."""
+    values: tuple[float, ...]
+
+
+def values_of(rank: int) -> Tensor:
+    """What a rank begins with."""
+    first, count = START[rank]
+    return first + torch.arange(float(count))
+
+
+def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
+    """Run both halves by messages, and the same as one collective.
+
+    Returns:
+        By rank its iterations; and what each rank has of the all-reduce that adds round a ring.
+    """
+
+    def program(rank: int) -> tuple[list[Iteration], Tensor]:
+        mine = values_of(rank)
+        chunks = mine.view(CHUNKS, -1)
+        told: list[Iteration] = []
+        for turn in range(2 * (RANKS - 1)):
+            # The second half begins with the chunk that the first one finished here.
+            sent = (rank - turn + (turn >= RANKS - 1) * RANKS) % CHUNKS
+            got = (sent - 1) % CHUNKS
+            coming = torch.empty_like(chunks[got])
+            sending = dist.isend(chunks[sent].clone(), (rank + 1) % RANKS)
+            dist.recv(coming, (rank - 1) % RANKS)
+            assert sending is not None
+            sending.wait()
+            if turn < RANKS - 1:
+                chunks[got] += coming
+            else:
+                chunks[got] = coming
+            told.append(Iteration(sent=sent, got=got, values=tuple(mine.tolist())))
+        whole = values_of(rank)
+        dist.all_reduce(whole)
+        return told, whole
+
+    with World(RANKS, order="ring") as world:
+        done = world.run(program)
+    return [told for told, _ in done], [whole for _, whole in done]
+
+
+def walk_ring() -> Walk:
+    """The walk."""
+    iterations, wholes = run_ring()
+    starts = [tuple(values_of(rank).tolist()) for rank in range(RANKS)]
+    steps = [
+        Step(
+            title="What each rank begins with",
+            text=[
+                "Four ranks hold eight values each, cut into four chunks of two. All want the mean "
+                "of all four. Each rank sends to the next one only, and gets from the one before."
+            ],
+            tables=[_table([list(map(Cell, _chunks(values))) for values in starts])],
+            picture=draw_ring(RANKS, [(i, (i + 1) % RANKS, "") for i in range(RANKS)]),
+        )
+    ]
+    steps += [_iteration(iterations, turn) for turn in range(2 * (RANKS - 1))]
+    steps.append(_division(iterations, wholes))
+    steps += [_contrast(), _nodes()]
+    return Walk(
+        title="Ring all-reduce",
+        about="Six iterations: three that reduce and scatter, three that gather. Each value below "
+        "is what a rank of the simulated world had after its sends and receives.",
+        steps=steps,
+    )
+
+
+def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
+    reducing = turn < RANKS - 1
+    now = [told[turn] for told in iterations]
+    rows: list[list[Cell]] = []
+    for rank, each in enumerate(now):
+        finished = {
+            got
+            for told in [iterations[rank][RANKS - 2 : turn + 1]]
+            for got in (i.got for i in told)
+        }
+        row = []
+        for index, text in enumerate(_chunks(each.values)):
+            mark: Mark = ""
+            if index == each.sent:
+                mark = "sent"
+            if index in finished:
+                mark = "done"
+            if index == each.got and not (index in finished and turn == RANKS - 2):
+                mark = "got"
+            row.append(Cell(text, mark))
+        rows.append(row)
+    arrows = [(rank, (rank + 1) % RANKS, f"chunk {each.sent}") for rank, each in enumerate(now)]
+    text = [
+        f"Rank {rank} sends chunk {each.sent} to rank {(rank + 1) % RANKS}"
+        + (", which adds it." if reducing else ", which keeps it.")
+        for rank, each in enumerate(now)
+    ]
+    if turn == RANKS - 2:
+        text.append(
+            "Now each chunk is the whole sum on one rank: "
+            + "; ".join(
+                f"rank {rank} has chunk {each.got}, {_chunks(each.values)[each.got]}"
+                for rank, each in enumerate(now)
+            )
+            + ". That is a reduce-scatter."
+        )
+    half = "Reduce-scatter" if reducing else "All-gather"
+    number = turn + 1 if reducing else turn + 2 - RANKS
+    return Step(
+        title=f"{half}, iteration {number} of {RANKS - 1}",
+        text=text,
+        tables=[_table(rows, marked=True)],
+        picture=draw_ring(RANKS, arrows),
+    )
+
+
+def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor]) -> Step:
+    sums = [told[-1].values for told in iterations]
+    same = all(values == tuple(whole.tolist()) for values, whole in zip(sums, wholes, strict=True))
+    means = [tuple(value / RANKS for value in values) for values in sums]
+    return Step(
+        title="Each rank divides by four",
+        text=[
+            "All ranks have the same sum, and divide it themselves.",
+            "The same bits as `all_reduce` with the order `ring`: "
+            + ("yes." if same else "no, which is a mistake of zero_sim."),
+        ],
+        tables=[_table([[Cell(text, "done") for text in _chunks(values)] for values in means])],
+    )
+
+
+def _contrast() -> Step:
+    elems = START[0][1]
+    ring = 2 * elems * (RANKS - 1) // RANKS
+    rows = [
+        ["ring", f"{ring}", f"{ring}", f"{2 * (RANKS - 1)}"],
+        ["rank 0 gathers, adds and sends", f"{elems * (RANKS - 1)}", f"{elems}", "2"],
+        ["each sends all to all", f"{elems * (RANKS - 1)}", f"{elems * (RANKS - 1)}", "1"],
+    ]
+    return Step(
+        title="What it costs, beside gathering at one rank",
+        text=[
+            "A ring sends 2 (N - 1)/N of the values from every rank, however many ranks there are. "
+            "A rank that gathers all has N - 1 times the values on its one link, while the others "
+            "wait. What the ring pays with is iterations, each with a latency."
+        ],
+        tables=[
+            Table(
+                head=("way", "values sent by the busiest", "by another", "rounds"),
+                rows=rows,
+            )
+        ],
+    )
+
+
+def _nodes() -> Step:
+    """What copies of the shards change where some links are slow, by closed forms."""
+    rows = []
+    for copies in (1, 2, 4):
+        cells = [f"K = {copies}, blocks of {_WORLD // copies}"]
+        model = counted_model(_PARAMS, dtype="bf16").with_choice(
+            ranks=_WORLD, stage=1, redundancy=copies
+        )
+        for ring in _RINGS:
+            network = Network(ranks_per_node=_NODE, cards=1, ring=ring)
+            traffic = traffic_of(model.laid_out(), scenario=model.scenario, rank=0, network=network)
+            flows = [flow for flow in traffic.flows if flow.dtype == "bfloat16"]
+            slow = sum(flow.sent[network.between.name] for flow in flows)
+            if ring == _RINGS[0]:
+                whole = sum(flow.total_sent for flow in flows)
+                cells.append(f"{float(whole) / (2 * _PARAMS):g} P")
+            cells.append(f"{float(slow) / (2 * _PARAMS):g} P")
+        rows.append(cells)
+    return Step(
+        title="Slow links between nodes, and why K = 4 helps",
+        text=[
+            f"{_WORLD} ranks on nodes of {_NODE}, one slow link a node, P params: what each rank "
+            "sends of gradients and params in a step of ZeRO-1, a mean over the ranks.",
+            "With K copies of the state a reduce-scatter and an all-gather stay inside a block of "
+            f"{_WORLD}/K neighbours, and what is left, P K/{_WORLD}, is summed across blocks. So "
+            "a rank sends as much as before. But with K = 4 a block is a node: scattering and "
+            "gathering use fast links alone, and only the sum of half the params, over four "
+            "blocks, goes over slow ones. How much that saves depends on how the ring of K = 1 "
+            "was laid out.",
+        ],
+        tables=[
+            Table(
+                head=("", "sent in all", "slow: ring across nodes", "slow: ring node by node"),
+                rows=rows,
+            )
+        ],
+    )
+
+
+def _chunks(values: Sequence[float]) -> list[str]:
+    size = len(values) // CHUNKS
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
+    return [f"[{', '.join(f'{value:g}' for value in part)}]" for part in parts]
+
+
+def _table(rows: Sequence[Sequence[Cell]], *, marked: bool = False) -> Table:
+    return Table(
+        head=("rank", *(f"chunk {index}" for index in range(CHUNKS))),
+        rows=[[f"rank {rank}", *row] for rank, row in enumerate(rows)],
+        marks={"sent": "just sent", "got": "just came", "done": "whole sum"} if marked else {},
+    )

@@ -1,0 +1,174 @@
+"""One step of any scenario: buffers, shards, buckets, every call in time and what is live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_sim.cost.forms import BucketForm, by_registration
+from zero_sim.cost.ledger import RankLedger
+from zero_sim.cost.network import Network
+from zero_sim.report.ledger import chosen_moments
+from zero_sim.report.svg_timeline import draw_timeline
+from zero_sim.report.timeline import read_timeline
+from zero_sim.report.walks import Bars, Cell, Step, Table, Walk
+from zero_sim.run.dp_cp_groups import DpCpGroup
+from zero_sim.run.measure import Measured, measure
+from zero_sim.scenario.spec import Scenario
+
+CALLS_MAX = 200
+"""Calls told of one rank."""
+_NAMES_SHOWN = 4
+
+
+def walk_step(scenario: Scenario) -> Walk:
+    """The walk of one case's second step, or of its only one.
+
+    Args:
+        scenario: A validated case.
+    """
+    measured = measure(scenario)
+    steps = [_layout(measured), _calls(measured), _timeline(measured)]
+    steps += _moments(measured.ledgers[0])
+    steps.append(_held(measured))
+    about = scenario.description or "One step, from the event log and the ledger of rank 0."
+    return Walk(title=f"A step of {scenario.name or 'a case'}", about=about, steps=steps)
+
+
+def _layout(measured: Measured) -> Step:
+    group = measured.groups[0]
+    ranks = group.ranks
+    forms = [_forms(measured, group, index) for index in range(len(ranks))]
+    rows: list[list[Cell | str]] = []
+    for number, form in enumerate(forms[0]):
+        names = ", ".join(form.names[:_NAMES_SHOWN])
+        more = len(form.names) - _NAMES_SHOWN
+        cells: list[Cell | str] = [
+            str(number),
+            names + (f" and {more} more" if more > 0 else ""),
+            form.param_dtype,
+            str(form.payload_elems),
+            str(form.elems - form.payload_elems),
+        ]
+        for own in forms:
+            shard = own[number] if number < len(own) else None
+            cells.append("" if shard is None else _shard(shard))
+        rows.append(cells)
+    system = measured.scenario.system
+    said = (
+        "by the closed forms of its stage"
+        if measured.is_costed
+        else ("by the closed forms of the textbook's stage; this system has a layout of its own")
+    )
+    return Step(
+        title="Buckets and shards",
+        text=[
+            f"Stage {system.stage} on {len(ranks)} ranks that train the same params, {said}. Each "
+            "bucket is one collective; below each rank stands which of its elements it owns."
+        ],
+        tables=[
+            Table(
+                head=("bucket", "params", "dtype", "elements", "padding",
+                      *(f"rank {rank}" for rank in ranks)),
+                rows=rows,
+                marks={"own": "a shard of params", "sent": "reaches into padding"},
+            )
+        ],
+    )  # fmt: skip
+
+
+def _forms(measured: Measured, group: DpCpGroup, index: int) -> list[BucketForm]:
+    return by_registration(measured.sizes[group.ranks[index]], scenario=group.scenario, rank=index)
+
+
+def _shard(form: BucketForm) -> Cell:
+    if not form.is_sharded:
+        return Cell("all", "own")
+    start, stop = form.shard_start, form.shard_start + form.shard_elems
+    return Cell(f"{start} to {stop}", "own" if form.owned_elems == form.shard_elems else "sent")
+
+
+def _calls(measured: Measured) -> Step:
+    records = measured.records[0]
+    rows = [
+        [
+            str(number + 1),
+            record.kind,
+            f"{record.group} {list(record.group_ranks)}"[:60],
+            f"{record.elems:,} {record.dtype}",
+            f"{record.bytes:,}",
+            "later" if record.asynchronous else "at once",
+            record.site,
+        ]
+        for number, record in enumerate(records[:CALLS_MAX])
+    ]
+    traffic = measured.traffic(0, network=Network())
+    left = len(records) - len(rows)
+    more = f" Of them the first {CALLS_MAX}." if left > 0 else ""
+    return Step(
+        title="The calls of rank 0, in order",
+        text=[f"{len(records)} calls, {int(traffic.sent):,} bytes sent round rings.{more}"],
+        tables=[
+            Table(
+                head=("", "call", "group", "contributes", "bytes", "waited for", "where"),
+                rows=rows,
+            )
+        ],
+    )
+
+
+def _timeline(measured: Measured) -> Step:
+    picture, said = draw_timeline(measured.log, None)
+    timeline = read_timeline(measured.log)
+    rows = [
+        [
+            str(call.issue_tick),
+            "" if call.land_tick is None else str(call.land_tick),
+            f"rank {call.record.rank}",
+            call.record.kind,
+        ]
+        for call in timeline.calls[:CALLS_MAX]
+    ]
+    return Step(
+        title="Calls of all ranks over time",
+        text=[f"The run shows {said}. Time is counted in calls."],
+        tables=[Table(head=("issued at", "over at", "rank", "call"), rows=rows)],
+        picture=picture,
+    )
+
+
+def _moments(ledger: RankLedger) -> list[Step]:
+    samples = chosen_moments(ledger.samples)
+    amounts = [(f"{s.phase}: {s.where}", float(s.total)) for s in samples]
+    return [
+        Step(
+            title=f"{sample.phase}: {sample.where}",
+            tables=[
+                Table(
+                    head=("category", "bytes"),
+                    rows=[
+                        *([name.replace("_", " "), f"{n:,}"] for name, n in sample.bytes.items()),
+                        ["all", f"{sample.total:,}"],
+                    ],
+                )
+            ],
+            bars=Bars(title="Live bytes of rank 0", unit="bytes", amounts=amounts, now=index),
+        )
+        for index, sample in enumerate(samples)
+    ]
+
+
+def _held(measured: Measured) -> Step:
+    names = measured.ledgers[0].categories
+    rows = [
+        [f"rank {ledger.rank}", *(f"{ledger.between.get(name, 0):,}" for name in names),
+         f"{ledger.peak.total:,}", f"{ledger.peak.phase}: {ledger.peak.where}"]
+        for ledger in measured.ledgers
+    ]  # fmt: skip
+    text = ["Bytes between this step and the next, and the fullest moment of each rank."]
+    if measured.is_costed:
+        found: Sequence[str] = list(measured.differences())
+        text.append(
+            "Closed forms say the same." if not found else f"Closed forms differ: {found[0]}."
+        )
+    head = ("", *(name.replace("_", " ") for name in names), "peak", "at")
+    return Step(title="What every rank holds", text=text, tables=[Table(head=head, rows=rows)])
