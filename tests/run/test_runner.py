@@ -260,3 +260,9 @@ def test_orders_differ_so_that_naming_one_means_something(judged, monkeypatch):
     monkeypatch.setitem(order_backends.ORDERS, "tree", order_backends.ORDERS["ring"])
     result = judged(world=WorldSpec(size=4, order="tree"))
     assert result.findings[0].check == "equality.grad"
+
+
+def test_params_in_the_modules_own_memory_are_no_memory_of_the_system(judged):
+    """At stage 0 no buffer of the system holds params, whatever its units refer to."""
+    result = judged(system=SystemSpec(stage=0, bucket_elems=40))
+    assert (result.verdict, result.findings) == ("pass", ())

@@ -28,7 +28,8 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
     """
     named: dict[int, str] = {}
     for name, memory in memory_of(ddp, optimizer):
-        if name not in _WITHIN_STEP:
+        # A param that lies in the module's own memory, as at stage 0, is the module's.
+        if name not in _WITHIN_STEP and not isinstance(memory, nn.Parameter):
             named.setdefault(_address(memory), name if name in _LASTING else "state")
     own = {_address(tensor) for tensor in ddp.module.buffers()}
     # Between two uses nothing but a placeholder of one element stands for a sharded param.
