@@ -47,6 +47,7 @@ def outputs(
         "advise": [
             invoke("advise", *counted, "--memory", limit, "--json").stdout for limit in (1, 1e-8)
         ],
+        "fingerprint": [invoke("fingerprint", "one.toml", "--json").stdout],
         "doctor": [invoke("doctor", "--json").stdout],
         "bench": [invoke("bench", "--json").stdout],
     }

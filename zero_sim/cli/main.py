@@ -25,6 +25,7 @@ import click
 import zero_sim
 from zero_sim.cli.costs import advise, memory, traffic
 from zero_sim.cli.findings import explain, report
+from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
 from zero_sim.cli.mutants import mutants
 from zero_sim.cli.options import check_options, chosen_options, chosen_world
@@ -383,7 +384,7 @@ def schema(what: str) -> None:
     """Print the JSON Schema of a scenario file, or of what a command prints with --json.
 
     WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
-    fuzz, shrink, mutants, memory, traffic, advise, doctor or bench.
+    fuzz, shrink, mutants, memory, traffic, advise, fingerprint, doctor or bench.
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
@@ -478,6 +479,7 @@ def bench(as_json: bool) -> None:
 
 
 main.add_command(advise)
+main.add_command(fingerprint)
 main.add_command(fuzz)
 main.add_command(memory)
 main.add_command(mutants)

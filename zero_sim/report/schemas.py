@@ -29,6 +29,7 @@ Command = Literal[
     "memory",
     "traffic",
     "advise",
+    "fingerprint",
     "doctor",
     "bench",
 ]
@@ -303,6 +304,18 @@ def _advise() -> Node:
     }
 
 
+def _fingerprint() -> Node:
+    size = _object({**dict.fromkeys(("bytes_min", "bytes_max"), _COUNT), "calls": _COUNTS})
+    return {
+        "stage": _described(_TEXT, "Empty where no grammar fits."),
+        **dict.fromkeys(("why", "letters"), _TEXT),
+        "steps": _NUMBER,
+        **dict.fromkeys(("copies", "overlapping", "calls"), _COUNT),
+        "odd": _list(_TEXT),
+        "sizes": _described(_list(size), "Messages by size, and calls by likely protocol."),
+    }
+
+
 def _doctor() -> Node:
     from zero_sim.report.records import Fact
 
@@ -325,6 +338,7 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "memory": _memory,
     "traffic": _traffic,
     "advise": _advise,
+    "fingerprint": _fingerprint,
     "doctor": _doctor,
     "bench": _bench,
 }

@@ -1,0 +1,55 @@
+"""The command `zero-sim fingerprint`: which stage a sequence of collectives looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zero_sim.cli.parts import echo_report, json_option
+from zero_sim.cli.session import progress
+from zero_sim.host.packages import packages_needed
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--case", metavar="ID", help="Which case of a scenario file, where it has several.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose calls."
+)
+@click.option(
+    "--topology",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Nodes and links, for the protocols that NCCL likely takes.",
+)
+@json_option
+def fingerprint(
+    path: Path, case: str | None, rank: int, topology: Path | None, as_json: bool
+) -> None:
+    """Say which stage of ZeRO the calls in FILE look like, with what overlap, and what is odd.
+
+    FILE is a scenario, which is run; a Chrome trace of torch's profiler or of `zero-sim export`; or
+    a Flight Recorder dump as JSON.
+    """
+    with packages_needed():
+        from zero_sim.cost.fingerprint import fingerprint as look
+        from zero_sim.cost.network import Network
+        from zero_sim.cost.network_file import load_network
+        from zero_sim.report.fingerprints import render_fingerprint
+        from zero_sim.report.seen_calls import calls_of_log, read_calls
+    network = Network() if topology is None else load_network(topology)
+    if path.suffix == ".toml":
+        from zero_sim.run.measure import measure
+        from zero_sim.scenario.load import load_scenario
+
+        scenario = load_scenario(path, case=case)
+        with progress(f"measure {scenario.name}"):
+            calls = calls_of_log(measure(scenario).log, rank=rank)
+    else:
+        calls = read_calls(path, rank=rank)
+    found = look(calls, network=network)
+    if as_json:
+        echo_report(found.as_dict())
+    else:
+        click.echo(render_fingerprint(found))
