@@ -104,7 +104,7 @@ def test_norms_and_what_comes_first_are_left_out():
 
 
 def test_protocols_of_small_and_large_messages():
-    """Round a ring of 8 on one node: the one with the least latency, then that of most bandwidth."""
+    """Round a ring of 8 on one node: first least latency decides, last most bandwidth."""
     network = Network(inside=Link(name="x", gigabytes_per_second=300.0, microseconds=0.0))
     route = route_of(range(8), network=network, kind="all_gather")
     chosen = [

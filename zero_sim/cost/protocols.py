@@ -27,7 +27,7 @@ def microseconds(
     """How long a collective takes round a ring with one of the protocols.
 
     Args:
-        protocol: It.
+        protocol: Whose latencies and share of the bandwidth count.
         kind: Of the collective.
         sent_bytes: What a rank sends in all of it.
         route: Of its group.
