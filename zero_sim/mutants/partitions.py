@@ -118,7 +118,7 @@ def stays_whole_after_the_step(patch: Patches) -> None:
             right(self)
 
 
-@mutant("Q07", "ALIAS", "Z3", seen_in="class ALIAS", core=True)
+@mutant("Q07", "ALIAS", "Z3", seen_in="class ALIAS")
 def kept_past_the_step(patch: Patches) -> None:
     """What few ranks keep for backward is not forgotten: the next forward gathers old params."""
 
