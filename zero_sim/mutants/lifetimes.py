@@ -38,7 +38,8 @@ def one_staging_slot(patch: Patches) -> None:
 
     @patch(Unit, "start_reduce")
     def wrong(right, self):
-        if self.group is None or self.frees_grads or not self.plan.is_even:
+        has_one_owner = self.plan.partition.owner is not None
+        if self.group is None or self.frees_grads or has_one_owner or not self.plan.is_even:
             right(self)
             return
         self._step_grads("reduce")
