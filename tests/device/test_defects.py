@@ -1,7 +1,7 @@
 """What would be wrong on a GPU shows on the stand-in device: each mistake is made again here.
 
 That a process group is aborted and not waited for after an error is no matter of devices; see
-`tests/backends/test_nccl.py`.
+`tests/backends/test_nccl_workers.py`.
 """
 
 import copy
