@@ -82,12 +82,12 @@ def probed(group, rank_count):
     """Yield what the order probe says of gloo, by the name of the probe."""
     for kind in ("all_reduce", "reduce_scatter"):
         for dtype in (torch.bfloat16, torch.float32):
-            shape = {"elems": PROBED_ELEMS, "dtype": dtype}
+            elems = PROBED_ELEMS
             seen, expected = (
-                observe(reduction, rank_count=rank_count, dtype=dtype)
+                observe(reduction, rank_count=rank_count, elems=elems, dtype=dtype)
                 for reduction in (
-                    by_calling(kind, group=group, **shape),
-                    by_model(kind, order="gloo", rank_count=rank_count, **shape),
+                    by_calling(kind, group=group, elems=elems),
+                    by_model(kind, order="gloo", rank_count=rank_count, elems=elems),
                 )
             )
             yield f"probe {kind} {dtype}", compare(expected, seen, name="gloo")
