@@ -113,7 +113,7 @@ def calls_of_bucket(
     add(form.sum_call, "block", grads, "sum", sums)
     add(form.copies_call, "across", grads, "copies", sums)
     gathers, again = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
-    if form.kept_elems is None:
+    if form.regather_call is None:
         gathers, again = gathers + again, 0
     add(form.gather_call, "block", params, "gather", gathers)
     add(form.regather_call, "few", params, "regather", again)

@@ -116,10 +116,10 @@ class BucketForm:
         return self._gathered(self.group_size, self.block_elems)
 
     @property
-    def regather_call(self) -> Call:
-        """The call that does so in backward, among the ranks that kept parts since forward."""
+    def regather_call(self) -> Call | None:
+        """The call that does so in backward, among few that kept it since; None without such."""
         if self.kept_elems is None:
-            return self.gather_call
+            return None
         return self._gathered(self.keeping_ranks, self.kept_elems)
 
     @property

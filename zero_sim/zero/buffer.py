@@ -99,9 +99,11 @@ class Buffer:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
         if sharding.state and not sharding.params:
             self.param_data = self._zeros(plan.span.numel, dtype=first.dtype)
-        self._sums_whole = sums_whole
         by_index = self._build_units(
-            group=group, replica_group=replica_group, reshard_group=reshard_group
+            group=group,
+            replica_group=replica_group,
+            reshard_group=reshard_group,
+            sums_whole=sums_whole,
         )
         if sharding.params:
             self.shard_data = self._zeros(
@@ -330,6 +332,7 @@ class Buffer:
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         reshard_group: dist.ProcessGroup | None,
+        sums_whole: bool,
     ) -> dict[int, Unit]:
         return {
             plan.index: Unit(
@@ -349,7 +352,7 @@ class Buffer:
                 group=group,
                 replica_group=replica_group,
                 reshard_group=reshard_group,
-                sums_whole=self._sums_whole,
+                sums_whole=sums_whole,
             )
             for plan in self.plan.buckets
             if not plan.span.empty

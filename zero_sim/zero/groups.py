@@ -79,8 +79,7 @@ def build_expert_groups(
     if expert_parallel > 1:
         ranks = dist.get_process_group_ranks(group)
         shares = [ranks[index::expert_parallel] for index in range(expert_parallel)]
-        is_part = world_size < dist.get_world_size(dist.group.WORLD)
-        own = _new_groups(shares, own=rank % expert_parallel, is_part=is_part)
+        own = _new_groups(shares, own=rank % expert_parallel)
     shard_group, replica_group = build_redundancy_groups(own, redundancy=redundancy)
     return KindGroups(
         group=own,
@@ -120,8 +119,7 @@ def build_reshard_group(
         )
     ranks = dist.get_process_group_ranks(shard_group)
     parts = [ranks[start : start + reshard] for start in range(0, world_size, reshard)]
-    is_part = world_size < dist.get_world_size(dist.group.WORLD)
-    return _new_groups(parts, own=rank // reshard, is_part=is_part)
+    return _new_groups(parts, own=rank // reshard)
 
 
 def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -142,7 +140,7 @@ def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessG
     own = next((index for index, ranks in enumerate(places) if rank in ranks), None)
     if own is None:
         raise UsageError(f"expected places that hold rank {rank}, got {list(places)}.")
-    return _new_groups(places, own=own, is_part=False)
+    return _new_groups(places, own=own)
 
 
 def build_redundancy_groups(
@@ -172,11 +170,9 @@ def build_redundancy_groups(
     ranks = dist.get_process_group_ranks(group)
     blocks = [ranks[start : start + shard_count] for start in range(0, world_size, shard_count)]
     replicas = [ranks[shard::shard_count] for shard in range(shard_count)]
-    # Ranks outside `group` do not call this, so that they must not be waited for.
-    is_part = world_size < dist.get_world_size(dist.group.WORLD)
     return (
-        _new_groups(blocks, own=rank // shard_count, is_part=is_part),
-        _new_groups(replicas, own=rank % shard_count, is_part=is_part),
+        _new_groups(blocks, own=rank // shard_count),
+        _new_groups(replicas, own=rank % shard_count),
     )
 
 
@@ -196,8 +192,15 @@ def split_ranks(world_size: int, *, redundancy: int) -> int:
     return world_size // redundancy
 
 
-def _new_groups(members: Sequence[Sequence[int]], *, own: int, is_part: bool) -> dist.ProcessGroup:
-    """Make all groups, in one order on all ranks, and return the one that this rank is in."""
+def _new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGroup:
+    """Make all groups, in one order on all ranks, and return the one that this rank is in.
+
+    Args:
+        members: World ranks of each; together all ranks that call this.
+        own: Index of this rank's group.
+    """
+    # Ranks outside all of them do not call this, so that they must not be waited for.
+    is_part = sum(map(len, members)) < dist.get_world_size()
     groups = [
         dist.new_group(list(ranks), use_local_synchronization=is_part, **_AS_THEY_STAND)
         for ranks in members
