@@ -40,12 +40,13 @@ def test_what_must_not_matter_does_not(pool, scenario, data):
     Both are compared with a reference that does not know these settings, so they are equal.
     """
     order = scenario.world.order if scenario.world.order in POSITION_FREE else "linear"
+    partition = scenario.system.partition
     system = replace(
         scenario.system,
-        bucket_elems=data.draw(st.none() | st.integers(1, 60)),
-        align_elems=1
-        if scenario.system.partition == "uneven"
-        else data.draw(st.sampled_from([1, 3, 8])),
+        bucket_elems=scenario.system.bucket_elems
+        if partition == "rows"
+        else data.draw(st.none() | st.integers(1, 60)),
+        align_elems=data.draw(st.sampled_from([1, 3, 8])) if partition == "padded" else 1,
         param_order=data.draw(st.sampled_from(["registration", "reverse"])),
         overlap_grads=data.draw(st.booleans()),
         overlap_params=scenario.system.stage == 1 and data.draw(st.booleans()),

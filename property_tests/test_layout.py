@@ -66,7 +66,6 @@ def test_shards_tile_their_bucket(layout):
         for bucket in buffer.buckets:
             spans = [bucket.shard_span(shard) for shard in range(policy.shard_count)]
             assert tuple(span.numel for span in spans) == bucket.shard_sizes
-            assert max(bucket.shard_sizes) == bucket.shard_elems
             assert bucket.is_even == (len(set(bucket.shard_sizes)) == 1)
             edges = [bucket.span.start, *(span.stop for span in spans)]
             assert [span.start for span in spans] == edges[:-1]
@@ -80,11 +79,9 @@ def test_shards_tile_their_bucket(layout):
 def test_padded_shards_are_even_and_aligned(layout):
     """No shard is longer than another, and each starts on both alignment boundaries."""
     _, policy, buffers = layout
-    for buffer in buffers:
+    for buffer in buffers if policy.partition == "padded" else ():
         elem_bytes = {"bf16": 2, "fp32": 4}[buffer.key.dtype]
         for bucket in buffer.buckets:
-            if policy.partition == "uneven":
-                continue
             assert bucket.is_even
             for start in (bucket.shard_span(shard).start for shard in range(policy.shard_count)):
                 assert start % policy.align_elems == 0
@@ -103,15 +100,41 @@ def test_padded_shards_are_even_and_aligned(layout):
 def test_uneven_shards_have_no_padding_and_the_longer_ones_come_first(layout):
     """The first numel % shard_count shards of a bucket hold one element more."""
     _, policy, buffers = layout
-    for buffer in buffers:
+    for buffer in buffers if policy.partition == "uneven" else ():
         for bucket in buffer.buckets:
-            if policy.partition == "padded":
-                continue
             assert bucket.padding.empty
             remainder = bucket.span.numel % policy.shard_count
             least = bucket.span.numel // policy.shard_count
             expected = (least + 1,) * remainder + (least,) * (policy.shard_count - remainder)
             assert bucket.shard_sizes == expected
+
+
+@given(layouts())
+def test_units_are_dealt_out_whole_and_in_turn(layout):
+    """One shard owns all of a bucket, without padding; the next bucket's owner is the next one."""
+    _, policy, buffers = layout
+    for buffer in buffers if policy.partition == "one-owner" else ():
+        for bucket in buffer.buckets:
+            assert bucket.padding.empty
+            owner = bucket.index % policy.shard_count
+            assert [shard for shard, size in enumerate(bucket.shard_sizes) if size] in ([], [owner])
+
+
+@given(layouts())
+def test_no_row_lies_in_two_shards(layout):
+    """Each param with elements has a bucket, shards even, and a border only between rows."""
+    _, policy, buffers = layout
+    for buffer in buffers if policy.partition == "rows" else ():
+        for bucket in buffer.buckets:
+            assert bucket.is_even
+            shapes = [param.spec.shape for param in bucket.params if param.spec.numel]
+            assert len(shapes) <= 1
+            for shape in shapes:
+                row_elems = bucket.payload.numel // (shape[0] if shape else 1)
+                assert bucket.shard_sizes[0] % row_elems == 0
+                # As few rows a shard as hold all of them.
+                rows = -(-(shape[0] if shape else 1) // policy.shard_count)
+                assert bucket.shard_sizes[0] == rows * row_elems
 
 
 @given(layouts())

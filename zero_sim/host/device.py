@@ -18,6 +18,10 @@ it, and the other way round at the wait. In one process of many ranks one rank's
 writes the memory of all, on its own stream. As long as all are on the default stream that is in
 order; who is on another one waits for the device: before its call is taken, after it has moved
 data, and when its wait returns.
+
+[Note: the device that is there]
+torch is asked for its accelerator by a name of this module. Where a script runs with GPUs that are
+the CPU, `torch.accelerator` tells it of one, which has no generator and no streams to wait for.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.accelerator import current_accelerator
 
 from zero_sim.errors import EnvironmentProblem
 
@@ -73,7 +78,7 @@ def check_device(name: str) -> torch.device:
 
 
 def _present() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
@@ -208,7 +213,7 @@ def seeded_state(seed: int) -> Tensor | None:
     """The state that the current device's generator has after being seeded; None as above."""
     if _module_in_use() is None:
         return None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     return torch.Generator(accelerator).manual_seed(seed).get_state()
 
 
@@ -229,7 +234,7 @@ def finish_streams(tensors: Iterable[Tensor | list[Tensor]]) -> None:
 
 
 def _finish(device: torch.device) -> None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         return
     if torch.accelerator.current_stream(device).stream_id != _DEFAULT_STREAM:
@@ -238,7 +243,7 @@ def _finish(device: torch.device) -> None:
 
 def _module_in_use() -> Any:
     """What torch has for its accelerator; to look at a GPU that nobody uses would start it."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = current_accelerator(check_available=True)
     if accelerator is None:
         return None
     module = torch.get_device_module(accelerator)

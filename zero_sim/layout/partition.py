@@ -35,7 +35,7 @@ class Partition:
     def is_even(self) -> bool:
         """Whether all shards are equally long."""
         if self.owner is not None:
-            return self.shard_count == 1
+            return self.shard_count == 1 or self.numel == 0
         return self.numel % self.shard_count == 0
 
     @property

@@ -42,7 +42,7 @@ def sums_summed_again(patch: Patches) -> None:
             self.grad_total.add_(before, alpha=self.replica_group.size() - 1)
 
 
-@mutant("H04", "GROUP", "K Z2", seen_in="class GROUP", core=True)
+@mutant("H04", "GROUP", "K Z2", seen_in="class GROUP")
 def groups_exchanged(patch: Patches) -> None:
     """Where there are as many copies as shards, the two groups of a unit change places."""
 
