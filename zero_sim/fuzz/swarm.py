@@ -43,6 +43,7 @@ _PATHS = {
     "other buckets": "system.bucket_elems",
     "other param order": "system.param_order",
     "other partition": "system.partition",
+    "other state over": "system.state_over",
     "overlap grads": "system.overlap_grads",
     "overlap params": "system.overlap_params",
     "pp": "topology.pp",

@@ -229,6 +229,9 @@ def reloads(
         partition = "padded"
     if buckets not in (None, 1) and partition is None and system.partition == "rows":
         partition = "one-owner"
+    cuts = redundancy > 1 and system.sum_by == "reduce-scatter"
+    others: list[Literal["block", "all"]] = ["all", "block"]
+    over = others[system.state_over == "all"] if swarm.on("other state over", fits=cuts) else None
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
         form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
@@ -237,6 +240,7 @@ def reloads(
         stage=stage,
         ep=ep,
         redundancy=redundancy,
+        state_over=over,
         bucket_elems=buckets,
         partition=partition,
         param_order=_other_order(system) if swarm.on("other param order") else None,

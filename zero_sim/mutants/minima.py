@@ -1,4 +1,4 @@
-"""The smallest case known that finds each mutant: what shrinking it must come to.
+"""The smallest case known that finds each mutant: what shrinking it must come to at least.
 
 Each is the least of what campaigns with different seeds came to, and of most it can be said why it
 is not less. What concerns ranks, such as the border of a shard, a sum or a group, needs two of

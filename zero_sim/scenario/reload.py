@@ -15,6 +15,7 @@ _PATHS = {
     "ep": "topology.ep",
     "stage": "system.stage",
     "redundancy": "system.redundancy",
+    "state_over": "system.state_over",
     "bucket_elems": "system.bucket_elems",
     "partition": "system.partition",
     "param_order": "system.param_order",

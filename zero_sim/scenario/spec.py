@@ -414,6 +414,8 @@ class ReloadSpec:
     """Expert-parallel ways after it."""
     redundancy: int | None = None
     """Copies of the sharded state after it."""
+    state_over: Literal["block", "all"] | None = None
+    """Ranks over which the state is cut after it."""
     bucket_elems: int | None = None
     """Bucket size after it."""
     partition: PartitionName | None = None
