@@ -62,6 +62,16 @@ class TestSum:
             losses.append(workload.loss(workload.build(), batch).item())
         assert losses[1] == pytest.approx(5 * losses[0], rel=1e-5)
 
+    @pytest.mark.parametrize("name", ["mlp", "params"])
+    def test_of_all_ranks_shares_is_their_mean(self, make_scenario, name):
+        """A mean divided by two ranks, which is exact."""
+        losses = []
+        for loss in ("mean", "mean-of-ranks"):
+            workload = build_workload(make_scenario(name, shapes=((3,),), data=DataSpec(loss=loss)))
+            batch = workload.batch(step=0, rank=1, micro=0)
+            losses.append(workload.loss(workload.build(), batch).item())
+        assert losses[0] == 2 * losses[1]
+
 
 def test_uneven_digits_are_dealt_once(make_scenario):
     """A step of 2, 3 and 4 rows twice, and one image after the other."""

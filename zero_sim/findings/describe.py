@@ -133,6 +133,10 @@ _OWNED = {
     Check.EQUALITY_GRAD: (Phase.REDUCE, "the reduced gradient differs"),
     Check.EQUALITY_MASTER: (Phase.OPTIMIZER, "the fp32 master differs"),
     Check.EQUALITY_STATE: (Phase.OPTIMIZER, "optimizer state {key!r} differs"),
+    Check.INVARIANT_ONE_DEVICE: (
+        Phase.REDUCE,
+        "ranks that all saw the same data do not have the gradient of one device",
+    ),
     Check.INVARIANT_CAST: (Phase.WRITE_BACK, "the working param is not its master, cast"),
 }
 """Phase and message of each check of what a rank owns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -21,7 +22,8 @@ MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
 _PRICE = 4 * PARAMS_MAX
 """Choices at least as many as all shapes of a bare model take."""
-_SUMMED_LOSS = ("mlp", "fp8", "params")
+_OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
+_WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
 _FROZEN_FROM = (0, 0, 1, 2)
 """Steps at which a param is frozen; most cases have few."""
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
@@ -113,7 +115,9 @@ def feeds(draw: st.DrawFn, *, model: ModelSpec, swarm: Swarm | None = None) -> D
     return DataSpec(
         rows=draw(st.integers(1, 3)),
         uneven_rows=swarm.on("uneven rows"),
-        loss="sum" if swarm.on("summed loss", fits=model.name in _SUMMED_LOSS) else "mean",
+        loss=draw(st.sampled_from(_OTHER_LOSSES))
+        if swarm.on("another loss", fits=model.name in _WITH_OTHER_LOSSES)
+        else "mean",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
@@ -157,6 +158,9 @@ class ExactComparison:
             at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
             known = partial(self._known_grads, expected, rank=rank, name=name, start=start)
             yield self._group.differing(at, grad, part.grad, known=known)
+        if expected.one_device is not None:
+            one = cut(expected.one_device[name])
+            yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
         want = expected.state[name]
         found = list(
             self._group.compare_update(
@@ -171,6 +175,23 @@ class ExactComparison:
         yield from found
         pick, got = part_picked(part)
         self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
+
+    def _compare_with_one(
+        self, one: Tensor, part: OwnedPart, *, divisor: int, at: tuple[int, int]
+    ) -> Iterator[Finding]:
+        """Compare a part's mean over the ranks with the gradient of one device."""
+        assert part.grad is not None
+        got, owed = part.grad, one
+        if divisor != 1:
+            owed = one.to(torch.float32)
+            got = got if self._group.tells_divided else quotient(got.to(torch.float32), divisor)
+        if self._comparer.differs(owed, got):
+            found = findings.owned(Check.INVARIANT_ONE_DEVICE, "", *at, part.place)
+            found = self._group.differing(found, owed, got)
+            ranks = self._group.scenario.world.size
+            share = f"{found.differ_count} of {found.compared_count} elements differ"
+            why = f"what is divided by {ranks}, or added {ranks} times, may be rounded on the way"
+            yield replace(found, message=f"{found.message}; {share}: {why}")
 
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int

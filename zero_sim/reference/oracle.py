@@ -32,6 +32,7 @@ from zero_sim.reference.gradient import (
     norm_of_rows,
     unflatten,
 )
+from zero_sim.reference.one_device import OneDevice
 from zero_sim.reference.otherwise import Otherwise
 from zero_sim.reference.placement import Addresses
 from zero_sim.reference.quantization import scale_for
@@ -57,6 +58,9 @@ class ReferenceStep:
     grads: Mapping[str, Tensor]  # each ND, grad dtype
     """Sum over ranks, by param, before the division that `post` asks for and still scaled; zeros
     for a param that is frozen in this step."""
+    one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
+    """Gradients of one device that sees the data once, where the case says that all ranks together
+    compute these; scaled as `grads`."""
     divisor: int
     """What `grads` are yet to be divided by: 1 but for `post`."""
     masters: Mapping[str, Tensor]  # each ND, fp32
@@ -131,6 +135,8 @@ class BegunStep:
     """As in `ReferenceStep`."""
     flat: Tensor  # 1D, fp32
     """The master gradient of what is trained in this step, not clipped."""
+    one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
+    """As in `ReferenceStep`."""
     measured: Measure
     """Of `flat`, but for what does not count here."""
     order_free: Mapping[str, Tensor] | None  # each ND, bool
@@ -178,6 +184,7 @@ class Reference:
         self._stepper = Stepper(spec, params=self._ranks.weights())
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
+        self._one_device = self._build_one_device()
         self._next_step = 0
         self.certified = True
         """Whether every order of addition gives the same clipping in all steps so far."""
@@ -196,6 +203,8 @@ class Reference:
             addresses: For every rank, the address of each param; see [Note: addresses].
         """
         self._ranks.set_addresses(addresses)
+        if self._one_device is not None:
+            self._one_device.set_address(addresses[0])
         self._write_params()
 
     def continue_as(
@@ -226,6 +235,7 @@ class Reference:
         self._scenario = scenario
         workload = build_workload(scenario) if workload is None else workload
         self._ranks.move(scenario, workload=workload)
+        self._one_device = self._build_one_device()
         if weights_only:
             spec = scenario.optimizer
             self._stepper = Stepper(spec, params=self._stepper.masters)
@@ -284,6 +294,11 @@ class Reference:
             local = self._ranks.replay(step, scale=scale, keep_micro=is_exact)
             grads = local.reduce(add, orders=orders or {})
             flat = flatten_wide(grads, names=local.active)
+            one_device = None
+            if self._one_device is not None:
+                one_device = self._one_device.gradients(
+                    step, masters=self._stepper.masters, scales=self._scales, scale=scale
+                )
             nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
             if scale is not None:
                 flat = quotient(flat, scale)
@@ -295,6 +310,7 @@ class Reference:
             local=local,
             grads=grads,
             flat=flat,
+            one_device=one_device,
             measured=measured,
             order_free=_certify(local) if measured.finite and is_exact else None,
             nonzero_fraction=nonzero_fraction,
@@ -336,6 +352,7 @@ class Reference:
             step=step,
             losses=local.losses,
             grads=begun.grads,
+            one_device=begun.one_device,
             divisor=local.divisor,
             masters=self._stepper.masters,
             params=self._ranks.params(),
@@ -358,6 +375,12 @@ class Reference:
             masters_before=masters_before,
             params_before=params_before,
         )
+
+    def _build_one_device(self) -> OneDevice | None:
+        if not self._scenario.expect.one_device:
+            return None
+        device = next(iter(self._stepper.masters.values())).device
+        return OneDevice(self._scenario, device=str(device))
 
     def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
         """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""

@@ -324,6 +324,20 @@ _EXPLANATIONS = (
         seen_in=("DeepSpeed#7601: a slice taken by global instead of group rank",),
     ),
     Explanation(
+        check=Check.INVARIANT_ONE_DEVICE,
+        meaning="Ranks that all see the same data have, together, the gradient of one device. "
+        "Looked at only where a case says so (expect.one_device).",
+        why="It is what many a toy is tested by, and it does not hold in general: N x (g / N) is g "
+        "only where no partial sum is rounded, as with 2 and 4 ranks. With 3, 5, 6 or 7, or with 8 "
+        "one after another, it fails in a correct system.",
+        causes=(
+            "a number of ranks that is no power of two: division and sum are rounded",
+            "8 ranks or more, added one after another: 3g, 5g and 7g are rounded",
+            "a division that is left out, or done twice",
+        ),
+        seen_in=(),
+    ),
+    Explanation(
         check=Check.WORLD_CONTRACT,
         meaning="Every rank of a group issued the same collectives, in one order, with tensors "
         "that fit and that NCCL accepts.",

@@ -29,6 +29,7 @@ class Check(StrEnum):
     INVARIANT_VOLUME = "invariant.volume"
     INVARIANT_MEMORY = "invariant.memory"
     INVARIANT_CROSSING = "invariant.crossing"
+    INVARIANT_ONE_DEVICE = "invariant.one-device"
     WORLD_CONTRACT = "world.contract"
     WORLD_DEADLOCK = "world.deadlock"
     WORLD_RACE = "world.race"

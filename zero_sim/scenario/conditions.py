@@ -95,6 +95,15 @@ def _reshard_fits(scenario: Scenario) -> bool:
     )
 
 
+def _claims_one_device(scenario: Scenario) -> bool:
+    """Whether ranks take a mean of equal gradients, each of the same data."""
+    data, system = scenario.data, scenario.system
+    means = data.loss == "mean" and system.divide != "none" and system.divide_by == "ranks"
+    shares = data.loss == "mean-of-ranks" and system.divide == "none"
+    alike = data.ranks == "same" and scenario.topology.ep == 1 and scenario.data.nan is None
+    return alike and (means or shares) and system.sync == "last" and scenario.world.order_known
+
+
 CONDITIONS = (
     Condition(
         reads=("optimizer.momentum", "optimizer.name"),
@@ -151,9 +160,17 @@ CONDITIONS = (
     ),
     Condition(
         reads=("data.loss", "model.name"),
-        broken=lambda s: s.data.loss == "sum" and s.model.name not in ("mlp", "fp8", "params"),
-        message="only models 'mlp', 'fp8' and 'params' have a summed loss, got {got}.",
+        broken=lambda s: s.data.loss != "mean" and s.model.name not in ("mlp", "fp8", "params"),
+        message="only models 'mlp', 'fp8' and 'params' have another loss than a mean, got {got}.",
         suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("expect.one_device", "data", "system", "topology.ep", "world.order_known"),
+        broken=lambda s: s.expect.one_device and not _claims_one_device(s),
+        message="only of ranks that all see the same data, and of a mean over them in one sum of a "
+        "known order, it is said that they compute what one device does, got {got}.",
+        suggestion='Try data.ranks = "same", sync = "last" and either divide_by = "ranks" or '
+        'data.loss = "mean-of-ranks" with divide = "none".',
     ),
     Condition(
         reads=("model.fp8_format", "model.name"),

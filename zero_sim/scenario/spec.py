@@ -137,9 +137,9 @@ class DataSpec:
     """Rows (samples) of one micro-batch on one rank."""
     uneven_rows: bool = False
     """Rank r gets r % 3 rows more, so that ranks contribute unequal numbers of rows."""
-    loss: Literal["mean", "sum"] = "mean"
-    """Whether a micro-batch's loss is a mean or a sum over its rows; `mlp`, `fp8` and `params`
-    only."""
+    loss: Literal["mean", "sum", "mean-of-ranks"] = "mean"
+    """Whether a micro-batch's loss is a mean or a sum over its rows, or a mean that is divided by
+    the number of ranks as well, before backward; but for `mean`, `mlp`, `fp8` and `params` only."""
     nan: NanSpec | None = None
     """Where to plant a NaN; absent for none."""
 
@@ -354,6 +354,10 @@ class ExpectSpec:
     nonzero_min: float = 0.25
     """Least fraction of gradient elements that must be nonzero in some step, so that a pass means
     something."""
+    one_device: bool = False
+    """Whether the reduced gradient must be, bit for bit, that of one device which saw the data of
+    all ranks once: what is often said of ranks that all see the same data, and true only of some
+    numbers of ranks."""
     finding: str | None = None
     """The check that must find something, such as `equality.grad`, or the family of checks, such as
     `equality`: the case passes if it is among the findings of the first bad step, and fails

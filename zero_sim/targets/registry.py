@@ -7,13 +7,23 @@ import sys
 from zero_sim.errors import UsageError
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.own import ZeroSimTarget
+from zero_sim.targets.printed import PRINTED
 from zero_sim.targets.protocol import Target
+from zero_sim.targets.single_device import SingleDevice
 from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
 
 _TARGETS: dict[str, Target] = {
     target.name: target
-    for target in (ZeroSimTarget(), TorchDDP(), TorchZeroRedundancy(), TorchFSDP2())
+    for target in (
+        ZeroSimTarget(),
+        SingleDevice(),
+        SingleDevice(name="single-device-keeping-grads", keeps_grads=True),
+        TorchDDP(),
+        TorchZeroRedundancy(),
+        TorchFSDP2(),
+        *PRINTED,
+    )
 }
 
 

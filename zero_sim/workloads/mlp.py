@@ -17,6 +17,7 @@ from zero_sim.workloads.draws import (
     weight_generator,
     working_dtype,
 )
+from zero_sim.workloads.losses import share_of
 from zero_sim.workloads.protocol import Batch
 
 _EXPANSION = 4
@@ -81,8 +82,8 @@ class MlpWorkload:
         """Return the squared error in fp32, a mean over the width and a mean or sum over rows."""
         assert batch.targets is not None
         outputs, targets = module(batch.inputs).float(), batch.targets.float()
-        if self._scenario.data.loss == "mean":
-            return functional.mse_loss(outputs, targets)
+        if self._scenario.data.loss != "sum":
+            return share_of(functional.mse_loss(outputs, targets), scenario=self._scenario)
         return functional.mse_loss(outputs, targets, reduction="sum") / targets.shape[1]
 
     def accuracy(self, module: nn.Module) -> float | None:

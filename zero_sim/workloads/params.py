@@ -20,6 +20,7 @@ from zero_sim.workloads.draws import (
     weight_generator,
     working_dtype,
 )
+from zero_sim.workloads.losses import share_of
 from zero_sim.workloads.protocol import Batch
 
 
@@ -77,7 +78,9 @@ class ParamsWorkload:
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return what the module returns, 0-D, in fp32: the mean over rows; or the rows' sum."""
         loss = module(batch.inputs).float()
-        return loss if self._scenario.data.loss == "mean" else loss * batch.rows
+        if self._scenario.data.loss == "sum":
+            return loss * batch.rows
+        return share_of(loss, scenario=self._scenario)
 
     def accuracy(self, module: nn.Module) -> float | None:
         """Return None: there is nothing to classify."""

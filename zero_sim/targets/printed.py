@@ -1,0 +1,238 @@
+"""Per-param ZeRO as articles print it, with the mistakes that it mostly has, and mended.
+
+Both are short, and right wherever they are usually tried: with sizes that the ranks divide, and
+with modules in the middle of a model. They are targets to show what is found, and no part of the
+system.
+
+[Note: a slice for a padded shard]
+Stage 1 cuts each param, padded to a multiple of the ranks, into even shards, and gives the shard of
+a rank the same slice of the gradient, which has no padding: on the last ranks the slice is shorter
+than the shard, and torch refuses it. So it fails for any param that the ranks do not divide. What
+helps is to pad the gradient as well.
+
+[Note: freed before backward needs it]
+Stage 3 gathers a module's params in hooks before its forward and its backward, and frees them
+behind each. But a full backward hook comes once the gradients of a module's *inputs* are there; if
+none of them needs one, as in the first module of a model, it comes before the module's own
+backward, which then finds its params freed. What helps is to wait for the gradients of the params
+themselves, in hooks on these, and to gather in a hook on the module's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import ADAMW_SETTINGS, Capabilities, Numerics
+from zero_sim.targets.protocol import Engine
+from zero_sim.targets.torch.optim import settings_of
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sharded:
+    """One param, padded and cut into even shards."""
+
+    param: nn.Parameter
+    group: ProcessGroup
+    shape: torch.Size = field(init=False)
+    shard: nn.Parameter = field(init=False)  # 1D
+
+    def __post_init__(self) -> None:
+        self.shape = self.param.shape
+        self.shard = nn.Parameter(self.own(self.padded(self.param)).clone())
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        flat = tensor.detach().reshape(-1)
+        return nn.functional.pad(flat, (0, -flat.numel() % self.group.size()))
+
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's slice of a flat tensor, in shards as long as those of the padded param."""
+        length = -(-self.numel // self.group.size())
+        return flat[self.group.rank() * length : (self.group.rank() + 1) * length]
+
+    def gathered(self) -> Tensor:
+        whole = self.shard.new_empty(self.shard.numel() * self.group.size())
+        parts = list(whole.chunk(self.group.size())) if whole.numel() else []
+        if parts:
+            dist.all_gather(parts, self.shard.detach(), group=self.group)
+        return whole[: self.numel].view(self.shape)
+
+
+class PrintedStage1:
+    """Gradients are summed to all ranks; each steps its shards; the params are gathered.
+
+    Args:
+        module: The model.
+        scenario: The case; `optimizer` is read.
+        group: The ranks.
+        mended: Whether gradients are padded as params are.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup, mended: bool
+    ) -> None:
+        self.module, self._group, self._mended = module, group, mended
+        self._sharded = {
+            name: _Sharded(param=param, group=group) for name, param in module.named_parameters()
+        }
+        shards = [sharded.shard for sharded in self._sharded.values()]
+        self._optimizer = torch.optim.AdamW(shards, **settings_of(scenario.optimizer))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        self.module.zero_grad()
+
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward."""
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self, *, lr_factor: float) -> None:
+        """Sum, step, gather."""
+        for sharded in self._sharded.values():
+            grad = sharded.param.grad
+            assert grad is not None
+            dist.all_reduce(grad, group=self._group)
+            grad /= grad.new_full((), self._group.size())  # a tensor: a number CUDA inverts
+            # See [Note: a slice for a padded shard].
+            flat = sharded.padded(grad) if self._mended else grad.reshape(-1)
+            sharded.shard.grad = sharded.own(flat)
+        self._optimizer.step()
+        for sharded in self._sharded.values():
+            sharded.param.copy_(sharded.gathered())
+
+    def params(self) -> Mapping[str, Tensor]:
+        """All params, which are whole on every rank."""
+        return {name: sharded.param.detach() for name, sharded in self._sharded.items()}
+
+
+class PrintedStage3:
+    """Params are whole only around the forward and the backward of their module.
+
+    Args:
+        module: The model.
+        scenario: The case; `optimizer` is read.
+        group: The ranks.
+        mended: Whether a module's params wait for their own gradients before they are freed.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup, mended: bool
+    ) -> None:
+        self.module, self._group = module, group
+        self._sharded: dict[str, _Sharded] = {}
+        for name, part in module.named_modules():
+            own = [
+                self._shard(f"{name}.{key}".lstrip("."), param)
+                for key, param in part.named_parameters(recurse=False)
+            ]
+            if own:
+                self._hook(part, own, mended=mended)
+        shards = [sharded.shard for sharded in self._sharded.values()]
+        self._optimizer = torch.optim.AdamW(shards, **settings_of(scenario.optimizer))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        self._optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward, whose hooks gather, reduce and free."""
+        loss.backward()
+
+    def step(self, *, lr_factor: float) -> None:
+        """Step the shards; the next forward gathers them."""
+        self._optimizer.step()
+
+    def params(self) -> Mapping[str, Tensor]:
+        """All params, gathered for whoever asks."""
+        return {name: sharded.gathered() for name, sharded in self._sharded.items()}
+
+    def _shard(self, name: str, param: nn.Parameter) -> _Sharded:
+        sharded = self._sharded[name] = _Sharded(param=param, group=self._group)
+        self._free(sharded)
+        return sharded
+
+    def _hook(self, part: nn.Module, own: list[_Sharded], *, mended: bool) -> None:
+        def gather(*_: object) -> None:
+            for sharded in own:
+                sharded.param.data = sharded.gathered()
+
+        def free(part: nn.Module, inputs: object, output: Tensor) -> None:
+            for sharded in own:
+                self._free(sharded)
+            if mended and output.requires_grad:
+                output.register_hook(gather)
+
+        def reduce_and_free(*_: object) -> None:
+            for sharded in own:
+                self._reduce(sharded)
+
+        part.register_forward_pre_hook(gather)
+        part.register_forward_hook(free)
+        if not mended:
+            # See [Note: freed before backward needs it].
+            part.register_full_backward_pre_hook(gather)
+            part.register_full_backward_hook(reduce_and_free)
+            return
+        for sharded in own:
+            reduce = partial(self._reduce, sharded)
+            sharded.param.register_post_accumulate_grad_hook(lambda _, reduce=reduce: reduce())
+
+    def _reduce(self, sharded: _Sharded) -> None:
+        grad = sharded.param.grad
+        if grad is not None:
+            whole = sharded.padded(grad)
+            dist.all_reduce(whole, group=self._group)
+            sharded.shard.grad = sharded.own(whole) / whole.new_full((), self._group.size())
+            sharded.param.grad = None
+        self._free(sharded)
+
+    def _free(self, sharded: _Sharded) -> None:
+        sharded.param.data = sharded.param.data.new_empty(0)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Printed:
+    """One of the two, as it is printed or mended."""
+
+    name: str
+    stage: Literal[1, 3]
+    mended: bool
+    numerics: ClassVar = Numerics(divide="post", divide_by="ranks", sync="last", grad_dtype="param")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can be asked for: fp32, AdamW, one micro-batch, params of modules."""
+        return Capabilities(
+            models=("mlp", "params"),
+            scalar_params=self.stage == 1,
+            empty_params=self.stage == 1,
+            stages=(self.stage,),
+            follows=ADAMW_SETTINGS,
+        )
+
+    def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> Engine:
+        """Wrap the module for training on this rank."""
+        kind = PrintedStage1 if self.stage == 1 else PrintedStage3
+        return kind(module, scenario=scenario, group=group, mended=self.mended)
+
+
+PRINTED = (
+    Printed(name="printed-zero1", stage=1, mended=False),
+    Printed(name="printed-zero1-mended", stage=1, mended=True),
+    Printed(name="printed-zero3", stage=3, mended=False),
+    Printed(name="printed-zero3-mended", stage=3, mended=True),
+)
+"""Targets that show what is found."""

@@ -1,0 +1,155 @@
+"""One device that trains alone, without any buffer: the baseline of all others.
+
+The params are the module's own and have their gradients in `.grad`; a 16-bit param has an fp32
+master beside it. Gradients are freed as soon as a step is over, or kept and zeroed, which costs as
+much memory as the params and saves making them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import OPTIMIZER_SETTINGS, PLAIN_MODELS, Capabilities, Numerics
+from zero_sim.targets.protocol import OwnedPart, Place, StepResult
+from zero_sim.targets.torch.ddp import flat_state, plain_optimizer
+from zero_sim.targets.torch.optim import OPTIMIZERS, LearningRates
+
+
+class SingleDeviceEngine:
+    """A module, its masters and a plain optimizer.
+
+    Args:
+        module: The model.
+        scenario: The case; `optimizer` is read.
+        keeps_grads: Whether gradients stay in memory between two steps.
+    """
+
+    def __init__(self, module: nn.Module, *, scenario: Scenario, keeps_grads: bool) -> None:
+        self.module = module
+        self._spec = scenario.optimizer
+        self._keeps_grads = keeps_grads
+        self._params = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._masters = {name: _master_of(param) for name, param in self._params.items()}
+        self._optimizer = plain_optimizer(self._spec, self._masters)
+        self._rates = LearningRates(self._optimizer)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step before."""
+        for param in self._params.values():
+            if not self._keeps_grads:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward, which adds to the gradients."""
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self, *, lr_factor: float) -> StepResult:
+        """Update the masters and cast them into the params."""
+        grads = {name: param.grad for name, param in self._params.items()}
+        for name, master in self._masters.items():
+            grad = grads[name]
+            # A copy: clipping and some optimizers write to it, and what came of backward is told.
+            master.grad = None if grad is None else grad.to(torch.float32, copy=True)
+        norm = None
+        if self._spec.clip_value is not None:
+            nn.utils.clip_grad_value_(self._masters.values(), self._spec.clip_value)
+        if self._spec.clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self._masters.values(), self._spec.clip_norm)
+        self._rates.scale(lr_factor)
+        self._optimizer.step()
+        for name, master in self._masters.items():
+            master.grad = None
+            self._params[name].copy_(master)
+            self._params[name].grad = grads[name]
+        return StepResult(norm=norm)
+
+    def settle(self) -> None:
+        """Let go of the gradients, which nobody needs any more."""
+        if not self._keeps_grads:
+            self.zero_grad()
+
+    def params(self) -> Mapping[str, Tensor]:
+        """All working params."""
+        return {name: param.detach() for name, param in self._params.items()}
+
+    def parts(self) -> Iterator[OwnedPart]:
+        """Every param whole, with its master and state."""
+        for name, master in self._masters.items():
+            param = self._params[name]
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            yield OwnedPart(
+                place=Place(param=name, start=0, stop=param.numel()),
+                grad=grad.detach().reshape(-1),
+                master=master.detach().reshape(-1),
+                state=flat_state(self._optimizer.state.get(master, {})),
+            )
+
+    def stray_gradients(self, *, padding_only: bool) -> str:
+        """Which param has a gradient where none must be."""
+        grads = {} if padding_only else {n: p.grad for n, p in self._params.items()}
+        return next((f"param {n!r}" for n, g in grads.items() if g is not None and g.any()), "")
+
+    def memory(self) -> Iterator[tuple[str, Tensor]]:
+        """All memory that has a name, with it."""
+        for name, param in self._params.items():
+            yield "params", param
+            if param.grad is not None:
+                yield "gradients", param.grad
+            if self._masters[name] is not param:
+                yield "masters", self._masters[name]
+        for state in self._optimizer.state.values():
+            named = ((key, value) for key, value in state.items() if isinstance(value, Tensor))
+            yield from ((key, value) for key, value in named if value.dim())
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SingleDevice:
+    """One device alone, on one rank."""
+
+    name: str = "single-device"
+    keeps_grads: bool = False
+    """Whether gradients stay in memory, as with `zero_grad(set_to_none=False)`."""
+    capabilities: ClassVar = Capabilities(
+        models=PLAIN_MODELS,
+        dtypes=("fp32", "bf16", "fp16"),
+        stages=(0,),
+        optimizers=OPTIMIZERS,
+        world_size_max=1,
+        follows=(
+            *OPTIMIZER_SETTINGS,
+            "optimizer.clip_norm",
+            "optimizer.clip_value",
+            "run.micro_batches",
+        ),
+    )
+    numerics: ClassVar = Numerics(
+        divide="none",
+        divide_by="ranks",
+        sync="last",
+        grad_dtype="param",
+        norm="of-params",
+        clip="fp32-reciprocal",
+    )
+
+    def build(
+        self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup
+    ) -> SingleDeviceEngine:
+        """Wrap the module for training."""
+        return SingleDeviceEngine(module, scenario=scenario, keeps_grads=self.keeps_grads)
+
+
+def _master_of(param: nn.Parameter) -> nn.Parameter:
+    """The param itself in fp32; of another dtype a copy that the optimizer steps."""
+    if param.dtype is torch.float32:
+        return param
+    return nn.Parameter(param.detach().to(torch.float32))
