@@ -36,6 +36,16 @@ def test_a_name_that_does_not_exist_is_refused():
         Patches()(Unit, "reduze")
 
 
+@pytest.mark.parametrize(
+    "wrong", [lambda right, **others: None, lambda right, self: None, lambda right, *all: None]
+)
+def test_a_replacement_without_room_for_what_the_original_takes_is_refused(wrong):
+    patches = Patches()
+    with pytest.raises(MutantError, match=r"one without (async_op|1 arguments by place)"):
+        patches(Unit, "_sum_shards")(wrong)
+    assert not patches.armed
+
+
 def raised_by(wrong):
     patches = Patches()
     patches(Unit, "reduce")(wrong)

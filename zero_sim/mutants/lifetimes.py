@@ -170,7 +170,8 @@ def gathered_before_written(patch: Patches) -> None:
 
     @patch(UnderForward, "start")
     def once(right, self):
-        self._unsampled = set(self._hooked)
+        for unit in self._unguarded:
+            unit.finish_gather()
 
 
 @mutant("Y03", "ASYNC", "AS", seen_in="Megatron-LM#6187", kill="race")
@@ -302,12 +303,13 @@ def experts_dealt_in_blocks(patch: Patches) -> None:
     """Consecutive ranks are taken to hold the same experts, where every ep-th does."""
 
     @patch(own, "build_expert_groups")
-    def wrong(right, group, *, expert_parallel, redundancy):
+    def wrong(right, group, *, expert_parallel, redundancy, reshard):
         ranks = dist.get_process_group_ranks(group)
         size, rank = size_and_rank(group)
         count = size // expert_parallel
-        if redundancy > 1 or expert_parallel == size:
-            return right(group, expert_parallel=expert_parallel, redundancy=redundancy)
+        if redundancy > 1 or expert_parallel == size or not isinstance(reshard, bool):
+            rest = {"redundancy": redundancy, "reshard": reshard}
+            return right(group, expert_parallel=expert_parallel, **rest)
         blocks = [ranks[start : start + count] for start in range(0, size, count)]
         is_part = size < dist.get_world_size()
         made = [dist.new_group(each, use_local_synchronization=is_part) for each in blocks]

@@ -56,6 +56,8 @@ class Patches:
             )
 
         def install(wrong: Callable[..., Any]) -> Callable[..., Any]:
+            _check_takes(wrong, original, name=f"{owner.__name__}.{name}")
+
             def replacement(*args: Any, **named: Any) -> Any:
                 self.armed += 1
                 try:
@@ -82,3 +84,30 @@ class Patches:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if last.filename in (wrong.__code__.co_filename, __file__):
             self.outdated = f"{type(error).__name__}: {error}, at {last.name}:{last.lineno}"
+
+
+def _check_takes(wrong: Callable[..., Any], original: Callable[..., Any], *, name: str) -> None:
+    """Refuse a replacement that cannot be called as the original is.
+
+    Raises:
+        MutantError: If it has no place for an argument of the original.
+    """
+    kind = inspect.Parameter
+    taken, owed = (list(inspect.signature(each).parameters.values()) for each in (wrong, original))
+    takes_all = {one.kind for one in taken} & {kind.VAR_POSITIONAL, kind.VAR_KEYWORD}
+    missing: list[str] = []
+    if kind.VAR_KEYWORD not in takes_all:
+        names = {one.name for one in taken}
+        missing = [
+            one.name for one in owed if one.kind is kind.KEYWORD_ONLY and one.name not in names
+        ]
+    # The first place of a replacement is the original's.
+    by_place = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
+    places, wanted = (sum(one.kind in by_place for one in each) for each in (taken, owed))
+    if kind.VAR_POSITIONAL not in takes_all and places <= wanted:
+        missing.append(f"{wanted} arguments by place")
+    if missing:
+        raise MutantError(
+            f"expected a replacement that takes what {name} takes, got one without "
+            f"{', '.join(missing)}. Try to take it and hand it on."
+        )
