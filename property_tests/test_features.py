@@ -50,6 +50,7 @@ def test_what_must_not_matter_does_not(pool, scenario, data):
         param_order=data.draw(st.sampled_from(["registration", "reverse"])),
         overlap_grads=data.draw(st.booleans()),
         overlap_params=scenario.system.stage == 1 and data.draw(st.booleans()),
+        gather_chunk_elems=None,
     )
     other = replace(
         scenario,
@@ -79,6 +80,9 @@ def test_one_model_on_every_stage(pool, scenario, data):
     system = replace(scenario.system, overlap_params=None, partition="padded", redundancy=1)
     system = replace(system, state_over="block", reshard_ranks=None)
     system = replace(system, sum_by="reduce-scatter", gather_after_step=False)
+    system = replace(
+        system, reduce_buffer_elems=None, contiguous_grads=True, gather_chunk_elems=None
+    )
     plain = replace(system, prefetch=None, reshard_after_forward=True)
     family = [
         replace(plain, stage=0),
@@ -89,6 +93,7 @@ def test_one_model_on_every_stage(pool, scenario, data):
         replace(plain, stage=3, redundancy=copies, prefetch=data.draw(st.integers(0, 3))),
         replace(plain, stage=3, redundancy=copies, reshard_after_forward=False),
     ]
+    family += _through_buffers(plain, data)
     few = divisors(shared_by // copies)[1:-1]
     if few:
         keeping = data.draw(st.sampled_from(few))
@@ -99,6 +104,19 @@ def test_one_model_on_every_stage(pool, scenario, data):
     world = replace(scenario.world, order=order)
     for member in family:
         assert_not_wrong(replace(scenario, world=world, system=member), pool)
+
+
+def _through_buffers(plain, data):
+    """DeepSpeed's stages 1 and 2: one buffer or two, copied on arrival or together, in chunks."""
+    elems, chunk = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    partition = "uneven" if plain.align_elems == plain.align_bytes == 1 else "padded"
+    buffered = replace(plain, bucket_elems=None, reduce_buffer_elems=elems, partition=partition)
+    return [
+        replace(buffered, stage=1, overlap_grads=data.draw(st.booleans())),
+        replace(buffered, stage=1, sum_by="all-reduce", gather_chunk_elems=chunk),
+        replace(buffered, stage=2, sync="every", overlap_grads=data.draw(st.booleans())),
+        replace(buffered, stage=2, sync="every", contiguous_grads=False, gather_chunk_elems=chunk),
+    ]
 
 
 def _partition(system):

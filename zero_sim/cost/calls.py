@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration
+from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 
@@ -70,6 +71,28 @@ def planned_calls(
     sums = scenario.run.micro_batches if system.sync == "every" else 1
     for form in by_registration(sizes, scenario=scenario, rank=rank):
         calls += calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
+    for unit in grad_forms(sizes, scenario=scenario, rank=rank):
+        calls += calls_of_grads(unit, scenario=scenario, rank=rank, sums=sums)
+    return calls
+
+
+def calls_of_grads(
+    form: GradForm, *, scenario: Scenario, rank: int, sums: int
+) -> Counter[PlannedCall]:
+    """What reduces one reduce buffer's gradients in one step; arguments as `calls_of_bucket`."""
+    among = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
+    calls: Counter[PlannedCall] = Counter()
+    for kind, _, elems in form.sum_calls:
+        planned = PlannedCall(
+            kind=kind,
+            among="block",
+            ranks=among["block"],
+            elems=elems,
+            dtype=form.grad_dtype,
+            elem_bytes=form.grad_bytes,
+            purpose="sum",
+        )
+        calls[planned] += sums
     return calls
 
 
@@ -110,12 +133,14 @@ def calls_of_bucket(
     if not form.is_sharded:
         add(form.sum_call, "group", grads, "sum", sums)
         return calls
-    add(form.sum_call, "block", grads, "sum", sums)
+    if scenario.system.reduce_buffer_elems is None:
+        add(form.sum_call, "block", grads, "sum", sums)
     add(form.copies_call, "across", grads, "copies", sums)
     gathers, again = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     if form.regather_call is None:
         gathers, again = gathers + again, 0
-    add(form.gather_call, "block", params, "gather", gathers)
+    for call in form.gather_calls:
+        add(call, "block", params, "gather", gathers)
     add(form.regather_call, "few", params, "regather", again)
     add(form.spread_call, "across", params, "spread", 0 if skipped else 1)
     return calls

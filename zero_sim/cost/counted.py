@@ -55,7 +55,8 @@ class Model:
         Raises:
             UsageError: There would be very many buckets.
         """
-        bucket = self.scenario.system.bucket_elems
+        system = self.scenario.system
+        bucket = system.bucket_elems or system.reduce_buffer_elems
         if not self.counted or bucket is None or not self.sizes:
             return self.sizes
         (whole,) = self.sizes
@@ -99,8 +100,15 @@ class Model:
             chosen["redundancy"] = redundancy
         built = replace(scenario.system, **chosen)
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=scenario.topology.ep)
-        if built.stage not in (1, 2) and built.overlap_params:
-            built = replace(built, overlap_params=None)
+        if built.stage not in (1, 2):
+            built = replace(
+                built,
+                overlap_params=None if built.overlap_params else built.overlap_params,
+                reduce_buffer_elems=None,
+                contiguous_grads=True,
+                gather_chunk_elems=None,
+            )
+        _check_reduce_buffers(built)
         world = replace(scenario.world, size=size)
         return replace(self, scenario=replace(scenario, world=world, system=built))
 
@@ -121,6 +129,21 @@ def check_ranks(ranks: int, *, redundancy: int, stage: int, ep: int = 1) -> None
         raise UsageError(
             f"expected redundancy 1 with stage 0, which shards nothing, got {redundancy}. "
             "Try --stage 1."
+        )
+
+
+def _check_reduce_buffers(system: SystemSpec) -> None:
+    if system.reduce_buffer_elems is None:
+        return
+    if system.redundancy > 1:
+        raise UsageError(
+            f"expected redundancy 1 with reduce buffers, whose sums go on to no copies, got "
+            f"{system.redundancy}. Try --redundancy 1."
+        )
+    if system.stage == 2 and system.sync == "last":
+        raise UsageError(
+            "expected sync = 'every' with reduce buffers at stage 2, where no gradient stays for "
+            "the next micro-batch, got 'last'. Try --stage 1, or system.sync in the scenario."
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
+from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
 from zero_sim.cost.memory import bytes_held
 from zero_sim.cost.state import STATE_BYTES, state_names
 from zero_sim.scenario.overlap import overlaps_grads
@@ -75,7 +76,9 @@ def footprint_of(
         held=held,
         moments={
             "forward": {"gathered": _gathered_in_forward(forms, scenario=scenario)},
-            "backward": _in_backward(forms, scenario=scenario),
+            "backward": _in_backward(
+                forms, grad_forms(sizes, scenario=scenario, rank=rank), scenario=scenario
+            ),
             "step": {"staging": owned * _FP32_BYTES if needs_copies else 0},
         },
     )
@@ -114,9 +117,13 @@ def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> 
     return max((sum(kept[:index]) + each for index, each in enumerate(windows)), default=0)
 
 
-def _in_backward(forms: Sequence[BucketForm], *, scenario: Scenario) -> dict[str, int]:
+def _in_backward(
+    forms: Sequence[BucketForm], grads_sent: Sequence[GradForm], *, scenario: Scenario
+) -> dict[str, int]:
     """Whole params and gradients at the bucket at which both together take most."""
     system, run = scenario.system, scenario.run
+    if system.reduce_buffer_elems is not None:
+        return {"gathered": 0, "whole_gradients": _in_reduce_buffers(grads_sent, scenario)}
     params = [form.elems * form.param_bytes for form in forms]
     grads = [form.elems * form.grad_bytes for form in forms]
     if system.stage < 2:
@@ -136,6 +143,28 @@ def _in_backward(forms: Sequence[BucketForm], *, scenario: Scenario) -> dict[str
         }
         best = max(best, now, key=lambda each: sum(each.values()))
     return best
+
+
+def _in_reduce_buffers(forms: Sequence[GradForm], scenario: Scenario) -> int:
+    """Buffers, what is too long for them, and at stage 2 what waits to be copied together."""
+    system, turns = scenario.system, buffer_turns(scenario)
+    buffers: dict[tuple[str, str, int], int] = {}
+    in_flight = most = 0
+    for form in forms:
+        size = form.buffer_elems * form.grad_bytes
+        waiting = form.elems * form.grad_bytes
+        if system.contiguous_grads or system.stage == 1:
+            waiting = 0
+        if not form.has_own_memory:
+            buffers[form.kind, form.grad_dtype, form.turn % turns] = size
+            size = 0
+        fixed = sum(buffers.values()) + waiting
+        # New memory for what goes together is made once the last is out of flight.
+        most = max(most, fixed + size, fixed + in_flight)
+        if system.contiguous_grads:
+            most = max(most, fixed + in_flight + size)
+        in_flight = size if overlaps_grads(system) else 0
+    return most
 
 
 def _kept_until_backward(forms: Sequence[BucketForm]) -> list[int]:

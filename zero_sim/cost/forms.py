@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from zero_sim.scenario.kinds import kind_of
@@ -47,14 +48,45 @@ class ParamSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """Where a bucket is cut into shards."""
+
+    elems: int
+    shards: int
+    owner: int | None = None
+    """The shard that has all of it; None where they are as even as they can be."""
+
+    def start(self, shard: int) -> int:
+        """First element of a shard; of the one behind the last, the number of elements."""
+        if self.owner is not None:
+            return 0 if shard <= self.owner else self.elems
+        shortest, longer_count = divmod(self.elems, self.shards)
+        return shard * shortest + min(shard, longer_count)
+
+    def owners_of(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Shards that have some of a stretch of elements, and how many, in their order."""
+        shortest, longer_count = divmod(self.elems, self.shards)
+        first = self.owner or 0
+        if self.owner is None and start < stop:
+            # In the shards that are one longer, or behind them.
+            behind = start - longer_count * (shortest + 1)
+            first = start // (shortest + 1) if behind < 0 else longer_count + behind // shortest
+        while start < stop:
+            end = min(self.start(first + 1), stop)
+            if end > start:
+                yield first, end - start
+            start, first = max(start, end), first + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
     """One bucket with elements, as one rank sees it."""
 
     names: tuple[str, ...]
     """Its params, in registration order."""
     kind: str
-    names_with_elems: tuple[str, ...]
-    """Those of them that have elements."""
+    starts: tuple[tuple[str, int], ...]
+    """Those of them that have elements, and where each begins in it."""
     elems: int
     """With its padding."""
     payload_elems: int
@@ -84,10 +116,20 @@ class BucketForm:
     param_dtype: str
     """As the event log names it, `bfloat16`."""
     grad_dtype: str
+    cuts: Cuts
+    longest_elems: int
+    """The most that any of the ranks that shard it has in its place."""
+    chunk_elems: int | None = None
+    """Of what each rank has in its place, how much is gathered at a time; None for all."""
     keeping_ranks: int = 1
     """How many ranks keep the params between a forward and its backward."""
     kept_elems: int | None = None
     """What this rank then keeps of them; None where it keeps its part among all, or all."""
+
+    @property
+    def names_with_elems(self) -> tuple[str, ...]:
+        """Its params that have elements, in no order that matters."""
+        return tuple(name for name, _ in self.starts)
 
     @property
     def sum_call(self) -> Call:
@@ -111,9 +153,15 @@ class BucketForm:
         return (kind, self.replica_count, self.block_elems)
 
     @property
-    def gather_call(self) -> Call:
-        """The call that makes whole params of what the ranks of a block have."""
-        return self._gathered(self.group_size, self.block_elems)
+    def gather_calls(self) -> list[Call]:
+        """The calls that make whole params of what the ranks of a block have: one, or chunks."""
+        each = self.chunk_elems
+        if each is None:
+            return [self._gathered(self.group_size, self.block_elems)]
+        return [
+            self._gathered(self.group_size, max(0, min(each, self.block_elems - first)))
+            for first in range(0, self.longest_elems, each)
+        ]
 
     @property
     def regather_call(self) -> Call | None:
@@ -175,12 +223,9 @@ def bucket_forms(
         scenario: The case as its dp-cp group sees it.
         rank: Rank in that group.
     """
-    buffers: dict[tuple[str, str], list[ParamSize]] = {}
-    for size in sizes:
-        buffers.setdefault((size.kind, size.dtype), []).append(size)
     forms = [
         form
-        for members in buffers.values()
+        for members in by_buffer(sizes, scenario=scenario)
         for turn, bucket in enumerate(_cut(members, scenario=scenario))
         if (form := _form(bucket, scenario=scenario, rank=rank, turn=turn)).elems
     ]
@@ -191,6 +236,23 @@ def bucket_forms(
         replace(form, is_last=True) if first == last else form
         for form, first in zip(forms, firsts, strict=True)
     )
+
+
+def by_buffer(sizes: Sequence[ParamSize], *, scenario: Scenario) -> Sequence[Sequence[ParamSize]]:
+    """The params of each flat buffer, in registration order."""
+    by_group = scenario.system.buffers_by == "param-group"
+    buffers: dict[tuple[str, str, int], list[ParamSize]] = {}
+    for size in sizes:
+        group = _group_of(size.name, scenario=scenario) if by_group else 0
+        buffers.setdefault((size.kind, size.dtype, group), []).append(size)
+    return list(buffers.values())
+
+
+def _group_of(name: str, *, scenario: Scenario) -> int:
+    """The param group that steps a param: the first whose `match` its name ends with."""
+    groups = scenario.optimizer.groups
+    fitting = (index for index, group in enumerate(groups) if name.endswith(group.match))
+    return next(fitting, len(groups))
 
 
 def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[ParamSize]]:
@@ -224,18 +286,14 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
     elif system.partition == "rows":
         unit = shards * max(size.row_elems for size in bucket if size.elems or len(bucket) == 1)
         elems = -(-payload // unit) * unit
-    shortest, longer_count = divmod(elems, shards)
     # Of the shards of a place in its block each block has one, in their order.
     shard = place % group_size * parts + place // group_size % parts if system.stage else 0
     has_one_owner = system.partition == "one-owner"
-    first = shard - shard % parts
-
-    def start(index: int) -> int:
-        if has_one_owner:
-            return 0 if index <= turn % shards else elems
-        return index * shortest + min(index, longer_count)
-
+    cuts = Cuts(elems=elems, shards=shards, owner=turn % shards if has_one_owner else None)
+    first, start = shard - shard % parts, cuts.start
     grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
+    # As it lies in the buffer; the names are told in registration order.
+    placed = list(zip(bucket, accumulate((s.elems for s in bucket), initial=0), strict=False))
     members = _in_order(bucket, scenario=scenario)
     keeping, kept_elems = system.reshard_ranks, None
     if keeping is not None:
@@ -245,7 +303,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
     return BucketForm(
         names=tuple(size.name for size in members),
         kind=bucket[0].kind,
-        names_with_elems=tuple(size.name for size in members if size.elems),
+        starts=tuple((size.name, before) for size, before in placed if size.elems),
         elems=elems,
         payload_elems=payload,
         shard_elems=start(shard + 1) - start(shard),
@@ -253,13 +311,18 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         block_elems=start(first + parts) - start(first),
         group_size=group_size,
         replica_count=system.redundancy,
-        is_even=longer_count == 0,
+        is_even=elems % shards == 0,
         has_one_owner=has_one_owner,
         is_sharded=system.stage > 0,
         is_summed_whole=system.sum_by == "all-reduce",
         is_cut_across=parts > 1,
         is_last=False,
         param_bytes=param_bytes,
+        cuts=cuts,
+        longest_elems=start(parts),
+        chunk_elems=None
+        if system.gather_chunk_elems is None
+        else max(1, system.gather_chunk_elems // group_size),
         keeping_ranks=keeping or 1,
         kept_elems=kept_elems,
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,

@@ -31,6 +31,7 @@ from itertools import chain, islice, pairwise
 from operator import attrgetter
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration, in_words
+from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
@@ -54,6 +55,15 @@ class _Timed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Sum:
+    """What is reduced together: a bucket, or what a reduce buffer takes."""
+
+    names: Sequence[str]
+    """Of its params that have elements."""
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
     """What is known of one rank."""
 
@@ -63,6 +73,8 @@ class _Rank:
     """In its program's order."""
     forms: Sequence[BucketForm]
     """Buckets, by the first registered param of each."""
+    sums: Sequence[_Sum]
+    """What backward reduces, in the order in which it is expected to be complete."""
     scenario: Scenario
     issues: Sequence[int]
     """When any rank issued each call of the log."""
@@ -116,16 +128,24 @@ def check_overlap(
     issues = [time for time, moment in enumerate(log.moments) if moment.what == "issue"]
     calls = _calls_of_ranks(log)
     for index, hook_trace in hook_traces.items():
+        forms = by_registration(sizes[index], scenario=scenario, rank=index)
         rank = _Rank(
             world_rank=world_ranks[index],
             hook_trace=hook_trace,
             calls=calls.get(world_ranks[index], ()),
-            forms=by_registration(sizes[index], scenario=scenario, rank=index),
+            forms=forms,
+            sums=_sums_of(forms, grad_forms(sizes[index], scenario=scenario, rank=index)),
             scenario=scenario,
             issues=issues,
         )
         found.extend(islice(chain(_check_sums(rank), _check_gathers(rank)), 1))
     yield from sorted(found, key=lambda finding: finding.step or 0)[:1]
+
+
+def _sums_of(forms: Sequence[BucketForm], grads: Sequence[GradForm]) -> list[_Sum]:
+    if grads:
+        return [_Sum(names=form.names, calls=form.sum_calls) for form in grads]
+    return [_Sum(names=form.names_with_elems, calls=[form.sum_call]) for form in reversed(forms)]
 
 
 def _calls_of_ranks(log: EventLog) -> dict[int, list[_Timed]]:
@@ -152,7 +172,9 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
             continue
         if stage < 3:
             yield from _check_issued(rank, step=step, micro=micro, arrivals=arrivals)
-        if stage < 2:
+        if rank.scenario.system.reduce_buffer_elems is not None:
+            yield from _check_one_ahead(rank, step=step, micro=micro, stop=arrivals[-1].time)
+        elif stage < 2:
             yield from _check_waits(rank, step=step, micro=micro, stop=arrivals[-1].time)
             yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
         elif rank.scenario.system.redundancy == 1:
@@ -167,18 +189,21 @@ def _check_issued(
     issued: dict[Call, list[int]] = {}
     for call in made:
         issued.setdefault(call.call, []).append(call.issued)
-    for when, form in _due(rank, step=step, arrivals=arrivals):
+    for when, due in _due(rank, step=step, arrivals=arrivals):
         if when + 1 == len(arrivals):
             break
-        following, times = arrivals[when + 1], issued.get(form.sum_call, [])
-        if not times or times.pop(0) >= following.time:
+        following = arrivals[when + 1]
+        for call in due.calls:
+            times = issued.get(call, [])
+            if times and times.pop(0) < following.time:
+                continue
             yield rank.finding(
-                f"{in_words(form.sum_call)}, which reduces the bucket of {_some(form.names)}, was "
-                f"due in micro-batch {micro}, but not issued before the next gradient arrived, "
-                f"that of {_some(sorted(following.names))}",
+                f"{in_words(call)}, which reduces the bucket of {_some(due.names)}, was due in "
+                f"micro-batch {micro}, but not issued before the next gradient arrived, that of "
+                f"{_some(sorted(following.names))}",
                 step=step,
                 phase=Phase.BACKWARD,
-                param=form.names[0],
+                param=due.names[0],
                 span=(start, following.time),
             )
             return
@@ -208,7 +233,7 @@ def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[F
 def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[Finding]:
     """No reduction is waited for before the next one is to be issued, or the last gradient came."""
     start = rank.hook_trace.starts[step, micro]
-    sums = {form.sum_call for form in rank.forms}
+    sums = {call for each in rank.sums for call in each.calls}
     made = [call for call in rank.issued_in(start, stop) if call.call in sums]
     arrived = rank.hook_trace.arrivals[step, micro]
     for call, following in pairwise(made):
@@ -251,22 +276,20 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
         )
 
 
-def _due(
-    rank: _Rank, *, step: int, arrivals: Sequence[HookEvent]
-) -> Iterator[tuple[int, BucketForm]]:
-    """The buckets that are due within a backward, and with which arrival each became so."""
+def _due(rank: _Rank, *, step: int, arrivals: Sequence[HookEvent]) -> Iterator[tuple[int, _Sum]]:
+    """What is due to be reduced within a backward, and with which arrival it became so."""
     spans = rank.scenario.model.freeze
     frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
     when = {name: index for index, event in enumerate(arrivals) for name in event.names}
     due = -1
-    for form in reversed(rank.forms):
-        for name in form.names_with_elems:
+    for each in rank.sums:
+        for name in each.names:
             if name in frozen:
                 continue
             if name not in when:
                 return
             due = max(due, when[name])
-        yield due, form
+        yield due, each
 
 
 def _check_gathers(rank: _Rank) -> Iterator[Finding]:

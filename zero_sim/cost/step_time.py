@@ -9,11 +9,13 @@ left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from zero_sim.cost.calls import Purpose, calls_of_bucket, planned_calls
+from zero_sim.cost.calls import PlannedCall, Purpose, calls_of_bucket, calls_of_grads, planned_calls
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
+from zero_sim.cost.grad_forms import grad_forms
 from zero_sim.cost.network import Network, route_of, seconds_of, sent_elems
 from zero_sim.cost.traffic import WorldRanks, world_ranks_of
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
@@ -172,6 +174,7 @@ def step_time(
         if key not in known:
             known[key] = _costs_of(form, scenario, rank=rank, network=network, place=place)
         costs.append(known[key])
+    costs = _with_grad_units(costs, sizes, scenario, rank=rank, network=network, place=place)
     few = sum(
         count * _seconds(call.kind, call.bytes, place(call.among, call.ranks), network=network)
         for call, count in planned_calls((), scenario=scenario, rank=rank).items()
@@ -188,22 +191,53 @@ def step_time(
 
 
 def _unnamed(form: BucketForm) -> BucketForm:
-    return replace(form, names=(), names_with_elems=())
+    return replace(form, names=(), starts=())
 
 
 def _costs_of(
     form: BucketForm, scenario: Scenario, *, rank: int, network: Network, place: WorldRanks
 ) -> _Costs:
     calls = calls_of_bucket(form, scenario=scenario, rank=rank, sums=1)
-    moves = {
-        call.purpose: _seconds(
-            call.kind, call.bytes, place(call.among, call.ranks), network=network
-        )
-        for call in calls
-    }
+    # Each call once, however often a step repeats it; chunks are as many calls.
+    once = {call: 1 if form.chunk_elems is None else count for call, count in calls.items()}
+    moves = _moves(Counter(once), network=network, place=place)
     compute = network.compute
     forward = 0.0 if compute is None else compute.forward_seconds(form.payload_elems)
     return _Costs(moves=moves, forward=forward)
+
+
+def _with_grad_units(
+    costs: Sequence[_Costs],
+    sizes: Sequence[ParamSize],
+    scenario: Scenario,
+    *,
+    rank: int,
+    network: Network,
+    place: WorldRanks,
+) -> list[_Costs]:
+    """Add what goes through reduce buffers to the bucket of the last gradient of each."""
+    buckets = by_registration(sizes, scenario=scenario, rank=rank)
+    index_of = {name: index for index, form in enumerate(buckets) for name in form.names}
+    added = list(costs)
+    for form in grad_forms(sizes, scenario=scenario, rank=rank):
+        calls = calls_of_grads(form, scenario=scenario, rank=rank, sums=1)
+        seconds = _moves(calls, network=network, place=place)["sum"]
+        index = index_of[form.names[-1]]
+        moves: dict[Purpose, float] = dict(added[index].moves)
+        moves["sum"] = moves.get("sum", 0.0) + seconds
+        added[index] = replace(added[index], moves=moves)
+    return added
+
+
+def _moves(
+    calls: Counter[PlannedCall], *, network: Network, place: WorldRanks
+) -> dict[Purpose, float]:
+    """Seconds of calls by what they are for, one after another."""
+    moves: dict[Purpose, float] = {}
+    for call, count in calls.items():
+        seconds = _seconds(call.kind, call.bytes, place(call.among, call.ranks), network=network)
+        moves[call.purpose] = moves.get(call.purpose, 0.0) + count * seconds
+    return moves
 
 
 def _seconds(kind: str, contributed: int, ranks: Sequence[int], *, network: Network) -> float:

@@ -11,6 +11,7 @@ from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec
+from zero_sim.targets.torch.optim import group_index
 from zero_sim.workloads import build_module, build_workload
 
 _MODELS_KEPT = 512
@@ -30,6 +31,9 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
     shard_counts = {"dense": holders, "expert": holders // topology.ep}
     plans: list[BufferPlan] = []
     specs = param_specs(scenario.model, ep=topology.ep)
+    if system.buffers_by == "param-group":
+        of = scenario.optimizer
+        specs = tuple(replace(spec, group=group_index(of, spec.name)) for spec in specs)
     for kind in dict.fromkeys(spec.kind for spec in specs):
         policy = LayoutPolicy(
             shard_count=1 if system.stage == 0 else shard_counts[kind] // state_copies(system),

@@ -116,6 +116,9 @@ def _cases(
             micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
         ),
     )
+    if swarm.on("buffers by group", fits=bool(scenario.optimizer.groups)):
+        system = replace(system, buffers_by="param-group")
+        scenario = replace(scenario, system=system)
     if scenario.optimizer.loss_scale is not None and swarm.on("overflow", fits=steps_max > 1):
         scenario = draw(_overflowing(scenario, steps_max=steps_max))
     if reload and scenario.run.steps > 1 and swarm.on("reload"):
@@ -219,6 +222,9 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
         reshard_ranks=None,
         sum_by="reduce-scatter",
         gather_after_step=False,
+        reduce_buffer_elems=None,
+        contiguous_grads=True,
+        gather_chunk_elems=None,
     )
     if system.divide_by == "tokens":
         system = replace(system, divide_by="ranks")

@@ -117,9 +117,11 @@ def systems(
     """
     swarm = swarm or Swarm(draw)
     stage = draw(_stages(swarm))
-    copies = divisors(ranks)[1:]
+    buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
+    copies = [] if buffered else divisors(ranks)[1:]
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
-    sync = "every" if swarm.on("sync every") else "last"
+    # At stage 2 nothing stays behind in them for the next micro-batch.
+    sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
     divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
     # The number of rows is known only behind the last micro-batch.
     counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
@@ -133,6 +135,7 @@ def systems(
     )
     across = swarm.on("state over all", fits=bool(stage and copies))
     few = divisors(ranks // redundancy)[1:-1]
+    in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
     keeps_all = swarm.on("kept after forward", fits=stage == 3)
     return SystemSpec(
         stage=stage,
@@ -149,12 +152,15 @@ def systems(
         # Where nothing is said, what has buckets overlaps.
         overlap_grads=draw(st.booleans()) if swarm.on("overlap grads") else None,
         overlap_params=draw(st.booleans())
-        if swarm.on("overlap params", fits=stage in (1, 2))
+        if swarm.on("overlap params", fits=stage in (1, 2) and not in_chunks)
         else None,
         sum_by="all-reduce"
         if swarm.on("summed to all", fits=stage > 0 and not across)
         else "reduce-scatter",
         gather_after_step=swarm.on("gathered after step", fits=stage == 3),
+        reduce_buffer_elems=draw(bucket_sizes(sizes)) if buffered else None,
+        contiguous_grads=not swarm.on("not contiguous", fits=buffered),
+        gather_chunk_elems=draw(st.integers(1, max(2, sum(sizes)))) if in_chunks else None,
         prefetch=draw(st.sampled_from(_PREFETCHES))
         if swarm.on("prefetch", fits=stage == 3)
         else None,
@@ -227,11 +233,18 @@ def reloads(
         partition = draw(st.sampled_from(["padded", "uneven", "one-owner"]))
     elif stage == 0:
         partition = "padded"
+    after = system.stage if stage is None else stage
+    could = after == 1 or (after == 2 and system.sync == "every")
+    buffered = swarm.on("other reduce buffers", fits=could)
+    if buffered or (system.reduce_buffer_elems is not None and after in (1, 2)):
+        redundancy = 1
     if buckets not in (None, 1) and partition is None and system.partition == "rows":
         partition = "one-owner"
     cuts = redundancy > 1 and system.sum_by == "reduce-scatter"
     others: list[Literal["block", "all"]] = ["all", "block"]
     over = others[system.state_over == "all"] if swarm.on("other state over", fits=cuts) else None
+    if partition == "one-owner" and system.gather_chunk_elems is not None:
+        partition = "uneven"
     return ReloadSpec(
         step=draw(st.integers(1, steps - 1)),
         form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
@@ -243,6 +256,7 @@ def reloads(
         state_over=over,
         bucket_elems=buckets,
         partition=partition,
+        reduce_buffer_elems=draw(bucket_sizes(sizes)) if buffered else None,
         param_order=_other_order(system) if swarm.on("other param order") else None,
     )
 
@@ -252,6 +266,8 @@ def _other_stages(draw: st.DrawFn, system: SystemSpec, swarm: Swarm) -> Stage | 
     # Only stages 1 and 2 gather all params after a step, so that a case which overlaps that cannot
     # become another.
     kept = (1, 2) if system.overlap_params else (0, 1, 2, 3)
+    if system.reduce_buffer_elems is not None and system.sync == "last":
+        kept = tuple(stage for stage in kept if stage != 2)
     others = [stage for stage in swarm.able.stages if stage in kept and stage != system.stage]
     return draw(st.sampled_from(others)) if others else None
 

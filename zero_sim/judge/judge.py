@@ -17,6 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from zero_sim.cost.forms import ParamSize
+from zero_sim.cost.grad_peaks import GradPeakWatch
 from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory import bytes_held, check_memory
 from zero_sim.cost.peaks import PeakWatch
@@ -87,7 +88,7 @@ class Judge:
         self.sizes: dict[int, Sequence[ParamSize]] = {}
         """What each rank trains, if it is one that closed forms hold for."""
         self.hook_traces: dict[int, HookTrace] = {}
-        self._peaks: dict[int, PeakWatch] = {}
+        self._peaks: dict[int, PeakWatch | GradPeakWatch] = {}
         """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
         self._observed = dict.fromkeys(ranks, first_step - 1)
@@ -214,7 +215,7 @@ class Judge:
         sizes: Sequence[ParamSize],
         *,
         hook_trace: HookTrace | None = None,
-        peaks: PeakWatch | None = None,
+        peaks: PeakWatch | GradPeakWatch | None = None,
     ) -> None:
         """Hold a rank to the closed forms of its stage.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zero_sim.layout.grad_plan import GradUnitPlan, plan_grad_units
 from zero_sim.layout.integers import ceil_div, exact_div, round_up
 from zero_sim.layout.partition import Partition, PartitionRule
 from zero_sim.layout.plan import BucketPlan, BufferKey, BufferPlan, Fragment, PlacedParam
@@ -14,6 +15,7 @@ __all__ = [
     "BufferKey",
     "BufferPlan",
     "Fragment",
+    "GradUnitPlan",
     "LayoutPolicy",
     "ParamOrder",
     "ParamSpec",
@@ -24,5 +26,6 @@ __all__ = [
     "ceil_div",
     "exact_div",
     "plan_buffers",
+    "plan_grad_units",
     "round_up",
 ]

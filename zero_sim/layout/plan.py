@@ -1,7 +1,7 @@
 """The layout as data: where every param, bucket and shard lies, and who owns which element.
 
-A *buffer* is the flat memory of all params of one kind and dtype. It is cut into *buckets*, the
-units of communication; a bucket holds whole params and then padding. A bucket is cut into
+A *buffer* is the flat memory of all params of one kind, dtype and group. It is cut into *buckets*,
+the units of communication; a bucket holds whole params and then padding. A bucket is cut into
 *shards*, one a rank, without regard for where params begin or end; the part of a param inside one
 shard is a *fragment*. Padding lies in a shard but belongs to nobody. The *partition* says how long
 each shard is (`zero_sim.layout.partition`).
@@ -27,9 +27,12 @@ class BufferKey:
 
     kind: str
     dtype: str
+    group: int = 0
+    """Number of the param group, where each has buffers of its own."""
 
     def __str__(self) -> str:
-        return f"{self.kind}/{self.dtype}"
+        of_group = f"/group {self.group}" if self.group else ""
+        return f"{self.kind}/{self.dtype}{of_group}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from zero_sim.layout.span import Span
 
 
 def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[BufferPlan, ...]:
-    """Place params into one buffer for each (kind, dtype).
+    """Place params into one buffer for each (kind, dtype, group).
 
     Every rank that is given the same params and policy computes the same plan, which is what lets
     ranks agree on collectives without talking to each other.
@@ -45,7 +45,9 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
                 f"A tied param is one param: list it once."
             )
         names.add(spec.name)
-        groups.setdefault(BufferKey(kind=spec.kind, dtype=spec.dtype), []).append(spec)
+        groups.setdefault(BufferKey(kind=spec.kind, dtype=spec.dtype, group=spec.group), []).append(
+            spec
+        )
     if not groups:
         raise LayoutError("expected at least one param to lay out, got none.")
     return tuple(_plan_buffer(key, specs, policy=policy) for key, specs in groups.items())

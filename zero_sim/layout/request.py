@@ -31,6 +31,8 @@ class ParamSpec:
     """Name of the dtype, such as `bf16`; only compared, unless the policy aligns to bytes."""
     kind: str = "dense"
     """Which ranks share the param, such as `dense` or `expert`; only ever compared."""
+    group: int = 0
+    """Which param group it is of, where each has buffers of its own; only ever compared."""
 
     def __post_init__(self) -> None:
         if not all(_is_count(dim) for dim in self.shape):

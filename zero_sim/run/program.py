@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_sim.cost.forms import ParamSize, sizes_of
+from zero_sim.cost.grad_peaks import GradPeakWatch, watch_grad_peaks
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
 from zero_sim.cost.peaks import PeakWatch, watch_peaks
 from zero_sim.errors import ProtocolError, UsageError
@@ -179,8 +181,8 @@ class _Built:
     """What it trains."""
     hook_trace: HookTrace | None
     """What it does between its calls, where it is held to costs and overlaps anything."""
-    peaks: PeakWatch | None
-    """What it holds within a step, where its stage shards gradients and it tells."""
+    peaks: PeakWatch | GradPeakWatch | None
+    """What it holds within a step, where gradients come and go and it tells."""
 
 
 def _build(
@@ -214,11 +216,15 @@ def _build(
     if clock is not None and overlaps and engine.costed is not None:
         with harness_time(pause_clock):
             hook_trace = record_hooks(module, names=names, clock=clock)
-    peaks = None
-    if scenario.system.stage >= 2 and isinstance(engine.costed, PeakEngine):
+    peaks: PeakWatch | GradPeakWatch | None = None
+    watch = None
+    if scenario.system.reduce_buffer_elems is not None:
+        watch = watch_grad_peaks
+    elif scenario.system.stage >= 2:
+        watch = partial(watch_peaks, module)
+    if watch is not None and isinstance(engine.costed, PeakEngine):
         with harness_time(pause_clock):
-            peaks = watch_peaks(
-                module,
+            peaks = watch(
                 names=names,
                 sizes=sizes,
                 scenario=scenario,

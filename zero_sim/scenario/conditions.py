@@ -385,6 +385,60 @@ CONDITIONS = (
         holds_after=True,
     ),
     Condition(
+        reads=("system.reduce_buffer_elems", "system.stage"),
+        broken=lambda s: s.system.reduce_buffer_elems is not None and s.system.stage not in (1, 2),
+        message="reduce buffers are of stages 1 and 2, whose params are whole and whose gradients "
+        "have owners, got {got}.",
+        suggestion="Leave it out, or write stage = 2.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.reduce_buffer_elems", "system.redundancy"),
+        broken=lambda s: s.system.reduce_buffer_elems is not None and s.system.redundancy > 1,
+        message="expected one copy of the state, as sums end with one owner and go on to no "
+        "copies, got {got} with system.redundancy.",
+        suggestion="Leave either out.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.reduce_buffer_elems", "system.stage", "system.sync"),
+        broken=lambda s: (
+            s.system.reduce_buffer_elems is not None
+            and s.system.stage == 2
+            and s.system.sync == "last"
+        ),
+        message="at stage 2 gradients leave as backward goes, and none stays for the next "
+        'micro-batch, got {got} with system.sync = "last".',
+        suggestion='Write sync = "every", or stage = 1.',
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.gather_chunk_elems", "system.stage"),
+        broken=lambda s: s.system.gather_chunk_elems is not None and s.system.stage not in (1, 2),
+        message="only stages 1 and 2 gather all params at a time, which chunks cut up, got {got}.",
+        suggestion="Leave it out, or write stage = 1.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.gather_chunk_elems", "system.overlap_params"),
+        broken=lambda s: (
+            s.system.gather_chunk_elems is not None and s.system.overlap_params is True
+        ),
+        message="one chunk's memory serves all of them in turn, which no forward can overlap, "
+        "got {got} with system.overlap_params.",
+        suggestion="Leave either out.",
+    ),
+    Condition(
+        reads=("system.gather_chunk_elems", "system.partition"),
+        broken=lambda s: (
+            s.system.gather_chunk_elems is not None and s.system.partition == "one-owner"
+        ),
+        message="expected a partition that gives every rank a stretch of each bucket, got {got} "
+        'with partition = "one-owner".',
+        suggestion="Leave it out, and write a smaller bucket_elems.",
+        holds_after=True,
+    ),
+    Condition(
         reads=("reload.step", "run.steps"),
         broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
         message="expected at least one step before the checkpoint and one after it, got {got}.",

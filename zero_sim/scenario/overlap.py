@@ -13,10 +13,11 @@ def overlaps_grads(system: SystemSpec) -> bool:
 def overlaps_params(system: SystemSpec) -> bool:
     """Whether params are gathered under forward; of its own accord with buckets.
 
-    Only where all params are gathered after a step: stages 1 and 2.
+    Only where all params are gathered after a step, stages 1 and 2, and not in chunks.
     """
     if system.overlap_params is None:
-        return _has_buckets(system) and system.stage in (1, 2)
+        in_chunks = system.gather_chunk_elems is not None
+        return _has_buckets(system) and system.stage in (1, 2) and not in_chunks
     return system.overlap_params
 
 

@@ -19,6 +19,7 @@ _PATHS = {
     "bucket_elems": "system.bucket_elems",
     "partition": "system.partition",
     "param_order": "system.param_order",
+    "reduce_buffer_elems": "system.reduce_buffer_elems",
 }
 """What a reload can change: its field, and the path of what it takes the place of."""
 
@@ -50,6 +51,10 @@ def after_reload(scenario: Scenario) -> Scenario:
                 reshard_after_forward=True,
                 reshard_ranks=None,
                 gather_after_step=False,
+            )
+        if system.stage not in (1, 2):
+            system = dataclasses.replace(
+                system, reduce_buffer_elems=None, contiguous_grads=True, gather_chunk_elems=None
             )
         if not system.stage:
             system = dataclasses.replace(system, state_over="block", sum_by="reduce-scatter")

@@ -244,6 +244,20 @@ class SystemSpec:
     ranks, of which each keeps its shard."""
     gather_after_step: bool = False
     """With stage 3: whether params are gathered once more after the step, and freed."""
+    reduce_buffer_elems: int | None = None
+    """With stages 1 and 2: elements of the buffers into which gradients are copied as backward
+    gives them, each owner's part of which is then reduced to it; one, or two in turn where
+    `overlap_grads` is true. Longer gradients go by themselves. Absent for gradients that are
+    reduced bucket by bucket."""
+    contiguous_grads: bool = True
+    """With `reduce_buffer_elems`: whether a gradient is copied when it comes; else those that go
+    together are when the last of them is there, into new memory."""
+    gather_chunk_elems: int | None = None
+    """With stages 1 and 2: most elements, over all ranks, that one call gathers of a bucket; absent
+    for all of it."""
+    buffers_by: Literal["dtype", "param-group"] = "dtype"
+    """What params of one flat buffer have in common: kind and dtype, or their group in
+    `optimizer.groups` as well."""
     prefetch: int | None = None
     """With stage 3: how many further buckets are gathered ahead of their use, forward and backward;
     absent for 1."""
@@ -426,6 +440,8 @@ class ReloadSpec:
     """Partition after it."""
     param_order: Literal["registration", "reverse"] | None = None
     """Order of params after it."""
+    reduce_buffer_elems: int | None = None
+    """Elements of the reduce buffers after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -169,6 +169,24 @@ UNUSED = (
         ),
     ),
     Unused(
+        path="system.contiguous_grads",
+        reads=("system.reduce_buffer_elems", "reload"),
+        is_used=lambda scenario: scenario.system.reduce_buffer_elems is not None,
+        why=lambda scenario: (
+            "expected reduce buffers, into which gradients are copied",
+            "there is no system.reduce_buffer_elems",
+        ),
+    ),
+    Unused(
+        path="system.buffers_by",
+        reads=("optimizer.groups",),
+        is_used=lambda scenario: bool(scenario.optimizer.groups),
+        why=lambda scenario: (
+            "expected param groups, each of which has buffers of its own",
+            "there are no optimizer.groups",
+        ),
+    ),
+    Unused(
         path="topology.order",
         reads=("topology.tp", "topology.cp", "topology.pp", "world.size", "reload"),
         is_used=lambda scenario: _axes(scenario) > 1,

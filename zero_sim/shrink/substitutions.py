@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from zero_sim.scenario.spec import (
     FreezeSpec,
@@ -40,7 +40,9 @@ def one_world(scenario: Scenario) -> Scenario:
     after = scenario.reload
     if after is None:
         return scenario
-    names = ("stage", "redundancy", "bucket_elems", "partition", "param_order")
+    names = (
+        "stage", "redundancy", "bucket_elems", "partition", "param_order", "reduce_buffer_elems"
+    )  # fmt: skip
     system = {name: getattr(after, name) for name in names if getattr(after, name) is not None}
     return repaired(
         replace(
@@ -83,10 +85,18 @@ def _staged(stage: Literal[0, 1, 2]) -> Change:
             reshard_ranks=None,
             gather_after_step=False,
             sum_by=scenario.system.sum_by if stage else "reduce-scatter",
+            **({} if stage else _WITHOUT_BUFFERS),
         )
         return replace(scenario, system=system)
 
     return change
+
+
+_WITHOUT_BUFFERS: dict[str, Any] = {
+    "reduce_buffer_elems": None,
+    "contiguous_grads": True,
+    "gather_chunk_elems": None,
+}
 
 
 def _both(first: Change, second: Change) -> Change:

@@ -85,6 +85,13 @@ def memory_of(
                 yield from (("params", member.param) for member in unit.members)
             elif unit.frees_params and unit.params is not None:
                 yield "gathered", unit.params
+    yield from (("whole_gradients", memory) for memory in ddp.reduce_buffers())
+    for grad_unit in ddp.grad_units:
+        if grad_unit.storage.whole is not None:
+            yield "whole_gradients", grad_unit.storage.whole
+        for param in () if grad_unit.grads_stay else grad_unit.params:
+            if param.grad is not None:
+                yield "whole_gradients", param.grad
     yield from (("masters", shard) for shard in optimizer.master_shards.values())
     for state in optimizer.inner.state.values():
         for name, value in state.items():
@@ -103,9 +110,17 @@ def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
     Returns:
         As `PeakEngine.whole_bytes`.
     """
+    for grad_unit in ddp.grad_units:
+        held: list[object] = list(vars(grad_unit.storage).values())
+        if not grad_unit.grads_stay:
+            held += [param.grad for param in grad_unit.params]
+        yield "gradients", grad_unit.slices[0].memory.name, _bytes_of(held)
+    if ddp.grad_units:
+        first = ddp.grad_units[0].slices[0].memory.name
+        yield "reduce buffers", first, _bytes_of(ddp.reduce_buffers())
     for buffer in ddp.buffers:
         for unit in buffer.units:
-            name = unit.members[0].name
+            name = next(member.name for member in unit.members if member.param.numel())
             params = [member.param for member in unit.members]
             if unit.frees_grads:
                 grads = [getattr(param, "main_grad", None) for param in params]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +36,7 @@ from zero_sim.zero import (
     OwnedFragment,
     ZeroConfig,
 )
+from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.groups import (
     build_expert_groups,
     build_model_parallel_group,
@@ -86,14 +89,34 @@ def kind_of(name: str, tensor: Tensor) -> str:
     return "expert" if is_expert(name) else "dense"
 
 
-def _reduced_by(
-    bucket: BucketPlan, *, config: ZeroConfig
-) -> Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"]:
-    if not config.sharding.state or config.sum_by == "all-reduce":
-        return "all_reduce"
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """The call that sums a fragment over the ranks."""
+
+    kind: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"]
+    elems: int
+    offset: int
+    """Of the fragment among them."""
+
+
+def _reduction_of(
+    owned: OwnedFragment, *, bucket: BucketPlan, config: ZeroConfig, alone: GradUnit | None
+) -> _Reduction:
+    """How a fragment is summed: with its bucket, or where its gradient goes alone, with those."""
+    to_all = not config.sharding.state or config.sum_by == "all-reduce"
+    if alone is not None:
+        own = next(each.own for each in alone.slices if each.memory.name == owned.param)
+        if to_all:
+            return _Reduction("all_reduce", alone.plan.numel, own.start)
+        run = next(run for run in alone.plan.runs if run.span.contains(own))
+        return _Reduction("reduce", run.span.numel, own.start - run.span.start)
+    elems, offset = bucket.span.numel, owned.in_buffer.start - bucket.span.start
+    if to_all:
+        return _Reduction("all_reduce", elems, offset)
     if bucket.partition.owner is not None:
-        return "reduce"
-    return "reduce_scatter" if bucket.is_even else "reduce_scatter_list"
+        return _Reduction("reduce", elems, offset)
+    kind = "reduce_scatter" if bucket.is_even else "reduce_scatter_list"
+    return _Reduction(kind, elems, offset)
 
 
 def _reshard_of(system: SystemSpec) -> bool | int:
@@ -127,7 +150,12 @@ class ZeroSimEngine:
             reshard_after_forward=_reshard_of(system),
             sum_by=system.sum_by,
             gather_after_step=system.gather_after_step,
+            reduce_buffer_elems=system.reduce_buffer_elems,
+            contiguous_grads=system.contiguous_grads,
+            gather_chunk_elems=system.gather_chunk_elems,
         )
+        by_group = system.buffers_by == "param-group"
+        group_of = partial(group_index, spec) if spec.groups else None
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
         reshard = _reshard_of(system)
         topology = topology_of(scenario)
@@ -150,12 +178,13 @@ class ZeroSimEngine:
             reshard_group=build_reshard_group(shard_group, reshard=reshard),
             kind_of=kind_of,
             kind_groups=kind_groups,
+            buffer_of=group_of if by_group else None,
         )
         scale = spec.loss_scale
         self._optimizer = DistributedOptimizer(
             self._ddp,
             optim_factory=build_optim_factory(spec),
-            group_of=(lambda name: group_index(spec, name)) if spec.groups else None,
+            group_of=group_of,
             clip_norm=spec.clip_norm,
             clip_value=spec.clip_value,
             loss_scaler=None
@@ -246,8 +275,12 @@ class ZeroSimEngine:
         if place is None:
             buffer = self._ddp.buffers[owned.buffer]
             bucket = buffer.plan.buckets[owned.bucket]
-            unit = buffer.unit_of(self._ddp.params[owned.param])
+            param = self._ddp.params[owned.param]
+            unit = buffer.unit_of(param)
             assert unit is not None
+            reduction = _reduction_of(
+                owned, bucket=bucket, config=self._ddp.config, alone=self._ddp.grad_unit_of(param)
+            )
             shard = unit.block_span.shift(bucket.span.start)
             part = unit.own_span.shift(bucket.span.start)
             parts = unit.part_count
@@ -263,9 +296,9 @@ class ZeroSimEngine:
                 part=owned.shard % parts if parts > 1 else None,
                 part_start=part.start,
                 part_stop=part.stop,
-                reduced_by=_reduced_by(bucket, config=self._ddp.config),
-                call_elems=bucket.span.numel,
-                call_offset=owned.in_buffer.start - bucket.span.start,
+                reduced_by=reduction.kind,
+                call_elems=reduction.elems,
+                call_offset=reduction.offset,
                 buffer=owned.buffer,
                 bucket_start=bucket.span.start,
                 bucket_stop=bucket.span.stop,

@@ -244,7 +244,8 @@ class PeakEngine(CostedEngine, Protocol):
 
         Returns:
             `gradients` or `params`; the name of a param of the bucket; and the bytes of all memory
-            that holds them, each once. A bucket of which nothing is whole may be left out.
+            that holds them, each once. A bucket of which nothing is whole may be left out. With
+            `reduce_buffer_elems` gradients by what is reduced together, and all `reduce buffers`.
         """
         ...
 

@@ -52,6 +52,7 @@ class Buffer:
         reshard_group: As in `KindGroups`.
         sums_whole: Whether gradients are summed to all ranks of `group`, each of which keeps its
             shards.
+        gather_chunk_elems: As in `Unit`.
         grad_dtype: Dtype of the gradients.
         scales: Of each fp8 param its scale, 0D fp32, in the module's own memory.
         accumulate_sums: Whether sums of several micro-batches are added up, in memory of their own
@@ -68,6 +69,7 @@ class Buffer:
     param_data: Tensor | None  # 1D; None where params are sharded, or nothing is
     shard_data: Tensor | None  # 1D, this rank's shards of the params; None where they are whole
     total_data: Tensor | None  # 1D, this rank's shards of the sums; None without such sums
+    grad_dtype: torch.dtype
     units: tuple[Unit, ...]
     """Those with elements: every rank knows from the plan that others have nothing to exchange."""
 
@@ -81,6 +83,7 @@ class Buffer:
         replica_group: dist.ProcessGroup | None,
         reshard_group: dist.ProcessGroup | None = None,
         sums_whole: bool = False,
+        gather_chunk_elems: int | None = None,
         grad_dtype: torch.dtype,
         scales: Mapping[nn.Parameter, Tensor] | None = None,
         accumulate_sums: bool = False,
@@ -92,7 +95,7 @@ class Buffer:
         )
         _check_params(plan, params)
         first = next(iter(params.values()))
-        self.device, self._dtype, self._grad_dtype = first.device, first.dtype, grad_dtype
+        self.device, self._dtype, self.grad_dtype = first.device, first.dtype, grad_dtype
         # Zeros, not empty: padding takes part in every sum, and must stay zero through all of them.
         self.grad_data = self.param_data = self.shard_data = self.total_data = None
         if not sharding.grads:
@@ -104,6 +107,7 @@ class Buffer:
             replica_group=replica_group,
             reshard_group=reshard_group,
             sums_whole=sums_whole,
+            gather_chunk_elems=gather_chunk_elems,
         )
         if sharding.params:
             self.shard_data = self._zeros(
@@ -293,7 +297,7 @@ class Buffer:
             if self.grad_data is not None:
                 main_grad = _view(self.grad_data, placed.span).view(param.shape)
             elif unit is None:
-                main_grad = self._zeros(0, dtype=self._grad_dtype).view(param.shape)
+                main_grad = self._zeros(0, dtype=self.grad_dtype).view(param.shape)
             set_main_grad(param, main_grad)
             if self.param_data is not None:
                 flat = _view(self.param_data, placed.span).view(param.shape)
@@ -302,7 +306,7 @@ class Buffer:
             nothing = Span(placed.span.start, placed.span.start)
             own = nothing if fragment is None else fragment.in_buffer
             in_shard = Span(0, 0) if fragment is None else fragment.in_shard
-            own_grad = self._zeros(0, dtype=self._grad_dtype)
+            own_grad = self._zeros(0, dtype=self.grad_dtype)
             if unit is not None and unit.grad_total is not None:
                 own_grad = _view(unit.grad_total, in_shard)
             elif self.grad_data is not None:
@@ -333,6 +337,7 @@ class Buffer:
         replica_group: dist.ProcessGroup | None,
         reshard_group: dist.ProcessGroup | None,
         sums_whole: bool,
+        gather_chunk_elems: int | None,
     ) -> dict[int, Unit]:
         return {
             plan.index: Unit(
@@ -353,6 +358,7 @@ class Buffer:
                 replica_group=replica_group,
                 reshard_group=reshard_group,
                 sums_whole=sums_whole,
+                gather_chunk_elems=gather_chunk_elems,
             )
             for plan in self.plan.buckets
             if not plan.span.empty
@@ -378,7 +384,7 @@ class Buffer:
             return FlatStorage(_view(flat, plan.span))
         return TransientStorage(
             plan.span.numel,
-            dtype=self._grad_dtype if of_grads else self._dtype,
+            dtype=self.grad_dtype if of_grads else self._dtype,
             device=self.device,
             # Gradients are added to; params are all written.
             zeroed=of_grads,

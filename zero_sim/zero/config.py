@@ -73,6 +73,17 @@ class ZeroConfig:
     gather_after_step: bool = False
     """With sharded params: whether each unit is gathered once after the step, too, and freed, as
     the figure of ZeRO's paper has it. Nobody needs it; it sends P more."""
+    reduce_buffer_elems: int | None = None
+    """With whole params: the length of the buffers into which gradients are copied as backward
+    gives them, and out of which each owner's are reduced to it: one, or with `overlap_grads` two
+    that take turns. A longer gradient goes by itself. None where gradients are reduced in the units
+    of their params."""
+    contiguous_grads: bool = True
+    """With `reduce_buffer_elems`: whether each gradient is copied when it comes; where False, all
+    that go together are when the last of them is there, into new memory."""
+    gather_chunk_elems: int | None = None
+    """With whole params: most elements that one call gathers, over all ranks; None for all of a
+    unit."""
     prefetch: int = 1
     """With sharded params: how many further units are gathered ahead, forward and backward."""
     reshard_after_forward: bool | int = True
@@ -109,7 +120,14 @@ class ZeroConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be an integer of at least 1, got {value!r}.")
+        for name in ("reduce_buffer_elems", "gather_chunk_elems"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(
+                    f"expected {name} to be an integer of at least 1, or None, got {value!r}."
+                )
         self._check_unused()
+        self._check_buffers()
         if self.sum_by == "all-reduce" and self.state_over == "all":
             raise UsageError(
                 "expected sum_by='reduce-scatter' with state_over='all', where sums go on across "
@@ -136,6 +154,8 @@ class ZeroConfig:
             unused |= {"overlap_params": False, "sum_by": "reduce-scatter"}
         if sharding.params:
             unused |= {"overlap_params": False}
+        if sharding.params or not sharding.state:
+            unused |= {"reduce_buffer_elems": None, "gather_chunk_elems": None}
         else:
             unused |= {"prefetch": 1, "reshard_after_forward": True, "gather_after_step": False}
         for name, default in unused.items():
@@ -148,6 +168,36 @@ class ZeroConfig:
                     f"expected {name}={default!r} with stage={stage}, which {why}, "
                     f"got {value!r}. Try leaving it out, or another stage."
                 )
+
+    def _check_buffers(self) -> None:
+        """Refuse what reduce buffers and chunks do not go with."""
+        if self.reduce_buffer_elems is None:
+            if not self.contiguous_grads:
+                raise UsageError(
+                    "expected reduce_buffer_elems with contiguous_grads=False, which says when "
+                    "gradients are copied into such buffers, got None. Try leaving it out."
+                )
+        elif self.redundancy > 1:
+            raise UsageError(
+                f"expected redundancy=1 with reduce_buffer_elems, whose sums end with one owner "
+                f"and go on to no copies, got {self.redundancy}. Try leaving either out."
+            )
+        elif self.sharding.grads and self.sync == "last":
+            raise UsageError(
+                "expected sync='every' with reduce_buffer_elems and stage=2, where gradients leave "
+                "as backward goes and none stays for the next micro-batch, got 'last'. Try "
+                "stage=1, or sync='every'."
+            )
+        if self.gather_chunk_elems is not None and self.overlap_params:
+            raise UsageError(
+                "expected overlap_params=False with gather_chunk_elems, as one chunk's memory "
+                "serves all of them in turn, got True. Try leaving either out."
+            )
+        if self.gather_chunk_elems is not None and self.partition == "one-owner":
+            raise UsageError(
+                "expected partition='padded', 'uneven' or 'rows' with gather_chunk_elems, of which "
+                "every rank has a stretch, got 'one-owner'. Try bucket_elems for smaller units."
+            )
 
     def _check_count_is_known(self) -> None:
         """Refuse a division that would need the end of the step at its beginning."""

@@ -33,16 +33,19 @@ from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
 from zero_sim.zero.fp8 import DTYPE_NAMES as FP8_DTYPES
 from zero_sim.zero.fp8 import find_grad_dtype, find_scale
-from zero_sim.zero.groups import KindGroups, split_ranks
+from zero_sim.zero.grad_unit import GradUnit
+from zero_sim.zero.groups import KindGroups, check_groups, check_kind_groups
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
+from zero_sim.zero.reduce_buffers import ReduceBuffers
 from zero_sim.zero.schedule import (
     OnUse,
+    ReducedUnit,
     UnderBackward,
     UnderForward,
     order_by_forward,
 )
 from zero_sim.zero.step_count import StepCount
-from zero_sim.zero.unit import ParamMemory, Unit
+from zero_sim.zero.unit import ParamMemory
 
 KindOf = Callable[[str, Tensor], str]
 """Tells the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
@@ -69,6 +72,8 @@ class DistributedDataParallel:
         kind_groups: By kind: the groups of params that not all of `group` hold, such as experts,
             from `build_expert_groups`. A kind without an entry is held by all. The groups must lie
             inside `group`, and no rank may be without a param of such a kind.
+        buffer_of: By name: params with different numbers share no buffer, such as those of
+            different param groups. They differ in kind and dtype alone where left out.
 
     Raises:
         ModelError: If the module cannot be trained; see `find_trainable_params`.
@@ -106,16 +111,24 @@ class DistributedDataParallel:
         reshard_group: dist.ProcessGroup | None = None,
         kind_of: KindOf | None = None,
         kind_groups: Mapping[str, KindGroups] | None = None,
+        buffer_of: Callable[[str], int] | None = None,
     ) -> None:
         self.module = module
         self.config = config
         self.group = group
         self.world_size, self.rank = size_and_rank(group)
-        self.shard_group, self.replica_group = self._check_groups(
-            group, shard_group=shard_group, replica_group=replica_group
+        self._dense_groups = check_groups(
+            KindGroups(
+                group=group,
+                shard_group=shard_group,
+                replica_group=replica_group,
+                reshard_group=reshard_group,
+            ),
+            config=config,
         )
-        self._reshard_group = self._check_reshard_group(reshard_group, within=self.shard_group)
-        self._kind_groups = self._check_kind_groups(kind_groups or {})
+        self.shard_group = self._dense_groups.shard_group
+        self.replica_group = self._dense_groups.replica_group
+        self._kind_groups = check_kind_groups(kind_groups or {}, within=group, config=config)
         self.params = find_trainable_params(module)
         self.scales = {
             param: find_scale(module, name=name, param=param)
@@ -124,6 +137,7 @@ class DistributedDataParallel:
         }
         self.kind_of = kind_of or _all_dense
         self.kinds = {name: self.kind_of(name, param) for name, param in self.params.items()}
+        self._buffer_of = buffer_of
         self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())
         if config.broadcast_params:
             # After the params moved into their buffers: before, each would be in memory twice.
@@ -140,6 +154,11 @@ class DistributedDataParallel:
             for param in buffer.memory
             if param.numel() and (unit := buffer.unit_of(param)) is not None
         }
+        self._reduce_buffers = None
+        if config.reduce_buffer_elems is not None:
+            self._reduce_buffers = ReduceBuffers(
+                self.buffers, params=self.params, config=config, groups_of=self.groups_of
+            )
         self._grad_pipeline, self._param_pipeline, self._on_use = self._build_schedules()
         for buffer in self.buffers:
             for param in buffer.memory:
@@ -161,19 +180,28 @@ class DistributedDataParallel:
         return self._grads_reduced
 
     @property
+    def grad_units(self) -> tuple[GradUnit, ...]:
+        """What is reduced in the place of units, in this order; none without reduce buffers."""
+        return () if self._reduce_buffers is None else self._reduce_buffers.units
+
+    def reduce_buffers(self) -> list[Tensor]:
+        """Return the memory that grad units take turns to use, as far as it is there."""
+        return [] if self._reduce_buffers is None else self._reduce_buffers.memory
+
+    def grad_unit_of(self, param: nn.Parameter) -> GradUnit | None:
+        """Return the grad unit of a param; None for an empty param, or without reduce buffers."""
+        if self._reduce_buffers is None:
+            return None
+        return self._reduce_buffers.unit_of.get(param)
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of this step that have ended."""
         return self._count.micro_batches
 
     def groups_of(self, kind: str) -> KindGroups:
         """Return the groups over which params of a kind are summed, sharded and held in copies."""
-        dense = KindGroups(
-            group=self.group,
-            shard_group=self.shard_group,
-            replica_group=self.replica_group,
-            reshard_group=self._reshard_group,
-        )
-        return self._kind_groups.get(kind, dense)
+        return self._kind_groups.get(kind, self._dense_groups)
 
     @property
     def has_parts(self) -> bool:
@@ -301,6 +329,8 @@ class DistributedDataParallel:
             )
         for buffer in self.buffers:
             buffer.zero_grads()
+        for unit in self.grad_units:
+            unit.reset_grads()
         self._count.reset()
         self._grads_reduced = False
 
@@ -366,83 +396,17 @@ class DistributedDataParallel:
         own = [(tensors.get(kind, []), held.group) for kind, held in self._kind_groups.items()]
         return [(shared, self.group), *own]
 
-    def _check_kind_groups(self, given: Mapping[str, KindGroups]) -> dict[str, KindGroups]:
-        """Return the groups of each kind, with those left out filled in."""
-        checked: dict[str, KindGroups] = {}
-        for kind, groups in given.items():
-            holders = set(dist.get_process_group_ranks(groups.group))
-            if not holders <= set(dist.get_process_group_ranks(self.group)):
-                raise UsageError(
-                    f"expected the ranks that hold {kind!r} params among those that train "
-                    f"together, got {sorted(holders)}. Try build_expert_groups(group, ...)."
-                )
-            shard_group, replica_group = self._check_groups(
-                groups.group, shard_group=groups.shard_group, replica_group=groups.replica_group
-            )
-            checked[kind] = KindGroups(
-                group=groups.group,
-                shard_group=shard_group,
-                replica_group=replica_group,
-                reshard_group=self._check_reshard_group(groups.reshard_group, within=shard_group),
-            )
-        return checked
-
-    def _check_reshard_group(
-        self, reshard_group: dist.ProcessGroup | None, *, within: dist.ProcessGroup | None
-    ) -> dist.ProcessGroup | None:
-        """Return the group that keeps params until backward, after a look at who is in it."""
-        expected = self.config.reshard_after_forward
-        if isinstance(expected, bool) or within is None:
-            return None
-        got = 0 if reshard_group is None else size_and_rank(reshard_group)[0]
-        if got != expected:
-            raise UsageError(
-                f"expected reshard_group to have {expected} ranks, as reshard_after_forward says, "
-                f"got {got or None}. Try build_reshard_group(shard_group, reshard={expected})."
-            )
-        return reshard_group
-
-    def _check_groups(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        shard_group: dist.ProcessGroup | None,
-        replica_group: dist.ProcessGroup | None,
-    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Return the groups that shard and that hold copies, after a look at who is in them."""
-        redundancy = self.config.redundancy
-        size, rank = size_and_rank(group)
-        shard_count = split_ranks(size, redundancy=redundancy)
-        if not self.config.sharding.state:
-            # Every rank is a shard group of its own, and all hold the same shard.
-            return None, group
-        if redundancy == 1 and replica_group is None and shard_group is None:
-            return group, None
-        if redundancy > 1 and (shard_group is None or replica_group is None):
-            raise UsageError(
-                f"expected shard_group and replica_group with redundancy={redundancy}, got None."
-                f" Try shard_group, replica_group = build_redundancy_groups(group, redundancy=...)."
-            )
-        for name, subgroup, expected in (
-            ("shard_group", shard_group, (shard_count, rank % shard_count)),
-            ("replica_group", replica_group, (redundancy, rank // shard_count)),
-        ):
-            got = expected if subgroup is None else size_and_rank(subgroup)
-            if got != expected:
-                raise UsageError(
-                    f"expected {name} to have {expected[0]} ranks and this one, rank {rank} "
-                    f"of {size}, as its rank {expected[1]}, got {got[0]} ranks and "
-                    f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
-                )
-        return shard_group or group, replica_group if redundancy > 1 else None
-
     def _plan(self) -> list[BufferPlan]:
         """Plan the buffers of each kind for the ranks that shard it; kinds as first registered."""
         specs: dict[str, list[ParamSpec]] = {}
         for name, param in self.params.items():
             kind = self.kinds[name]
             spec = ParamSpec(
-                name=name, shape=tuple(param.shape), dtype=DTYPE_NAMES[param.dtype], kind=kind
+                name=name,
+                shape=tuple(param.shape),
+                dtype=DTYPE_NAMES[param.dtype],
+                kind=kind,
+                group=0 if self._buffer_of is None else self._buffer_of(name),
             )
             specs.setdefault(kind, []).append(spec)
         plans: list[BufferPlan] = []
@@ -473,6 +437,7 @@ class DistributedDataParallel:
             replica_group=groups.replica_group,
             reshard_group=groups.reshard_group,
             sums_whole=self.config.sum_by == "all-reduce",
+            gather_chunk_elems=self.config.gather_chunk_elems,
             accumulate_sums=self.config.sync == "every",
         )
 
@@ -480,10 +445,14 @@ class DistributedDataParallel:
         config, sharding = self.config, self.config.sharding
         forward_order = order_by_forward(self.buffers, params=list(self.params.values()))
         grads = params = on_use = None
-        if config.overlap_grads or sharding.grads:
+        buffers = self._reduce_buffers
+        reduced_by: Mapping[nn.Parameter, ReducedUnit] = (
+            self._unit_of if buffers is None else buffers.unit_of
+        )
+        if config.overlap_grads or sharding.grads or buffers is not None:
             grads = UnderBackward(
-                forward_order[::-1],
-                unit_of=self._unit_of,
+                self.grad_units or forward_order[::-1],
+                unit_of=reduced_by,
                 before_sum=self._scale_before_sum,
                 by_arrival=not sharding.params,
                 is_async=config.overlap_grads,
@@ -502,12 +471,14 @@ class DistributedDataParallel:
             )
         return grads, params, on_use
 
-    def _scale_before_sum(self, unit: Unit) -> None:
+    def _scale_before_sum(self, unit: ReducedUnit) -> None:
         unit.scale_grads(self.config.divide, divisor=self.divisor)
 
     def _sum_over_ranks(self) -> None:
         if self._grad_pipeline is not None:
             self._grad_pipeline.finish()
+            if self._reduce_buffers is not None:
+                self._reduce_buffers.release()
             return
         for buffer in self.buffers:
             for unit in buffer.units:
@@ -517,8 +488,17 @@ class DistributedDataParallel:
 
     def _accumulate_sums(self, *, is_first: bool) -> None:
         for buffer in self.buffers:
+            if self._reduce_buffers is not None:
+                # What left by reduce buffers was added up when it came back.
+                assert buffer.grad_data is not None
+                buffer.grad_data.zero_()
+                continue
             for unit in buffer.units:
                 unit.accumulate_sum(is_first=is_first)
+
+    @property
+    def _leaves_by_itself(self) -> bool:
+        return self._reduce_buffers is not None and self.config.sharding.grads
 
     def _require_own_grads(self, call: str) -> None:
         if self._grads_reduced:
@@ -550,6 +530,11 @@ class DistributedDataParallel:
         unit = self._unit_of.get(param)
         if self._on_use is not None:
             self._on_use.check_gathered(name=memory.name, unit=unit)
+        if self._leaves_by_itself and unit is not None:
+            # A grad unit takes it from where it is, and drops it.
+            assert self._grad_pipeline is not None
+            self._grad_pipeline.mark_ready(param)
+            return
         # A param without elements is in no unit, and has nothing to add.
         if unit is not None:
             unit.fill()

@@ -12,7 +12,7 @@ ranks are for dense params, copies of the state included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.zero.collectives import size_and_rank
+from zero_sim.zero.config import ZeroConfig
 
 # A rank's place in its block follows from its place in `group`. In torch 2.11 all groups are
 # sorted, and there is nothing to ask for.
@@ -208,3 +209,95 @@ def _new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGr
     group = groups[own]
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def check_kind_groups(
+    given: Mapping[str, KindGroups], *, within: dist.ProcessGroup, config: ZeroConfig
+) -> dict[str, KindGroups]:
+    """Return the groups of each kind that not all ranks hold, with those left out filled in.
+
+    Args:
+        given: By kind.
+        within: All ranks that train together.
+        config: Says how they are to be cut.
+
+    Raises:
+        UsageError: If a group has other ranks in it, or is missing.
+    """
+    for kind, groups in given.items():
+        holders = set(dist.get_process_group_ranks(groups.group))
+        if not holders <= set(dist.get_process_group_ranks(within)):
+            raise UsageError(
+                f"expected the ranks that hold {kind!r} params among those that train "
+                f"together, got {sorted(holders)}. Try build_expert_groups(group, ...)."
+            )
+    return {kind: check_groups(groups, config=config) for kind, groups in given.items()}
+
+
+def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
+    """Return the groups that shard and that hold copies, after a look at who is in them.
+
+    Args:
+        given: With those left out that follow from others.
+        config: Says how ranks are to be cut.
+
+    Raises:
+        UsageError: If a group has other ranks in it, or is missing.
+    """
+    shard_group, replica_group = _check_blocks(given, config=config)
+    return KindGroups(
+        group=given.group,
+        shard_group=shard_group,
+        replica_group=replica_group,
+        reshard_group=_check_reshard_group(given.reshard_group, config=config, within=shard_group),
+    )
+
+
+def _check_reshard_group(
+    reshard_group: dist.ProcessGroup | None,
+    *,
+    config: ZeroConfig,
+    within: dist.ProcessGroup | None,
+) -> dist.ProcessGroup | None:
+    """Return the group that keeps params until backward, after a look at who is in it."""
+    expected = config.reshard_after_forward
+    if isinstance(expected, bool) or within is None:
+        return None
+    got = 0 if reshard_group is None else size_and_rank(reshard_group)[0]
+    if got != expected:
+        raise UsageError(
+            f"expected reshard_group to have {expected} ranks, as reshard_after_forward says, "
+            f"got {got or None}. Try build_reshard_group(shard_group, reshard={expected})."
+        )
+    return reshard_group
+
+
+def _check_blocks(
+    given: KindGroups, *, config: ZeroConfig
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    group, shard_group, replica_group = given.group, given.shard_group, given.replica_group
+    redundancy = config.redundancy
+    size, rank = size_and_rank(group)
+    shard_count = split_ranks(size, redundancy=redundancy)
+    if not config.sharding.state:
+        # Every rank is a shard group of its own, and all hold the same shard.
+        return None, group
+    if redundancy == 1 and replica_group is None and shard_group is None:
+        return group, None
+    if redundancy > 1 and (shard_group is None or replica_group is None):
+        raise UsageError(
+            f"expected shard_group and replica_group with redundancy={redundancy}, got None."
+            f" Try shard_group, replica_group = build_redundancy_groups(group, redundancy=...)."
+        )
+    for name, subgroup, expected in (
+        ("shard_group", shard_group, (shard_count, rank % shard_count)),
+        ("replica_group", replica_group, (redundancy, rank // shard_count)),
+    ):
+        got = expected if subgroup is None else size_and_rank(subgroup)
+        if got != expected:
+            raise UsageError(
+                f"expected {name} to have {expected[0]} ranks and this one, rank {rank} "
+                f"of {size}, as its rank {expected[1]}, got {got[0]} ranks and "
+                f"rank {got[1]}. Try build_redundancy_groups(group, redundancy={redundancy})."
+            )
+    return shard_group or group, replica_group if redundancy > 1 else None

@@ -27,8 +27,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.hooks import find_users, on_gradients_of
 from zero_sim.zero.unit import ParamState, Unit
+
+ReducedUnit = Unit | GradUnit
+"""What is reduced as one: the bucket of some params, or a part of their gradients."""
 
 
 def order_by_forward(
@@ -56,6 +60,9 @@ def order_by_forward(
 class UnderBackward:
     """Reduces each unit as soon as it is ready; see [Note: one order for all ranks].
 
+    Of grad units the first that is not issued takes gradients as they come; others wait for their
+    turn where autograd left them, as the memory into which they go is another one's.
+
     Args:
         units: All units, in the order in which they are to be issued.
         unit_of: The unit of each param that has elements.
@@ -67,10 +74,10 @@ class UnderBackward:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ReducedUnit],
         *,
-        unit_of: Mapping[nn.Parameter, Unit],
-        before_sum: Callable[[Unit], None],
+        unit_of: Mapping[nn.Parameter, ReducedUnit],
+        before_sum: Callable[[ReducedUnit], None],
         by_arrival: bool = True,
         is_async: bool = True,
     ) -> None:
@@ -79,9 +86,9 @@ class UnderBackward:
         self._before_sum = before_sum
         self._by_arrival = by_arrival
         self._is_async = is_async
-        self._missing: dict[Unit, set[nn.Parameter]] = {}
+        self._missing: dict[ReducedUnit, set[nn.Parameter]] = {}
         self._issued_count = 0
-        self._issued: set[Unit] = set()
+        self._issued: set[ReducedUnit] = set()
         self.running = False
 
     def begin(self) -> None:
@@ -112,6 +119,8 @@ class UnderBackward:
         unit = self._unit_of.get(param)
         if self.running and self._by_arrival and unit is not None:
             self._missing[unit].discard(param)
+            if unit is self._units[self._issued_count]:
+                unit.arrive(param)
             self._issue_ready()
 
     def close(self, unit: Unit) -> None:
@@ -152,6 +161,11 @@ class UnderBackward:
             unit.reduce()
         self._issued.add(unit)
         self._issued_count += 1
+        if self._issued_count < len(self._units):
+            following = self._units[self._issued_count]
+            for param in following.params if isinstance(following, GradUnit) else ():
+                if self.running and param not in self._missing[following]:
+                    following.arrive(param)
 
 
 class UnderForward:

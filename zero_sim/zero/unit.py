@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final, Literal
 
 import torch
@@ -135,6 +136,9 @@ class Unit:
     """
     sums_whole: bool = False
     """Whether every rank of `group` gets the sum of all, of which it keeps its shard."""
+    gather_chunk_elems: int | None = None
+    """Most elements that one call gathers, over all ranks, but one of each at least; None for all
+    at once."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -227,6 +231,9 @@ class Unit:
         if memory.main_grad is None:
             raise self._without_memory()
         memory.main_grad.add_(grad)
+
+    def arrive(self, param: nn.Parameter) -> None:
+        """Note that a gradient is complete: it lies where it is reduced already."""
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
         """Do to this rank's own gradients what `divide` does before the sum."""
@@ -415,6 +422,9 @@ class Unit:
             self.start_spread()
             self.finish_spread()
         whole = self.param_storage.acquire()
+        if self.gather_chunk_elems is not None:
+            self._gather_chunks(whole, chunk_elems=self.gather_chunk_elems)
+            return None
         if self.resharded is not None:
             return self._collect(
                 whole,
@@ -426,6 +436,21 @@ class Unit:
         return self._collect(
             whole, self.block_params, sizes=self._place_sizes, group=self.group, async_op=async_op
         )
+
+    def _gather_chunks(self, whole: Tensor, *, chunk_elems: int) -> None:
+        """Gather a stretch of every rank's part at a time, in memory as long as a chunk."""
+        assert self.block_params is not None
+        assert self.group is not None
+        sizes, starts = self._place_sizes, [*accumulate(self._place_sizes, initial=0)]
+        own = dist.get_rank(self.group)
+        stretch = max(1, chunk_elems // len(sizes))
+        for first in range(0, max(sizes), stretch):
+            parts = tuple(max(0, min(stretch, size - first)) for size in sizes)
+            mine = self.block_params.narrow(0, min(first, sizes[own]), parts[own])
+            chunk = whole.new_empty(sum(parts))
+            self._collect(chunk, mine, sizes=parts, group=self.group, async_op=False)
+            for start, part, got in zip(starts, parts, chunk.split(parts), strict=False):
+                whole.narrow(0, start + min(first, whole.numel() - start), part).copy_(got)
 
     @property
     def _reshard_sizes(self) -> tuple[int, ...]:
@@ -478,36 +503,15 @@ class Unit:
         return call(async_op=True) if async_op else call()
 
     def _step_grads(self, step: GradStep) -> None:
-        allowed, then = _GRAD_STEPS[step]
-        if self.grad_state not in allowed:
-            raise self._out_of_step("gradients", self.grad_state, step, _GRAD_STEPS)
-        self.grad_state = then
+        self.grad_state = next_grad_state(self.grad_state, step, of=self._described)
 
     def _step_params(self, step: ParamStep) -> None:
         allowed, then = _PARAM_STEPS[step]
         if self.param_state not in allowed:
-            raise self._out_of_step("params", self.param_state, step, _PARAM_STEPS)
+            raise _out_of_step(
+                f"params of {self._described}", self.param_state, step, steps=_PARAM_STEPS
+            )
         self.param_state = then
-
-    def _out_of_step(
-        self,
-        what: str,
-        state: GradState | ParamState,
-        step: GradStep | ParamStep,
-        steps: Mapping[Any, tuple[tuple[Any, ...], Any]],
-    ) -> UsageError:
-        allowed = steps[step][0]
-        left_out = [
-            repr(other)
-            for other, (before, then) in steps.items()
-            if state in before and then in allowed
-        ]
-        why = f"{' or '.join(left_out)} was left out" if left_out else f"{step!r} came twice"
-        wanted = " or ".join(map(str.upper, allowed))
-        return UsageError(
-            f"expected the {what} of {self._described} to be {wanted} "
-            f"for {step!r} but they are {state.upper()}: {why}."
-        )
 
     def _without_memory(self) -> UsageError:
         return UsageError(
@@ -518,6 +522,43 @@ class Unit:
     @property
     def _described(self) -> str:
         return f"{self.name} ({', '.join(repr(memory.name) for memory in self.members)})"
+
+
+def next_grad_state(state: GradState, step: GradStep, *, of: str) -> GradState:
+    """Return the state that a step of a unit's gradients leads to.
+
+    Args:
+        state: The state that they are in.
+        step: What is to be done with them.
+        of: The unit, as errors name it.
+
+    Raises:
+        UsageError: If the step may not be taken in that state.
+    """
+    allowed, then = _GRAD_STEPS[step]
+    if state not in allowed:
+        raise _out_of_step(f"gradients of {of}", state, step, steps=_GRAD_STEPS)
+    return then
+
+
+def _out_of_step(
+    what: str,
+    state: GradState | ParamState,
+    step: GradStep | ParamStep,
+    *,
+    steps: Mapping[Any, tuple[tuple[Any, ...], Any]],
+) -> UsageError:
+    allowed = steps[step][0]
+    left_out = [
+        repr(other)
+        for other, (before, then) in steps.items()
+        if state in before and then in allowed
+    ]
+    why = f"{' or '.join(left_out)} was left out" if left_out else f"{step!r} came twice"
+    wanted = " or ".join(map(str.upper, allowed))
+    return UsageError(
+        f"expected the {what} to be {wanted} for {step!r} but they are {state.upper()}: {why}."
+    )
 
 
 def absent(param: nn.Parameter) -> Tensor:

@@ -1,0 +1,140 @@
+"""Reduce buffers in closed form: which gradients go together, and who owns what of them.
+
+They follow from the scenario and the sizes of the params alone, and share no code with the layout
+that is judged by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from zero_sim.cost.forms import BucketForm, Call, ParamSize, bucket_forms
+from zero_sim.scenario.overlap import overlaps_grads
+from zero_sim.scenario.spec import Scenario
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradForm:
+    """The gradients that are reduced together, as every rank sees them."""
+
+    names: tuple[str, ...]
+    """Their params, in the order in which they are expected."""
+    name_elems: tuple[int, ...]
+    kind: str
+    turn: int
+    """How many of its kind and dtype come before it."""
+    runs: tuple[int, ...]
+    """Elements with one owner, one behind the other."""
+    buffer_elems: int
+    """Of the memory that they take: a reduce buffer, or what they need where they have their own.
+    """
+    has_own_memory: bool
+    is_summed_whole: bool
+    group_size: int
+    grad_dtype: str
+    grad_bytes: int
+
+    @property
+    def elems(self) -> int:
+        """All elements."""
+        return sum(self.runs)
+
+    @property
+    def sum_calls(self) -> list[Call]:
+        """The calls that reduce them."""
+        if self.is_summed_whole:
+            return [("all_reduce", self.group_size, self.elems)]
+        return [("reduce", self.group_size, elems) for elems in self.runs]
+
+
+def grad_forms(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
+) -> tuple[GradForm, ...]:
+    """What goes through reduce buffers, in the order in which it does; nothing without them.
+
+    Args:
+        sizes: The params that the rank trains, in registration order.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+    """
+    longest = scenario.system.reduce_buffer_elems
+    if longest is None:
+        return ()
+    homes = {
+        name: form
+        for form in bucket_forms(sizes, scenario=scenario, rank=rank)
+        for name in form.names_with_elems
+    }
+    elems_of = {size.name: size.elems for size in sizes}
+    waiting: dict[tuple[str, str], list[str]] = {}
+    made: list[GradForm] = []
+    turns: dict[tuple[str, str], int] = {}
+    last_of: dict[str, int] = {}
+
+    def flush(lane: tuple[str, str]) -> None:
+        names = waiting.pop(lane, [])
+        if names:
+            turn = turns[lane] = turns.get(lane, -1) + 1
+            own = [homes[name] for name in names]
+            made.append(
+                _form(names, own, [elems_of[name] for name in names], turn, scenario=scenario)
+            )
+
+    for index, size in enumerate(reversed(sizes)):
+        home = homes.get(size.name)
+        if home is None:
+            continue
+        last_of[size.name] = index
+        lane = (home.kind, home.grad_dtype)
+        if sum(elems_of[name] for name in waiting.get(lane, ())) + size.elems > longest:
+            flush(lane)
+        waiting.setdefault(lane, []).append(size.name)
+    for lane in [*waiting]:
+        flush(lane)
+    return tuple(sorted(made, key=lambda form: last_of[form.names[-1]]))
+
+
+def buffer_turns(scenario: Scenario) -> int:
+    """How many reduce buffers take turns."""
+    return 2 if overlaps_grads(scenario.system) else 1
+
+
+def _form(
+    names: Sequence[str],
+    homes: Sequence[BucketForm],
+    elems: Sequence[int],
+    turn: int,
+    *,
+    scenario: Scenario,
+) -> GradForm:
+    system = scenario.system
+    assert system.reduce_buffer_elems is not None
+    owned = [
+        each
+        for name, home, count in zip(names, homes, elems, strict=True)
+        for each in _owners(name, home, count)
+    ]
+    is_own = sum(elems) > system.reduce_buffer_elems or not system.contiguous_grads
+    return GradForm(
+        names=tuple(names),
+        name_elems=tuple(elems),
+        kind=homes[0].kind,
+        turn=turn,
+        runs=tuple(
+            sum(count for _, count in run) for _, run in groupby(owned, key=lambda each: each[0])
+        ),
+        buffer_elems=sum(elems) if is_own else system.reduce_buffer_elems,
+        has_own_memory=is_own,
+        is_summed_whole=homes[0].is_summed_whole,
+        group_size=homes[0].group_size,
+        grad_dtype=homes[0].grad_dtype,
+        grad_bytes=homes[0].grad_bytes,
+    )
+
+
+def _owners(name: str, home: BucketForm, elems: int) -> Iterator[tuple[int, int]]:
+    """Who has how many of a param's elements, in their order."""
+    start = dict(home.starts)[name]
+    return home.cuts.owners_of(start, start + elems)
