@@ -9,6 +9,7 @@ from zero_sim.scenario.spec import (
     FreezeSpec,
     ModelSpec,
     OptimizerSpec,
+    ParamGroupSpec,
     RunSpec,
     Scenario,
     SystemSpec,
@@ -32,6 +33,8 @@ WITHOUT_USE = {
     "optimizer.eps": case(optimizer=OptimizerSpec(name="sgd", eps=1.0)),
     "system.divide_by": case(system=SystemSpec(divide="none", divide_by="tokens")),
     "system.state_over": case(system=SystemSpec(state_over="all")),
+    "system.contiguous_grads": case(system=SystemSpec(contiguous_grads=False)),
+    "system.buffers_by": case(system=SystemSpec(buffers_by="param-group")),
     "topology.order": case(topology=TopologySpec(order="pp-dp-cp-tp")),
     "model.freeze[0].start": case(
         model=replace(MLP, freeze=(FreezeSpec(param="0.up.bias", start=3, stop=4),))
@@ -44,6 +47,11 @@ WITH_USE = [
     case(optimizer=OptimizerSpec(name="rmsprop", eps=1.0)),
     case(system=SystemSpec(divide="pre", divide_by="tokens")),
     case(system=SystemSpec(redundancy=2, state_over="all")),
+    case(system=SystemSpec(reduce_buffer_elems=4, contiguous_grads=False)),
+    case(
+        system=SystemSpec(buffers_by="param-group"),
+        optimizer=OptimizerSpec(groups=(ParamGroupSpec(match="bias", lr=0.1),)),
+    ),
     case(topology=TopologySpec(order="dp-tp-cp-pp", tp=2), world=WorldSpec(size=4)),
     case(
         model=replace(MLP, freeze=(FreezeSpec(param="0.up.bias", start=2, stop=9),)),

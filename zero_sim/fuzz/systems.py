@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 
@@ -120,19 +120,16 @@ def systems(
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     copies = [] if buffered else divisors(ranks)[1:]
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
-    # At stage 2 nothing stays behind in them for the next micro-batch.
     sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
     divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
     # The number of rows is known only behind the last micro-batch.
     counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
-    buckets = swarm.on("buckets")
     partition: PartitionName = draw(st.sampled_from(_PARTITIONS)) if uneven else "padded"
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
         partition = "uneven"
-    bucket_elems = draw(bucket_sizes(sizes)) if buckets else None
-    redundancy = (
-        draw(st.sampled_from(copies)) if swarm.on("copies", fits=bool(stage and copies)) else 1
-    )
+    bucket_elems = draw(bucket_sizes(sizes)) if swarm.on("buckets") else None
+    has_copies = swarm.on("copies", fits=bool(stage and copies))
+    redundancy = draw(st.sampled_from(copies)) if has_copies else 1
     across = swarm.on("state over all", fits=bool(stage and copies))
     few = divisors(ranks // redundancy)[1:-1]
     in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
@@ -158,9 +155,7 @@ def systems(
         if swarm.on("summed to all", fits=stage > 0 and not across)
         else "reduce-scatter",
         gather_after_step=swarm.on("gathered after step", fits=stage == 3),
-        reduce_buffer_elems=draw(bucket_sizes(sizes)) if buffered else None,
-        contiguous_grads=not swarm.on("not contiguous", fits=buffered),
-        gather_chunk_elems=draw(st.integers(1, max(2, sum(sizes)))) if in_chunks else None,
+        **draw(_through_buffers(sizes, buffered=buffered, in_chunks=in_chunks, swarm=swarm)),
         prefetch=draw(st.sampled_from(_PREFETCHES))
         if swarm.on("prefetch", fits=stage == 3)
         else None,
@@ -173,6 +168,18 @@ def systems(
         divide_by=draw(st.sampled_from(counts)) if swarm.on("divide by") else "ranks",
         grad_dtype="fp32" if swarm.on("fp32 grads") else "param",
     )
+
+
+@st.composite
+def _through_buffers(
+    draw: st.DrawFn, sizes: Sequence[int], *, buffered: bool, in_chunks: bool, swarm: Swarm
+) -> dict[str, Any]:
+    """Through which buffers gradients go, and in which chunks params come."""
+    return {
+        "reduce_buffer_elems": draw(bucket_sizes(sizes)) if buffered else None,
+        "contiguous_grads": not swarm.on("not contiguous", fits=buffered),
+        "gather_chunk_elems": draw(st.integers(1, max(2, sum(sizes)))) if in_chunks else None,
+    }
 
 
 @st.composite

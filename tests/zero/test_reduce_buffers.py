@@ -1,0 +1,188 @@
+"""Reduce buffers: memory that gradients pass through, of which no more is there than has to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.errors import UsageError
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+
+STAGE_2 = {"stage": 2, "sync": "every", "bucket_elems": None, "reduce_buffer_elems": 4}
+
+
+def wrap(config, depth=3):
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(depth)]
+    for index, layer in enumerate(layers):
+        nn.init.constant_(layer.weight, 0.5 + index)
+    model = nn.Sequential(*layers)
+    config = ZeroConfig(**{**STAGE_2, **config})
+    return DistributedDataParallel(model, config=config, group=dist.group.WORLD)
+
+
+def backward(ddp, scale=1.0):
+    (ddp(torch.ones(1, 2)) * scale).sum().backward()
+
+
+def watch(ddp, look):
+    """Collect what there is behind the engine's own hook, as each gradient arrives."""
+    seen = []
+    for param in ddp.params.values():
+        param.register_post_accumulate_grad_hook(lambda _: seen.append(look()))
+    return seen
+
+
+@pytest.mark.parametrize(("overlap", "most"), [(True, 2), (False, 1)])
+def test_no_more_buffers_than_take_turns(world_of, overlap, most):
+    """With overlap the one fills while the other is on its way."""
+    world = world_of(2)
+
+    def program(rank):
+        ddp = wrap({"overlap_grads": overlap}, depth=5)
+        seen = watch(ddp, lambda: len(ddp.reduce_buffers()))
+        ddp.begin_last_micro_batch()
+        backward(ddp)
+        ddp.finish_grad_sync()
+        return max(seen), len(ddp.reduce_buffers())
+
+    assert world.run(program) == [(most, 0)] * 2
+
+
+def test_gradients_are_dropped_as_they_are_copied(world_of):
+    world = world_of(2)
+
+    def program(rank):
+        ddp = wrap({"overlap_grads": True})
+        seen = watch(ddp, lambda: [p.grad is None for p in ddp.params.values()])
+        ddp.begin_last_micro_batch()
+        backward(ddp)
+        ddp.finish_grad_sync()
+        return seen
+
+    assert world.run(program) == [[[True] * 3] * 3] * 2
+
+
+def test_together_they_wait_until_none_is_missing(world_of):
+    """Of three gradients two go together: the first stays until the second is there."""
+    world = world_of(2)
+
+    def program(rank):
+        ddp = wrap({"contiguous_grads": False, "reduce_buffer_elems": 8})
+        seen = watch(ddp, lambda: sum(p.grad is not None for p in ddp.params.values()))
+        ddp.begin_last_micro_batch()
+        backward(ddp)
+        ddp.finish_grad_sync()
+        return seen
+
+    assert world.run(program) == [[1, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_second_gradient_before_its_unit_is_sent_is_added(world_of, stage):
+    """Two backwards in one micro-batch, the first of which does not complete the unit."""
+    world = world_of(1)
+
+    def program(rank):
+        ddp = wrap({"stage": stage, "reduce_buffer_elems": 100})
+        ddp.begin_last_micro_batch()
+        last = ddp.params["2.weight"]
+        (last.sum() * 3).backward()
+        (last.sum() * 4).backward()
+        ddp.finish_grad_sync()
+        (buffer,) = ddp.buffers
+        return buffer.get_grad_shard(last).tolist()
+
+    assert world.run(program) == [[7.0] * 4]
+
+
+def test_a_second_gradient_behind_its_unit_is_refused(world_of):
+    world = world_of(1)
+
+    def program(rank):
+        ddp = wrap({"overlap_grads": True})
+        ddp.begin_last_micro_batch()
+        backward(ddp)
+        with pytest.raises(UsageError, match="after its bucket was sent"):
+            backward(ddp)
+        ddp.finish_grad_sync()
+
+    world.run(program)
+
+
+def test_gradients_that_did_not_come_are_zero(world_of):
+    """On one rank only; whoever used the buffer before it left something else there."""
+    world = world_of(2)
+
+    def program(rank):
+        ddp = wrap({"divide": "none"})
+        for used in ("2.weight", "0.weight"):
+            ddp.zero_grad_buffer()
+            ddp.begin_last_micro_batch()
+            if rank == 0:
+                ddp.params[used].sum().backward()
+            ddp.finish_grad_sync()
+        (buffer,) = ddp.buffers
+        return {name: buffer.get_grad_shard(p).tolist() for name, p in ddp.params.items()}
+
+    first, second = world.run(program)
+    assert first == {"0.weight": [1.0] * 4, "1.weight": [0.0] * 2, "2.weight": []}
+    assert second == {"0.weight": [], "1.weight": [0.0] * 2, "2.weight": [0.0] * 4}
+
+
+def test_without_a_begin_all_are_copied_at_the_end(world_of):
+    world = world_of(2)
+
+    def program(rank):
+        ddp = wrap({})
+        optimizer = DistributedOptimizer(ddp, optim_factory=lambda p: torch.optim.SGD(p, lr=1.0))
+        backward(ddp, scale=rank + 1.0)
+        ddp.finish_grad_sync()
+        optimizer.step()
+        return [param.tolist() for param in ddp.params.values()]
+
+    first, second = world.run(program)
+    assert first == second
+
+
+def test_chunks_fill_the_same_params(world_of):
+    """Stretches of each rank's shard, of one element and up; the last one shorter."""
+    world = world_of(3)
+
+    def program(rank):
+        found = []
+        for chunk in (None, 1, 5, 7, 100):
+            ddp = wrap({"partition": "uneven", "gather_chunk_elems": chunk})
+            (buffer,) = ddp.buffers
+            for param in ddp.params.values():
+                own = buffer.get_param_shard(param)
+                buffer.write_param_shard(param, torch.arange(own.numel()) + 10.0 * rank)
+            ddp.gather_params()
+            found.append(torch.cat([p.flatten() for p in ddp.params.values()]).tolist())
+        return found
+
+    for found in world.run(program):
+        assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"stage": 3}, "reduce_buffer_elems=None with stage=3"),
+        ({"stage": 0, "sync": "last"}, "reduce_buffer_elems=None with stage=0"),
+        ({"redundancy": 2}, "redundancy=1 with reduce_buffer_elems"),
+        ({"sync": "last"}, "sync='every' with reduce_buffer_elems and stage=2"),
+        ({"reduce_buffer_elems": 0}, "reduce_buffer_elems to be an integer of at least 1"),
+        ({"gather_chunk_elems": -1}, "gather_chunk_elems to be an integer of at least 1"),
+        ({"gather_chunk_elems": 1, "overlap_params": True}, "overlap_params=False"),
+        ({"gather_chunk_elems": 1, "partition": "one-owner"}, "of which every rank has a stretch"),
+        (
+            {"reduce_buffer_elems": None, "contiguous_grads": False},
+            "reduce_buffer_elems with contiguous_grads=False",
+        ),
+    ],
+)
+def test_refuses_what_does_not_go_together(config, match):
+    with pytest.raises(UsageError, match=match):
+        ZeroConfig(**{**STAGE_2, **config})
