@@ -42,7 +42,7 @@ class _Block:
     born: str
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class MemoryMeter:
     """Notes what lives on one rank; take `watching` around all that the rank does.
 
@@ -144,7 +144,8 @@ def sample_at_modules(meter: MemoryMeter, module: nn.Module) -> None:
             each.register_forward_hook(partial(_ended, meter, label))
     for name, param in module.named_parameters():
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(partial(_arrived, meter, name))
+            # Weakly: the collector does not look into what such a hook holds.
+            param.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(meter), name))
 
 
 def _began(meter: MemoryMeter, name: str, module: nn.Module, args: object) -> None:
@@ -155,8 +156,10 @@ def _ended(meter: MemoryMeter, name: str, module: nn.Module, args: object, out: 
     meter.sample(f"{name} ended")
 
 
-def _arrived(meter: MemoryMeter, name: str, param: Tensor) -> None:
-    meter.sample(f"the gradient of {name} arrived")
+def _arrived(meter: weakref.ref[MemoryMeter], name: str, param: Tensor) -> None:
+    present = meter()
+    if present is not None:
+        present.sample(f"the gradient of {name} arrived")
 
 
 def _local(tensor: Tensor) -> Tensor:

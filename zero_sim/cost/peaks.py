@@ -23,6 +23,7 @@ bucket.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class _Reads:
         return {bucket for bucket in may if not self.is_past(bucket)}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PeakWatch:
     """Looks at one rank's memory at the moments of one step; see [Note: what may be whole].
 
@@ -192,7 +193,7 @@ class PeakWatch:
             reads.come_to(index)
             self._check(Phase.BACKWARD, "backward came to a module")
 
-    def _arrive(self, name: str, param: Tensor) -> None:
+    def _arrive(self, name: str) -> None:
         if self._micro is None:
             return
         self._arrived.add(name)
@@ -290,12 +291,19 @@ def watch_peaks(
     )
     for param, name in names.items():
         if param.requires_grad and param.numel():
-            param.register_post_accumulate_grad_hook(partial(watch._arrive, name))
+            # Weakly: the collector does not look into what such a hook holds.
+            param.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(watch), name))
     if system.stage == 3:
         for reader, own in buckets.items():
             reader.register_forward_pre_hook(partial(watch._begin, own))
             reader.register_forward_hook(partial(watch._end, own))
     return watch
+
+
+def _arrived(watch: weakref.ref[PeakWatch], name: str, param: Tensor) -> None:
+    present = watch()
+    if present is not None:
+        present._arrive(name)
 
 
 def _tensors_in(output: object) -> Iterator[Tensor]:

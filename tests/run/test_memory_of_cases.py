@@ -1,0 +1,70 @@
+"""Nothing of a case is kept when it is over: thousands of them run in one process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from zero_sim.backends import WorldPool
+from zero_sim.run import run_case
+from zero_sim.run.measure import measure
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.zero.data_parallel import DistributedDataParallel
+
+WAYS = [
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 1, "sync": "every"},
+    {"stage": 2, "bucket_elems": 30},
+    {"stage": 3, "bucket_elems": 30},
+    {"stage": 3, "bucket_elems": 30, "reshard_ranks": 2},
+]
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Weak references to all wrappers that are built."""
+    made = []
+    right = DistributedDataParallel.__init__
+
+    def noted(self, *args, **named):
+        made.append(weakref.ref(self))
+        right(self, *args, **named)
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", noted)
+    return made
+
+
+def case(way):
+    return Scenario(
+        schema=1,
+        name="case",
+        model=ModelSpec(name="mlp", hidden=4),
+        world=WorldSpec(size=4),
+        system=SystemSpec(**way),
+        run=RunSpec(steps=2, micro_batches=2),
+    )
+
+
+def alive(built):
+    gc.collect()
+    return [each() for each in built if each() is not None]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_the_next_case_in_a_world_finds_nothing_of_the_last_one(built, way):
+    with WorldPool() as pool:
+        assert run_case(case(way), pool=pool).verdict == "pass"
+        first = len(built)
+        assert run_case(case({}), pool=pool).verdict == "pass"
+        assert first == 4
+        assert alive(built[:first]) == []
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+def test_nor_does_a_measured_run_leave_anything(built, way):
+    measure(case(way))
+    assert len(built) == 4
+    assert alive(built) == []
