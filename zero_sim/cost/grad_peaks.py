@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
+from zero_sim.cost.hook_trace import tell_arrival
 from zero_sim.cost.peaks import Look
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
@@ -31,7 +31,7 @@ BUFFERS = "reduce buffers"
 """What an engine calls all of them together, whoever uses them."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class GradPeakWatch:
     """Looks at a rank's reduce buffers; see [Note: what a reduce buffer may hold]."""
 
@@ -58,7 +58,7 @@ class GradPeakWatch:
         """Note that the micro-batches of the step are done."""
         self._micro = None
 
-    def _arrive(self, name: str, param: Tensor) -> None:
+    def _arrive(self, name: str) -> None:
         if self._micro is not None and not self.found:
             self._arrived.add(name)
             self._check(name)
@@ -147,5 +147,5 @@ def watch_grad_peaks(
     )
     for param, name in names.items():
         if param.requires_grad and param.numel():
-            param.register_post_accumulate_grad_hook(partial(watch._arrive, name))
+            tell_arrival(param, watch._arrive, name=name)
     return watch

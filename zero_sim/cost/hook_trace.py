@@ -6,6 +6,7 @@ that a system need not be believed what it says of its overlap.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +91,26 @@ def record_hooks(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock
             # First, before whatever the system does when a module begins.
             reader.register_forward_pre_hook(partial(hook_trace._begin, read), prepend=True)
     return hook_trace
+
+
+def tell_arrival(param: Tensor, arrive: Callable[[str], None], *, name: str) -> None:
+    """Have a method called when a gradient of a param is there, as long as its object lives.
+
+    Weakly, as the collector does not look into what such a hook holds: what a case built would
+    never go.
+
+    Args:
+        param: A leaf that is trained.
+        arrive: A bound method; it is given the name.
+        name: Of the param.
+    """
+    param.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(arrive), name))
+
+
+def _tell(arrive: weakref.WeakMethod[Callable[[str], None]], name: str, param: Tensor) -> None:
+    present = arrive()
+    if present is not None:
+        present(name)
 
 
 def readers_of(

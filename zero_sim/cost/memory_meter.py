@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero_sim.cost.hook_trace import tell_arrival
 from zero_sim.cost.ledger import BETWEEN, Sample
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -97,6 +98,9 @@ class MemoryMeter:
         self.sample("the step is over")
         self.is_sampling = False
 
+    def _arrive(self, name: str) -> None:
+        self.sample(f"the gradient of {name} arrived")
+
     def _forget(self, key: int, storage: weakref.ref[UntypedStorage]) -> None:
         block = self._live.get(key)
         if block is not None and block.storage is storage:
@@ -144,8 +148,7 @@ def sample_at_modules(meter: MemoryMeter, module: nn.Module) -> None:
             each.register_forward_hook(partial(_ended, meter, label))
     for name, param in module.named_parameters():
         if param.requires_grad:
-            # Weakly: the collector does not look into what such a hook holds.
-            param.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(meter), name))
+            tell_arrival(param, meter._arrive, name=name)
 
 
 def _began(meter: MemoryMeter, name: str, module: nn.Module, args: object) -> None:
@@ -154,12 +157,6 @@ def _began(meter: MemoryMeter, name: str, module: nn.Module, args: object) -> No
 
 def _ended(meter: MemoryMeter, name: str, module: nn.Module, args: object, out: object) -> None:
     meter.sample(f"{name} ended")
-
-
-def _arrived(meter: weakref.ref[MemoryMeter], name: str, param: Tensor) -> None:
-    present = meter()
-    if present is not None:
-        present.sample(f"the gradient of {name} arrived")
 
 
 def _local(tensor: Tensor) -> Tensor:

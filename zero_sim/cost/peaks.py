@@ -23,7 +23,6 @@ bucket.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
-from zero_sim.cost.hook_trace import readers_of
+from zero_sim.cost.hook_trace import readers_of, tell_arrival
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
@@ -291,19 +290,12 @@ def watch_peaks(
     )
     for param, name in names.items():
         if param.requires_grad and param.numel():
-            # Weakly: the collector does not look into what such a hook holds.
-            param.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(watch), name))
+            tell_arrival(param, watch._arrive, name=name)
     if system.stage == 3:
         for reader, own in buckets.items():
             reader.register_forward_pre_hook(partial(watch._begin, own))
             reader.register_forward_hook(partial(watch._end, own))
     return watch
-
-
-def _arrived(watch: weakref.ref[PeakWatch], name: str, param: Tensor) -> None:
-    present = watch()
-    if present is not None:
-        present._arrive(name)
 
 
 def _tensors_in(output: object) -> Iterator[Tensor]:
