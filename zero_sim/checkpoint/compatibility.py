@@ -33,6 +33,7 @@ from zero_sim.layout import Span
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.elementwise import ELEMENTWISE
 from zero_sim.zero.optimizer import DistributedOptimizer
+from zero_sim.zero.whole_params import WholeParamOptimizer
 
 
 def find_param_problems(
@@ -137,7 +138,7 @@ def _find_state_problems(manifest: Manifest, inner: Optimizer) -> Iterator[str]:
             settings = read_new_settings(saved, inner.param_groups[0])
             probes[param.group] = probe_state(inner, settings=settings)
         values = {e.key: decode_value(e.value) for e in param.state if e.dtype is None}
-        if type(inner) in ELEMENTWISE:
+        if type(inner) in ELEMENTWISE or isinstance(inner, WholeParamOptimizer):
             yield from _find_count_problems(param.name, values)
         probe = probes[param.group]
         if probe is None:

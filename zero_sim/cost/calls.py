@@ -7,21 +7,27 @@ that is judged by them; no tensors, so that they are known for 16,384 ranks as w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 
+WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
+"""Of optimizers that look at whole params: fp32 numbers an element of which they need all."""
+
 NORM_ELEMS = 3
 """What ranks tell each other for the norm: sum of squares, zeros, overflows."""
 
-Purpose = Literal["sum", "copies", "gather", "regather", "spread", "norm", "tokens", "scales"]
+Purpose = Literal[
+    "sum", "copies", "gather", "regather", "spread", "whole", "norm", "tokens", "scales"
+]
 """Gradients over the ranks that shard them; over copies of the shards; params inside a block; in
-backward among the few that kept them; over blocks that own parts of each other's; and what is a few
+backward among the few that kept them; over blocks that own parts of each other's; what an
+optimizer needs of whole params; and what is a few
 numbers, whatever the model."""
 
 Among = Literal["group", "block", "few", "across", "parts"]
@@ -132,9 +138,11 @@ def calls_of_bucket(
 
     if not form.is_sharded:
         add(form.sum_call, "group", grads, "sum", sums)
+        add(form.sent_back_call, "group", grads, "sum", sums)
         return calls
     if scenario.system.reduce_buffer_elems is None:
         add(form.sum_call, "block", grads, "sum", sums)
+        add(form.sent_back_call, "block", grads, "sum", sums)
     add(form.copies_call, "across", grads, "copies", sums)
     gathers, again = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     if form.regather_call is None:
@@ -143,6 +151,9 @@ def calls_of_bucket(
         add(call, "block", params, "gather", gathers)
     add(form.regather_call, "few", params, "regather", again)
     add(form.spread_call, "across", params, "spread", 0 if skipped else 1)
+    wholes = 0 if skipped or not form.is_cut else WHOLES.get(scenario.optimizer.name, 0)
+    add(form.spread_call, "across", ("float32", 4), "whole", wholes)
+    add(form.whole_call, "block", ("float32", 4), "whole", wholes)
     return calls
 
 

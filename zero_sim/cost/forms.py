@@ -106,6 +106,8 @@ class BucketForm:
     """Whether each rank has a shard of it; with stage 0 each has all."""
     is_summed_whole: bool
     """Whether each rank gets the sum of all of it, and keeps its shard."""
+    is_summed_by_first: bool
+    """Whether the first rank adds what all send it, and sends the sum back."""
     is_cut_across: bool
     """Whether blocks share its state, in place of a copy of it in each."""
     is_last: bool
@@ -134,9 +136,16 @@ class BucketForm:
     @property
     def sum_call(self) -> Call:
         """The call that reduces it, the first of two where there are copies of its shards."""
+        if self.is_summed_by_first:
+            return ("gather", self.group_size, self.elems)
         if not self.is_sharded or self.is_summed_whole:
             return ("all_reduce", self.group_size, self.elems)
         return (self._scatter_kind, self.group_size, self.elems)
+
+    @property
+    def sent_back_call(self) -> Call | None:
+        """The call by which all learn what the first rank added; None where it does not."""
+        return ("broadcast", self.group_size, self.elems) if self.is_summed_by_first else None
 
     @property
     def _scatter_kind(self) -> str:
@@ -164,6 +173,11 @@ class BucketForm:
         ]
 
     @property
+    def whole_call(self) -> Call:
+        """The call that makes the whole of some other number an element, all at once."""
+        return self._gathered(self.group_size, self.block_elems)
+
+    @property
     def regather_call(self) -> Call | None:
         """The call that does so in backward, among few that kept it since; None without such."""
         if self.kept_elems is None:
@@ -183,6 +197,12 @@ class BucketForm:
         return (
             ("all_gather", ranks, elems) if self.is_even else ("all_to_all", ranks, elems * ranks)
         )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks have a shard of it."""
+        shards = self.group_size * (self.replica_count if self.is_cut_across else 1)
+        return self.is_sharded and not self.has_one_owner and shards > 1
 
     @property
     def owned_elems(self) -> int:
@@ -314,7 +334,8 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         is_even=elems % shards == 0,
         has_one_owner=has_one_owner,
         is_sharded=system.stage > 0,
-        is_summed_whole=system.sum_by == "all-reduce",
+        is_summed_whole=system.sum_by != "reduce-scatter",
+        is_summed_by_first=system.sum_by == "first-rank",
         is_cut_across=parts > 1,
         is_last=False,
         param_bytes=param_bytes,

@@ -124,6 +124,19 @@ def sent_elems(kind: str, elems: int, ranks: int) -> Fraction:
     return Fraction(elems * (ranks - 1), ranks)
 
 
+def first_rank_elems(kind: str, elems: int, ranks: int) -> int:
+    """Elements that pass the first rank of a group, which adds what others send it; of others none.
+
+    What it sends back it sends to each of the others.
+
+    Args:
+        kind: Of the collective.
+        elems: What a rank contributes, counted as the event log does.
+        ranks: Members of the group.
+    """
+    return elems * (ranks - 1) if kind in ("gather", "broadcast") else 0
+
+
 def messages(kind: str, ranks: int) -> int:
     """Messages that a rank sends; of a broadcast, or to a root, one."""
     if kind == "send":
@@ -150,6 +163,9 @@ def seconds_of(kind: str, sent_bytes: float, route: Route, *, network: Network) 
     if not count:
         return 0.0
     each = sent_bytes / count
+    if kind == "gather":
+        # One after another at the rank that all send to.
+        count, each = route.size - 1, sent_bytes * route.size / (route.size - 1)
     slowest = network.inside.seconds(each)
     if route.between:
         # More messages than cards leave a node at once, so that each has a part of one.

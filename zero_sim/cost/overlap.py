@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from operator import attrgetter
 
+from zero_sim.cost.calls import WHOLES
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration, in_words
 from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.cost.hook_trace import HookEvent, HookTrace
@@ -302,6 +303,13 @@ def _check_gathers(rank: _Rank) -> Iterator[Finding]:
         gathers = [call for call in begun if call.call[0] in _GATHERS]
         # What blocks own of each other's params has to be there before a gather can start.
         spreads = sum(form.spread_call is not None for form in rank.forms)
+        # Sums that were sent back are broadcasts as well, and long over.
+        sums = rank.scenario.run.micro_batches if rank.scenario.system.sync == "every" else 1
+        # So are the gathers of what an optimizer needs of whole params.
+        cut = [form for form in rank.forms if form.is_cut]
+        wholes = WHOLES.get(rank.scenario.optimizer.name, 0)
+        spreads += wholes * sum(1 + (form.spread_call is not None) for form in cut)
+        spreads += sums * sum(form.sent_back_call is not None for form in rank.forms)
         read = set(hook_trace.unguarded)
         for event in (HookEvent(names=frozenset(), time=end), *hook_trace.begins.get(step + 1, ())):
             waited = sum(call.waited < event.time for call in gathers) - spreads

@@ -20,6 +20,8 @@ _ALWAYS: Final[Mapping[OptimizerName, tuple[str, ...]]] = {
     "adadelta": ("square_avg", "acc_delta"),
     "asgd": ("ax",),
     "rprop": ("prev", "step_size"),
+    "muon": ("momentum_buffer",),
+    "lamb": ("exp_avg", "exp_avg_sq"),
 }
 """In fp32 each; counters, which do not grow with the model, are left out."""
 

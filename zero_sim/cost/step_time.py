@@ -94,6 +94,8 @@ class _Step:
             self._forward()
             self._backward(reduces=system.sync == "every" or micro == last)
         streams.wait(streams.issue(few))
+        for cost in self.costs:
+            streams.wait(streams.issue(cost.of("whole")))
         if not overlaps_params(system):
             self._spread()
             if system.stage in (1, 2):

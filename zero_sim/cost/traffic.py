@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from zero_sim.cost.calls import Among, PlannedCall, planned_calls
 from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.network import Network, messages, route_of, seconds_of, sent_elems
+from zero_sim.cost.network import (
+    Network,
+    first_rank_elems,
+    messages,
+    route_of,
+    seconds_of,
+    sent_elems,
+)
 from zero_sim.layout.topology import Topology
 from zero_sim.scenario.spec import Scenario
 
@@ -78,6 +85,15 @@ class Traffic:
         """Bytes that leave a node by each of its network cards."""
         network = self.network
         return self.sent_over(network.between.name) * network.ranks_per_node / network.cards
+
+    @property
+    def through_first(self) -> int:
+        """Bytes that pass the first rank, where others send it what it adds; 0 elsewhere."""
+        if all(flow.kind != "gather" for flow in self.flows):
+            return 0
+        return sum(
+            first_rank_elems(flow.kind, flow.contributed_bytes, flow.ranks) for flow in self.flows
+        )
 
     @property
     def seconds(self) -> float:

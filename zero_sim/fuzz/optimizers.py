@@ -8,6 +8,7 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from zero_sim.fuzz.swarm import Swarm
+from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import (
     LossScaleSpec,
@@ -21,12 +22,14 @@ from zero_sim.shrink.size import params_of
 from zero_sim.workloads import EXACT_MODELS
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-NO_FOREACH = ("nadam", "radam", "asgd")
-"""Those whose foreach kernels round otherwise than the loop that the reference steps with."""
-_WITH_MOMENTUM = ("sgd", "rmsprop")
+NO_FOREACH = ("nadam", "radam", "asgd", *WHOLE_PARAM_OPTIMIZERS)
+"""Those that have no foreach kernels, or that round otherwise in them than in the loop that the
+reference steps with."""
+_WITH_MOMENTUM = ("sgd", "rmsprop", "muon")
+_WITH_NESTEROV = ("sgd", "muon")
 _WITH_AMSGRAD = ("adam", "adamw")
-_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
-_WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
+_WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
+_WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _ENDINGS: dict[ModelName, tuple[str, str]] = {
     "params": ("0", "1"),
     "lattice": ("0", "1"),
@@ -67,7 +70,7 @@ def optimizers(
         lr=draw(st.sampled_from([1e-3, 0.1])),
         betas=(0.5, 0.75) if swarm.on("betas", fits=name in _WITH_BETAS) else (0.9, 0.999),
         momentum=0.9 if momentum else 0.0,
-        nesterov=swarm.on("nesterov", fits=name == "sgd" and momentum),
+        nesterov=swarm.on("nesterov", fits=name in _WITH_NESTEROV and momentum),
         amsgrad=swarm.on("amsgrad", fits=name in _WITH_AMSGRAD),
         eps=1.0 if swarm.on("large eps", fits=name in _WITH_EPS) else 1e-8,
         weight_decay=0.1 if swarm.on("decay", fits=name != "rprop") else 0.0,

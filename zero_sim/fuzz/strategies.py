@@ -29,6 +29,8 @@ from zero_sim.scenario.spec import (
     OptimizerSpec,
     RunSpec,
     Scenario,
+    SystemSpec,
+    WorldSpec,
 )
 from zero_sim.scenario.unused import without_unused
 from zero_sim.shrink.size import params_of
@@ -107,7 +109,9 @@ def _cases(
         name="drawn",
         model=model,
         data=draw(feeds(model=model, swarm=swarm)),
-        world=draw(worlds(size=ranks * topology.tp * topology.pp, swarm=swarm)),
+        world=_in_the_order_of(
+            system, draw(worlds(size=ranks * topology.tp * topology.pp, swarm=swarm))
+        ),
         topology=topology,
         system=system,
         optimizer=draw(optimizers(model=model, swarm=swarm)),
@@ -145,6 +149,11 @@ def _cases(
     scenario = replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
     names = [name for name, _ in params_of(model)]
     return without_unused(with_known_names(scenario, names))
+
+
+def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
+    """The world with the order in which the system adds, where it does so by itself."""
+    return replace(world, order="linear") if system.sum_by == "first-rank" else world
 
 
 def _names_for(ranks: int, names: Sequence[ModelName]) -> Sequence[ModelName]:

@@ -24,6 +24,7 @@ _AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
 _DIVISIONS: tuple[Literal["none", "pre", "premul"], ...] = ("none", "pre", "premul")
 _COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tokens")
 _PREFETCHES = (0, 2, 1, 9)
+_SUMS: tuple[Literal["all-reduce", "first-rank"], ...] = ("all-reduce", "first-rank")
 _PARTITIONS: tuple[PartitionName, ...] = ("uneven", "one-owner", "rows")
 Stage = Literal[0, 1, 2, 3]
 _ORDERS: tuple[OrderName, ...] = get_args(OrderName)
@@ -151,8 +152,8 @@ def systems(
         overlap_params=draw(st.booleans())
         if swarm.on("overlap params", fits=stage in (1, 2) and not in_chunks)
         else None,
-        sum_by="all-reduce"
-        if swarm.on("summed to all", fits=stage > 0 and not across)
+        sum_by=draw(st.sampled_from(_SUMS[: 1 if buffered else 2] if stage else _SUMS[1:]))
+        if swarm.on("summed to all", fits=not across)
         else "reduce-scatter",
         gather_after_step=swarm.on("gathered after step", fits=stage == 3),
         **draw(_through_buffers(sizes, buffered=buffered, in_chunks=in_chunks, swarm=swarm)),
@@ -242,6 +243,7 @@ def reloads(
         partition = "padded"
     after = system.stage if stage is None else stage
     could = after == 1 or (after == 2 and system.sync == "every")
+    could &= system.sum_by != "first-rank"
     buffered = swarm.on("other reduce buffers", fits=could)
     if buffered or (system.reduce_buffer_elems is not None and after in (1, 2)):
         redundancy = 1

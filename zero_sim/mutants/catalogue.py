@@ -10,6 +10,7 @@ from zero_sim.mutants import (
     buckets,
     checkpoints,
     costs,
+    first_rank,
     gathers,
     hybrid,
     layout,
@@ -20,6 +21,7 @@ from zero_sim.mutants import (
     scales,
     shards,
     updates,
+    whole_params,
 )
 from zero_sim.mutants.records import CLASSES, Mutant
 
@@ -44,6 +46,8 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         places,
         scales,
         partitions,
+        first_rank,
+        whole_params,
     )
     for one in _in(module)
 )

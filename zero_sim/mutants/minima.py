@@ -320,6 +320,12 @@ _NUMBERS = {
     "Q12": (1, 1, 1, 1, 1),
     "Q13": (2, 1, 1, 1, 2),
     "Q14": (1, 1, 1, 1, 2),
+    # Sums at the first rank; three ranks for an order, or a rounding in between.
+    "X01": (1, 1, 1, 1, 1),
+    "X02": (3, 1, 1, 1, 1),
+    "X03": (1, 1, 1, 1, 1),
+    "X04": (1, 1, 1, 1, 2),
+    "X05": (3, 1, 1, 1, 2),
 }
 """Ranks, params, elements, steps, features."""
 

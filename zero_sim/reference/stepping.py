@@ -1,4 +1,4 @@
-"""The optimizer: torch's own classes on one plain fp32 tensor a param, never fused.
+"""The optimizer: torch's classes, or a textbook's, on one plain fp32 tensor a param, never fused.
 
 Fused kernels treat the tail of a tensor differently from its body, so their bits depend on where a
 shard was cut; the loop over params has no such seam.
@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_sim.errors import UntrainableError
+from zero_sim.reference.whole_params import TextbookOptimizer
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 
-_CLASSES: dict[OptimizerName, type[Optimizer]] = {
+_CLASSES: Mapping[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -49,6 +50,8 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "adadelta": ("eps", "weight_decay"),
     "asgd": ("weight_decay",),
     "rprop": (),
+    "muon": ("momentum", "nesterov", "eps", "weight_decay"),
+    "lamb": _BETAS_EPS,
 }
 """Which fields of the spec each class takes besides `lr`, under the same names."""
 
@@ -63,8 +66,10 @@ def group_of(spec: OptimizerSpec, *, name: str) -> ParamGroupSpec | None:
     return next((group for group in spec.groups if name.endswith(group.match)), None)
 
 
-def build_optimizer(spec: OptimizerSpec, *, masters: Mapping[str, Tensor]) -> Optimizer:
-    """Return the torch optimizer that the spec names, over all `masters`, in the spec's groups."""
+def build_optimizer(
+    spec: OptimizerSpec, *, masters: Mapping[str, Tensor]
+) -> Optimizer | TextbookOptimizer:
+    """Return the optimizer that the spec names, over all `masters`, in the spec's groups."""
     members: dict[ParamGroupSpec | None, list[Tensor]] = {}
     for name, master in masters.items():
         members.setdefault(group_of(spec, name=name), []).append(master)
@@ -73,6 +78,8 @@ def build_optimizer(spec: OptimizerSpec, *, masters: Mapping[str, Tensor]) -> Op
         {"params": tensors, **_group_options(group, takes=options)}
         for group, tensors in members.items()
     ]
+    if spec.name not in _CLASSES:
+        return TextbookOptimizer(spec.name, groups, settings={"lr": spec.lr, **options})
     # See [Note: foreach].
     foreach = spec.foreach and any(master.device.type != "cpu" for master in masters.values())
     return _CLASSES[spec.name](groups, lr=spec.lr, foreach=foreach, **options)  # pyrefly: ignore
@@ -126,7 +133,7 @@ class Stepper:
             self._optimizer.step()
         except (RuntimeError, ArithmeticError) as error:
             raise UntrainableError(
-                f"expected settings with which torch.optim.{type(self._optimizer).__name__} can "
+                f"expected settings with which optimizer {self._spec.name!r} can "
                 f"take a step, got {type(error).__name__}: {error}. Try a smaller optimizer.lr; "
                 "usual ones are 1e-4 to 1e-1."
             ) from error

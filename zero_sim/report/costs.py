@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero_sim.cost.advise import Advice, Candidate
 from zero_sim.cost.rows import MemoryRow, TrafficRow
@@ -177,10 +177,21 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
             f"{network.between.microseconds:g} us.",
             f"{inside} and {between}: a mean over the ranks; `a {between}`: what leaves a node by "
             f"each card; {hides}.",
+            *_through_first(rows, unit),
             "",
             aligned(table),
         ]
     )
+
+
+def _through_first(rows: Sequence[TrafficRow], unit: tuple[str, int]) -> Iterator[str]:
+    """What passes the first rank, of the rows where it adds what all send it."""
+    for row in rows:
+        if row.traffic.through_first:
+            yield (
+                f"{row.model}: the first rank adds what all send it; "
+                f"{in_unit(row.traffic.through_first, unit)} {unit[0]} pass through it."
+            )
 
 
 def render_advice(advice: Advice, *, limit: int) -> str:

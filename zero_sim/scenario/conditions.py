@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario
 
 _LOSS_SCALE_MAX = 2.0**64
 _UNITS = {"bf16": 2**8, "fp16": 2**11}
 """What 16-bit dtypes add exactly, in units of which each rank and micro-batch needs one."""
 _UNBOUNDED = ("moe", "fp8")
-_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
+_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
+_MOMENTUM = ("sgd", "rmsprop", "muon")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,16 +109,17 @@ def _claims_one_device(scenario: Scenario) -> bool:
 CONDITIONS = (
     Condition(
         reads=("optimizer.momentum", "optimizer.name"),
-        broken=lambda s: s.optimizer.momentum != 0 and s.optimizer.name not in ("sgd", "rmsprop"),
-        message="only optimizers 'sgd' and 'rmsprop' have momentum, got {got}.",
+        broken=lambda s: s.optimizer.momentum != 0 and s.optimizer.name not in _MOMENTUM,
+        message="only optimizers 'sgd', 'rmsprop' and 'muon' have momentum, got {got}.",
         suggestion='Leave it out, set betas instead, or write name = "sgd".',
     ),
     Condition(
         reads=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
         broken=lambda s: (
-            s.optimizer.nesterov and (s.optimizer.name != "sgd" or s.optimizer.momentum == 0)
+            s.optimizer.nesterov
+            and (s.optimizer.name not in ("sgd", "muon") or s.optimizer.momentum == 0)
         ),
-        message="expected optimizer 'sgd' with momentum for nesterov, got {got} without.",
+        message="expected optimizer 'sgd' or 'muon' with momentum for nesterov, got {got} without.",
         suggestion='Try name = "sgd" and momentum = 0.9.',
     ),
     Condition(
@@ -130,6 +133,12 @@ CONDITIONS = (
         broken=lambda s: s.optimizer.foreach and s.optimizer.name in ("nadam", "radam", "asgd"),
         message="torch's foreach kernels of 'nadam', 'radam' and 'asgd' round otherwise than the "
         "loop that the reference steps with, got {got}.",
+        suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("optimizer.foreach", "optimizer.name"),
+        broken=lambda s: s.optimizer.foreach and s.optimizer.name in WHOLE_PARAM_OPTIMIZERS,
+        message="torch has no foreach kernels of 'muon' and 'lamb' here, got {got}.",
         suggestion="Leave it out.",
     ),
     Condition(
@@ -341,14 +350,14 @@ CONDITIONS = (
     ),
     Condition(
         reads=("system.sum_by", "system.stage"),
-        broken=lambda s: s.system.sum_by != "reduce-scatter" and s.system.stage == 0,
+        broken=lambda s: s.system.sum_by == "all-reduce" and s.system.stage == 0,
         message="stage 0 has no shards to sum to, and sums to all ranks by itself, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
         holds_after=True,
     ),
     Condition(
         reads=("system.sum_by", "system.state_over"),
-        broken=lambda s: s.system.sum_by == "all-reduce" and s.system.state_over == "all",
+        broken=lambda s: s.system.sum_by != "reduce-scatter" and s.system.state_over == "all",
         message="with state over all ranks sums go on across blocks from a shard, got {got}.",
         suggestion="Leave either out.",
         holds_after=True,
@@ -359,6 +368,12 @@ CONDITIONS = (
         message="expected several blocks of ranks after the checkpoint, in a stage that shards, to "
         "cut the state over, got {got}.",
         suggestion="Leave it out, or write reload.redundancy = 2 and a stage of at least 1.",
+    ),
+    Condition(
+        reads=("system.sum_by", "world.order"),
+        broken=lambda s: s.system.sum_by == "first-rank" and s.world.order != "linear",
+        message="the first rank adds in rank order, whatever collectives do, got {got}.",
+        suggestion='Leave it out, or write order = "linear".',
     ),
     Condition(
         reads=("system.gather_after_step", "system.stage"),
@@ -390,6 +405,16 @@ CONDITIONS = (
         message="reduce buffers are of stages 1 and 2, whose params are whole and whose gradients "
         "have owners, got {got}.",
         suggestion="Leave it out, or write stage = 2.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("system.reduce_buffer_elems", "system.sum_by"),
+        broken=lambda s: (
+            s.system.reduce_buffer_elems is not None and s.system.sum_by == "first-rank"
+        ),
+        message="what such a buffer holds is reduced to its owners, or to all, got {got} with sums "
+        "at the first rank.",
+        suggestion="Leave either out.",
         holds_after=True,
     ),
     Condition(
@@ -453,6 +478,8 @@ def why_order_matters(scenario: Scenario) -> str:
         return "a reload"
     if scenario.model.name in _UNBOUNDED:
         return "experts or fp8 params"
+    if scenario.optimizer.name in WHOLE_PARAM_OPTIMIZERS:
+        return "an optimizer that looks at whole params, of which a rank shows its part"
     return "tensor- or pipeline-parallel ranks" if _parts(scenario) > 1 else ""
 
 

@@ -1,8 +1,13 @@
-"""Kinds of params, dense and expert: what a name says about which of the two it is."""
+"""Kinds of params, dense and expert, and of optimizers: what a name says about which it is."""
 
 from __future__ import annotations
 
 from typing import Literal
+
+from zero_sim.scenario.spec import OptimizerName
+
+WHOLE_PARAM_OPTIMIZERS: tuple[OptimizerName, ...] = ("muon", "lamb")
+"""Those whose step of an element depends on its whole param."""
 
 
 def is_expert(name: str) -> bool:

@@ -34,6 +34,8 @@ OptimizerName = Literal[
     "adadelta",
     "asgd",
     "rprop",
+    "muon",
+    "lamb",
 ]
 PartitionName = Literal["padded", "uneven", "rows", "one-owner"]
 CheckpointForm = Literal["sharded", "consolidated", "dcp"]
@@ -239,9 +241,10 @@ class SystemSpec:
     overlap_params: bool | None = None
     """Whether params are gathered bucket by bucket while the next forward already runs; absent for
     where `bucket_elems` cuts buckets and the stage is 1 or 2."""
-    sum_by: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter"
-    """How gradients of a sharded bucket are summed: to each rank its shard, or all of them to all
-    ranks, of which each keeps its shard."""
+    sum_by: Literal["reduce-scatter", "all-reduce", "first-rank"] = "reduce-scatter"
+    """How gradients of a sharded bucket are summed: to each rank its shard; all of them to all
+    ranks, of which each keeps its shard; or on the first rank, to which all send theirs and which
+    sends the sum to all, the naive way, at stage 0 too."""
     gather_after_step: bool = False
     """With stage 3: whether params are gathered once more after the step, and freed."""
     reduce_buffer_elems: int | None = None
@@ -309,21 +312,22 @@ class OptimizerSpec:
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     name: OptimizerName = "adamw"
-    """Class of `torch.optim`."""
+    """Class of `torch.optim`; or `muon`, which makes matrices orthogonal, or `lamb`, which steps as
+    far as a param is long: their step of an element depends on its whole param."""
     lr: float = 1e-3
     """Learning rate."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to `lr`; 0 for a constant one."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """`adam`, `adamw`, `nadam`, `radam`, `adamax`: decay rates of the moments."""
+    """`adam`, `adamw`, `nadam`, `radam`, `adamax`, `lamb`: decay rates of the moments."""
     eps: float = 1e-8
     """Term added to the denominator, where the optimizer has one."""
     weight_decay: float = 0.0
     """Weight decay; not for `rprop`."""
     momentum: float = 0.0
-    """`sgd`, `rmsprop`: momentum."""
+    """`sgd`, `rmsprop`, `muon`: momentum."""
     nesterov: bool = False
-    """`sgd`: Nesterov momentum."""
+    """`sgd`, `muon`: Nesterov momentum."""
     amsgrad: bool = False
     """`adam`, `adamw`: keep the largest second moment."""
     foreach: bool = False

@@ -21,15 +21,15 @@ _USED_BY_MODELS: dict[str, tuple[ModelName, ...]] = {
     "fp8_format": ("fp8",),
     "shapes": ("params", "lattice", "bit-hash"),
 }
-_WITH_BETAS: tuple[OptimizerName, ...] = ("adamw", "adam", "nadam", "radam", "adamax")
-_WITH_EPS: tuple[OptimizerName, ...] = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
+_WITH_BETAS: tuple[OptimizerName, ...] = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
+_WITH_EPS: tuple[OptimizerName, ...] = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _NOT_RPROP: tuple[OptimizerName, ...] = (*_WITH_EPS, "sgd", "asgd")
 _USED_BY_OPTIMIZERS: dict[str, tuple[OptimizerName, ...]] = {
     "betas": _WITH_BETAS,
     "eps": _WITH_EPS,
     "weight_decay": _NOT_RPROP,
-    "momentum": ("sgd", "rmsprop"),
-    "nesterov": ("sgd",),
+    "momentum": ("sgd", "rmsprop", "muon"),
+    "nesterov": ("sgd", "muon"),
     "amsgrad": ("adam", "adamw"),
 }
 """By field: whom it does something for; a field that is not here, for all."""

@@ -103,7 +103,7 @@ def _reduction_of(
     owned: OwnedFragment, *, bucket: BucketPlan, config: ZeroConfig, alone: GradUnit | None
 ) -> _Reduction:
     """How a fragment is summed: with its bucket, or where its gradient goes alone, with those."""
-    to_all = not config.sharding.state or config.sum_by == "all-reduce"
+    to_all = not config.sharding.state or config.sum_by != "reduce-scatter"
     if alone is not None:
         own = next(each.own for each in alone.slices if each.memory.name == owned.param)
         if to_all:

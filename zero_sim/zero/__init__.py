@@ -18,6 +18,7 @@ from zero_sim.zero.groups import (
 )
 from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
 from zero_sim.zero.unit import ParamMemory, Unit
+from zero_sim.zero.whole_params import Lamb, Muon
 
 __all__ = [
     "Buffer",
@@ -28,6 +29,8 @@ __all__ = [
     "GradDtype",
     "KindGroups",
     "KindOf",
+    "Lamb",
+    "Muon",
     "OptimFactory",
     "OwnedFragment",
     "ParamMemory",

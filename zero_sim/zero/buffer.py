@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.layout import BucketPlan, BufferPlan, Span
-from zero_sim.zero.collectives import size_and_rank
+from zero_sim.zero.collectives import SumAll, size_and_rank
 from zero_sim.zero.fp8 import dequantize, quantize_
 from zero_sim.zero.sharding import Sharding
 from zero_sim.zero.storage import FlatStorage, Storage, TransientStorage
@@ -50,8 +50,8 @@ class Buffer:
         group: The ranks that hold a shard each; None where nothing is sharded.
         replica_group: The ranks that hold this rank's shard; None where nobody else does.
         reshard_group: As in `KindGroups`.
-        sums_whole: Whether gradients are summed to all ranks of `group`, each of which keeps its
-            shards.
+        sum_all: How gradients are summed to all ranks of `group`, each of which keeps its shards;
+            None where each gets its shards alone.
         gather_chunk_elems: As in `Unit`.
         grad_dtype: Dtype of the gradients.
         scales: Of each fp8 param its scale, 0D fp32, in the module's own memory.
@@ -82,7 +82,7 @@ class Buffer:
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         reshard_group: dist.ProcessGroup | None = None,
-        sums_whole: bool = False,
+        sum_all: SumAll | None = None,
         gather_chunk_elems: int | None = None,
         grad_dtype: torch.dtype,
         scales: Mapping[nn.Parameter, Tensor] | None = None,
@@ -106,7 +106,7 @@ class Buffer:
             group=group,
             replica_group=replica_group,
             reshard_group=reshard_group,
-            sums_whole=sums_whole,
+            sum_all=sum_all,
             gather_chunk_elems=gather_chunk_elems,
         )
         if sharding.params:
@@ -336,7 +336,7 @@ class Buffer:
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         reshard_group: dist.ProcessGroup | None,
-        sums_whole: bool,
+        sum_all: SumAll | None,
         gather_chunk_elems: int | None,
     ) -> dict[int, Unit]:
         return {
@@ -357,7 +357,7 @@ class Buffer:
                 group=group,
                 replica_group=replica_group,
                 reshard_group=reshard_group,
-                sums_whole=sums_whole,
+                sum_all=sum_all,
                 gather_chunk_elems=gather_chunk_elems,
             )
             for plan in self.plan.buckets

@@ -14,7 +14,9 @@ moved and not added up goes over as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -166,6 +168,63 @@ def all_reduce_sum(
 ) -> dist.Work | None:
     """Replace `flat` (any shape) by its sum over the ranks, on every rank."""
     return dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+def sum_at_first(
+    flat: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """As `all_reduce_sum`, the naive way: all send to the first rank, which adds and sends back.
+
+    That rank adds in rank order, in the dtype of `flat`, and moves 2(N - 1) times as much as `flat`
+    holds, where each rank of a ring moves less than twice that.
+    """
+    size, rank = size_and_rank(group)
+    parts = [torch.empty_like(flat) for _ in range(size)] if rank == 0 else None
+    sent = dist.gather(flat, parts, group_dst=0, group=group, async_op=True)
+    summing = _SumAtFirst(flat=flat, parts=parts, sent=sent, group=group)
+    if async_op:
+        return cast("dist.Work", summing)
+    summing.wait()
+    return None
+
+
+@dataclass(kw_only=True, slots=True)
+class _SumAtFirst:
+    """A sum at the first rank, in flight: the second half of it is made by whoever waits."""
+
+    flat: Tensor
+    parts: list[Tensor] | None
+    """What each rank sent, on the first rank."""
+    sent: dist.Work | None
+    group: dist.ProcessGroup
+
+    def wait(self) -> None:
+        """Add what was sent, and send the sum back."""
+        assert self.sent is not None
+        self.sent.wait()
+        if self.parts is not None:
+            self._add(self.parts)
+            self.parts = None
+        self._send_back()
+
+    def _add(self, parts: list[Tensor]) -> None:
+        self.flat.copy_(parts[0])
+        for part in parts[1:]:
+            self.flat.add_(part)
+
+    def _send_back(self) -> None:
+        dist.broadcast(self.flat, group_src=0, group=self.group)
+
+
+SumAll = Callable[..., dist.Work | None]
+"""As `all_reduce_sum`."""
+
+SUMS_OF_ALL: Final[Mapping[str, SumAll | None]] = {
+    "reduce-scatter": None,
+    "all-reduce": all_reduce_sum,
+    "first-rank": sum_at_first,
+}
+"""By `ZeroConfig.sum_by` how whole gradients are summed; None where shards are."""
 
 
 def all_reduce_max(flat: Tensor, *, group: dist.ProcessGroup) -> None:

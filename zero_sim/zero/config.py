@@ -14,7 +14,7 @@ DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
 StateOver = Literal["block", "all"]
-SumBy = Literal["reduce-scatter", "all-reduce"]
+SumBy = Literal["reduce-scatter", "all-reduce", "first-rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,8 @@ class ZeroConfig:
     by default: until then whoever reads a param otherwise than by a forward reads an old one."""
     sum_by: SumBy = "reduce-scatter"
     """How gradients of a unit that is sharded are summed: to each rank its shard; or all of them to
-    all ranks, which then keep their shard, as some libraries do. It sends as much again."""
+    all ranks, which then keep their shard, as some libraries do, and which sends as much again; or
+    on the first rank, to which all send theirs and which sends the sum to all, the naive way."""
     gather_after_step: bool = False
     """With sharded params: whether each unit is gathered once after the step, too, and freed, as
     the figure of ZeRO's paper has it. Nobody needs it; it sends P more."""
@@ -128,10 +129,15 @@ class ZeroConfig:
                 )
         self._check_unused()
         self._check_buffers()
-        if self.sum_by == "all-reduce" and self.state_over == "all":
+        if self.sum_by == "all-reduce" and not self.sharding.state:
+            raise UsageError(
+                "expected sum_by='reduce-scatter' with stage=0, which shards nothing and sums to "
+                "all ranks by itself, got 'all-reduce'. Try leaving it out, or 'first-rank'."
+            )
+        if self.sum_by != "reduce-scatter" and self.state_over == "all":
             raise UsageError(
                 "expected sum_by='reduce-scatter' with state_over='all', where sums go on across "
-                "blocks from a shard, got 'all-reduce'. Try leaving either out."
+                f"blocks from a shard, got {self.sum_by!r}. Try leaving either out."
             )
         self._check_count_is_known()
 
@@ -151,11 +157,11 @@ class ZeroConfig:
         unused: dict[str, object] = {}
         if not sharding.state:
             unused |= {"redundancy": 1, "state_over": "block", "partition": "padded"}
-            unused |= {"overlap_params": False, "sum_by": "reduce-scatter"}
-        if sharding.params:
             unused |= {"overlap_params": False}
         if sharding.params or not sharding.state:
             unused |= {"reduce_buffer_elems": None, "gather_chunk_elems": None}
+        if sharding.params:
+            unused |= {"overlap_params": False}
         else:
             unused |= {"prefetch": 1, "reshard_after_forward": True, "gather_after_step": False}
         for name, default in unused.items():
@@ -177,6 +183,11 @@ class ZeroConfig:
                     "expected reduce_buffer_elems with contiguous_grads=False, which says when "
                     "gradients are copied into such buffers, got None. Try leaving it out."
                 )
+        elif self.sum_by == "first-rank":
+            raise UsageError(
+                "expected sum_by='reduce-scatter' or 'all-reduce' with reduce_buffer_elems, got "
+                "'first-rank'. Try leaving either out."
+            )
         elif self.redundancy > 1:
             raise UsageError(
                 f"expected redundancy=1 with reduce_buffer_elems, whose sums end with one owner "

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
+from zero_sim.zero.collectives import SUMS_OF_ALL, broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
 from zero_sim.zero.fp8 import DTYPE_NAMES as FP8_DTYPES
@@ -436,7 +436,7 @@ class DistributedDataParallel:
             scales=self.scales,
             replica_group=groups.replica_group,
             reshard_group=groups.reshard_group,
-            sums_whole=self.config.sum_by == "all-reduce",
+            sum_all=SUMS_OF_ALL[self.config.sum_by],
             gather_chunk_elems=self.config.gather_chunk_elems,
             accumulate_sums=self.config.sync == "every",
         )

@@ -8,13 +8,14 @@ alike wherever it stands in a tensor, which rules out fused CPU kernels and 16-b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_sim.errors import UsageError
+from zero_sim.zero.whole_params import WholeParamOptimizer
 
 ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
     {
@@ -49,12 +50,13 @@ def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
     """
     cls = type(inner)
     names = {base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim")}
-    if names & _NOT_ELEMENTWISE:
+    if names & _NOT_ELEMENTWISE:  # by what torch calls them
         raise UsageError(
             f"expected an elementwise optimizer, got {cls.__name__}, whose update of one "
-            f"element depends on others that may lie on another rank. Try AdamW, Adam or SGD."
+            f"element depends on others that may lie on another rank. Try AdamW, Adam or SGD, or "
+            f"Muon or Lamb of zero_sim.zero, which gather what they need."
         )
-    if cls not in ELEMENTWISE and not declared:
+    if cls not in ELEMENTWISE and cls not in get_args(WholeParamOptimizer) and not declared:
         known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UsageError(
             f"expected an optimizer known to be elementwise ({known}), got {cls.__name__}. "

@@ -26,6 +26,7 @@ from zero_sim.zero.elementwise import check_groups, check_optimizer, check_state
 from zero_sim.zero.fp8 import ScaleUpdate
 from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
 from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.whole_params import Parts, WholeParamOptimizer
 
 OptimFactory = Callable[[ParamsT], Optimizer]
 """Builds the optimizer of one rank from the fp32 masters, or groups of them, that it is given."""
@@ -144,6 +145,8 @@ class DistributedOptimizer:
         self.master_shards, self.masters = _build_masters(ddp)
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
         self.base_lrs = [group.get("lr") for group in self.inner.param_groups]
+        if isinstance(self.inner, WholeParamOptimizer):
+            self.inner.whole_of = self._whole_of
         self._unchecked = list(self.masters)
         self._scale_updates = _build_scale_updates(ddp)
 
@@ -311,6 +314,26 @@ class DistributedOptimizer:
             # fp32 copies of the gradients are only needed inside a step.
             master.leaf.grad = None
 
+    def _whole_of(self, parts: Parts) -> Iterator[tuple[Tensor, tuple[Tensor, ...], slice]]:
+        """The `WholeOf` of fragments: bucket by bucket, on all ranks alike."""
+        assert isinstance(self.inner, WholeParamOptimizer)
+        members: dict[tuple[int, int], list[Master]] = {}
+        for master in self.masters:
+            if master.leaf in parts:
+                members.setdefault((master.buffer_index, master.fragment.bucket), []).append(master)
+        for index, buffer in enumerate(self.ddp.buffers):
+            for unit in buffer.units:
+                here = members.get((index, unit.plan.index), [])
+                wholes = []
+                for which in range(self.inner.gathers):
+                    shard = torch.zeros(unit.own_span.numel, device=buffer.device)
+                    for master in here:
+                        place = master.fragment.in_shard
+                        shard.narrow(0, place.start, place.numel).copy_(parts[master.leaf][which])
+                    wholes.append(unit.whole_of(shard))
+                for master in here:
+                    yield master.leaf, *_of_param(master, wholes)
+
     def _check_new_state(self) -> None:
         """Check the state of masters that were stepped for the first time."""
         stepless = []
@@ -321,6 +344,14 @@ class DistributedOptimizer:
             for key, state in self.inner.state.get(master.leaf, {}).items():
                 check_state(state, key=key, master=master.leaf, param=master.fragment.param)
         self._unchecked = stepless
+
+
+def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...], slice]:
+    """Of a unit's whole quantities what is one param's, and where in that the master lies."""
+    at, own = master.buffer.memory[master.param].in_unit, master.fragment.in_param
+    shape = master.param.shape
+    mine = tuple(whole.narrow(0, at.start, at.numel).view(shape) for whole in wholes)
+    return mine, slice(own.start, own.stop)
 
 
 def _build_masters(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from zero_sim.errors import UsageError
 from zero_sim.layout import BucketPlan, Fragment, Span
 from zero_sim.zero.collectives import (
+    SumAll,
     all_gather,
     all_gather_uneven,
     all_reduce_sum,
@@ -134,8 +135,9 @@ class Unit:
     reshard_group: dist.ProcessGroup | None = None
     """The part of `group` that keeps whole params from a forward to its backward, where one does.
     """
-    sums_whole: bool = False
-    """Whether every rank of `group` gets the sum of all, of which it keeps its shard."""
+    sum_all: SumAll | None = None
+    """How every rank of `group` gets the sum of all, of which it keeps its shard; None where it
+    gets no more than its shard."""
     gather_chunk_elems: int | None = None
     """Most elements that one call gathers, over all ranks, but one of each at least; None for all
     at once."""
@@ -327,6 +329,25 @@ class Unit:
         self._step_params("gather")
         self._gathering = self._gather_shards(async_op=True)
 
+    def whole_of(self, shard: Tensor) -> Tensor:
+        """Return the whole of a quantity of which each owner has its shard; a collective.
+
+        Where one rank owns all of the unit, it has that already, and nobody needs what others have.
+
+        Args:
+            shard: 1D, as long as this rank's shard.
+        """
+        if self.plan.partition.owner is not None or self.plan.shard_count == 1:
+            return shard
+        block = shard
+        if self.part_count > 1 and self.block_span.numel:
+            block = shard.new_empty(self.block_span.numel)
+            group = self.replica_group
+            self._collect(block, shard, sizes=self._block_sizes, group=group, async_op=False)
+        whole = shard.new_empty(self.plan.span.numel)
+        self._collect(whole, block, sizes=self._place_sizes, group=self.group, async_op=False)
+        return whole
+
     def finish_gather(self) -> None:
         """Wait until the params are what their owners wrote."""
         if self.param_state is not ParamState.GATHERING:
@@ -397,8 +418,8 @@ class Unit:
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
         if self.group is None:
             return None
-        if self.sums_whole:
-            return all_reduce_sum(self.grads, group=self.group, async_op=async_op)
+        if self.sum_all is not None:
+            return self.sum_all(self.grads, group=self.group, async_op=async_op)
         part = _view(self.grads, self.block_span)
         return self._scatter(
             part, self.grads, sizes=self._place_sizes, group=self.group, async_op=async_op
@@ -410,7 +431,8 @@ class Unit:
         group, part = self.replica_group, _view(self.grads, self.block_span)
         assert group is not None
         if self.part_count == 1:
-            return all_reduce_sum(part, group=group, async_op=async_op)
+            add = (self.sum_all if self.group is None else None) or all_reduce_sum
+            return add(part, group=group, async_op=async_op)
         return self._scatter(
             self.grad_shard, part, sizes=self._block_sizes, group=group, async_op=async_op
         )

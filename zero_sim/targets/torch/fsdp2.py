@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities, Numerics
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
@@ -162,7 +163,10 @@ class TorchFSDP2:
         scalar_params=False,
         empty_params=False,
         # Rprop's in-place masks have no rule for sharded tensors: torch raises.
-        optimizers=tuple(name for name in OPTIMIZERS if name != "rprop"),
+        # And its shards are rows, where muon and lamb look at whole params.
+        optimizers=tuple(
+            name for name in OPTIMIZERS if name not in ("rprop", *WHOLE_PARAM_OPTIMIZERS)
+        ),
         follows=(
             *OPTIMIZER_SETTINGS,
             "optimizer.clip_norm",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
+from zero_sim.zero.whole_params import Lamb, Muon
 
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -25,15 +26,17 @@ _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "asgd": torch.optim.ASGD,
     "rprop": torch.optim.Rprop,
+    "muon": Muon,
+    "lamb": Lamb,
 }
 
 
 OPTIMIZERS: tuple[OptimizerName, ...] = tuple(_CLASSES)
-"""All that `class_of` knows."""
+"""All that `class_of` knows; those of whole params for systems that hand them such."""
 
 
 def class_of(spec: OptimizerSpec) -> type[Optimizer]:
-    """Torch's class of the scenario's optimizer."""
+    """The class of the scenario's optimizer: torch's, or where torch has none ours."""
     return _CLASSES[spec.name]
 
 

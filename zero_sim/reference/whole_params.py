@@ -1,0 +1,100 @@
+"""Optimizers that look at whole params, as their papers have them: one plain fp32 tensor a param.
+
+Written from the papers, and sharing no line with those that are judged; but the operations, their
+order and the shapes of matrices are the same, since these decide bits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+
+
+class TextbookOptimizer:
+    """One of the optimizers, with groups and state under the names that torch's own have.
+
+    Args:
+        name: Which one.
+        groups: Masters under `params`, and what is the group's own.
+        settings: What holds for all groups that say nothing else.
+    """
+
+    def __init__(
+        self, name: str, groups: Sequence[Mapping[str, Any]], *, settings: Mapping[str, Any]
+    ) -> None:
+        self._move = {"muon": _move_by_muon, "lamb": _move_by_lamb}[name]
+        self.param_groups: list[dict[str, Any]] = [{**settings, **group} for group in groups]
+        self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every master that has a gradient."""
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is not None:
+                    self._move(master, master.grad, state=self.state[master], group=group)
+
+
+def _move_by_muon(
+    master: Tensor, grad: Tensor, *, state: dict[str, Any], group: Mapping[str, Any]
+) -> None:
+    """Jordan 2024: M = lerp(M, G, 1 - mu); W = (1 - lr wd) W - lr sqrt(max(1, r / c)) NS(M)."""
+    mu, lr = group["momentum"], group["lr"]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(master)
+    momentum = state["momentum_buffer"]
+    momentum.lerp_(grad, 1 - mu)
+    update = torch.lerp(grad, momentum, mu) if group["nesterov"] else momentum
+    if master.dim() > 1 and master.numel() > 0:
+        shape = (master.size(0), master.numel() // master.size(0))
+        wide = newton_schulz(update.reshape(shape), eps=group["eps"])
+        update = wide.mul(max(1.0, shape[0] / shape[1]) ** 0.5).reshape(master.shape)
+    master.mul_(1 - lr * group["weight_decay"])
+    master.sub_(update.mul(lr))
+
+
+def newton_schulz(matrix: Tensor, *, eps: float) -> Tensor:
+    """Return U V' for a matrix that is about U S V', by five steps of a quintic iteration."""
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = torch.div(matrix, torch.linalg.vector_norm(matrix).clamp(min=eps))
+    if is_tall:
+        x = x.t().contiguous()
+    a, b, c = _COEFFICIENTS
+    for _ in range(_ITERATIONS):
+        s = torch.mm(x, x.t())
+        polynomial = s.mul(b).add(torch.mm(s, s).mul(c))
+        x = x.mul(a).add(torch.mm(polynomial, x))
+    return x.t().contiguous() if is_tall else x
+
+
+def _move_by_lamb(
+    master: Tensor, grad: Tensor, *, state: dict[str, Any], group: Mapping[str, Any]
+) -> None:
+    """You et al. 2019, algorithm 2: r = m^ / (sqrt(v^) + eps) + wd W; W -= lr |W| / |r| r."""
+    beta1, beta2 = group["betas"]
+    if "step" not in state:
+        state.update(
+            step=torch.tensor(0.0),
+            exp_avg=torch.zeros_like(master),
+            exp_avg_sq=torch.zeros_like(master),
+        )
+    state["step"] += 1
+    t = float(state["step"])
+    m, v = state["exp_avg"], state["exp_avg_sq"]
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+    r = m_hat / (v_hat.sqrt() + group["eps"])
+    r = torch.add(r, master, alpha=group["weight_decay"])
+    weight_norm, update_norm = torch.linalg.vector_norm(master), torch.linalg.vector_norm(r)
+    phi = weight_norm / update_norm
+    if not (weight_norm > 0 and update_norm > 0):
+        phi = torch.ones_like(phi)
+    master.sub_(r * (phi * group["lr"]))
