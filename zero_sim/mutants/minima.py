@@ -326,6 +326,18 @@ _NUMBERS = {
     "X03": (1, 1, 1, 1, 1),
     "X04": (1, 1, 1, 1, 2),
     "X05": (3, 1, 1, 1, 2),
+    # Whole params: matrices of one element, or of two and six where their sides have to differ.
+    "U01": (2, 1, 2, 1, 1),
+    "U02": (1, 1, 1, 1, 1),
+    "U03": (2, 1, 1, 1, 1),
+    "U04": (2, 1, 1, 1, 3),
+    "U05": (1, 1, 1, 1, 1),
+    "U06": (1, 1, 2, 1, 1),
+    "U07": (1, 1, 6, 1, 1),
+    "U08": (1, 1, 1, 1, 1),
+    "U09": (1, 2, 2, 1, 1),
+    "U10": (1, 2, 2, 1, 3),
+    "U11": (1, 1, 1, 1, 1),
 }
 """Ranks, params, elements, steps, features."""
 
