@@ -330,23 +330,16 @@ class Unit:
         self._gathering = self._gather_shards(async_op=True)
 
     def whole_of(self, shard: Tensor) -> Tensor:
-        """Return the whole of a quantity of which each owner has its shard; a collective.
-
-        Where one rank owns all of the unit, it has that already, and nobody needs what others have.
-
-        Args:
-            shard: 1D, as long as this rank's shard.
-        """
+        """Return the whole from each owner's shard, 1D; a collective where several own parts."""
         if self.plan.partition.owner is not None or self.plan.shard_count == 1:
             return shard
-        block = shard
-        if self.part_count > 1 and self.block_span.numel:
-            block = shard.new_empty(self.block_span.numel)
-            group = self.replica_group
-            self._collect(block, shard, sizes=self._block_sizes, group=group, async_op=False)
-        whole = shard.new_empty(self.plan.span.numel)
-        self._collect(whole, block, sizes=self._place_sizes, group=self.group, async_op=False)
-        return whole
+        within = (self.plan.span.numel, self._place_sizes, self.group)
+        across = (self.block_span.numel, self._block_sizes, self.replica_group)
+        is_shared = self.part_count > 1 and self.block_span.numel > 0
+        for elems, sizes, group in (across, within) if is_shared else (within,):
+            part, shard = shard, shard.new_empty(elems)
+            self._collect(shard, part, sizes=sizes, group=group, async_op=False)
+        return shard
 
     def finish_gather(self) -> None:
         """Wait until the params are what their owners wrote."""
