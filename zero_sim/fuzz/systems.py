@@ -243,8 +243,7 @@ def reloads(
         partition = "padded"
     after = system.stage if stage is None else stage
     could = after == 1 or (after == 2 and system.sync == "every")
-    could &= system.sum_by != "first-rank"
-    buffered = swarm.on("other reduce buffers", fits=could)
+    buffered = swarm.on("other reduce buffers", fits=could and system.sum_by != "first-rank")
     if buffered or (system.reduce_buffer_elems is not None and after in (1, 2)):
         redundancy = 1
     if buckets not in (None, 1) and partition is None and system.partition == "rows":
