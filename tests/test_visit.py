@@ -9,68 +9,141 @@ from click.testing import CliRunner
 
 from zero_sim import visit
 from zero_sim.backends import transports
+from zero_sim.bundle import read_bundle, replay_bundle
 from zero_sim.cli import main as cli
+from zero_sim.errors import EnvironmentProblem
 from zero_sim.run import real_judge
+from zero_sim.zero import unit
+
+STEPS = ["machine", "kernels", "simulated", "one rank", "survival", "order", "folded", "own order"]
 
 
-@pytest.fixture
-def standin(monkeypatch):
+@pytest.fixture(scope="module")
+def standin():
     """A machine with three devices."""
     folder = Path(__file__).parent / "backends"
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    monkeypatch.setattr(real_judge, "PRELOAD", ("preload_standin", *real_judge.PRELOAD))
-    monkeypatch.setenv("ZERO_SIM_TEST_GPUS", "3")
-    monkeypatch.setenv("ZERO_SIM_TEST_RING", "0,2,1")
-    import standin_nccl
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        patch.setattr(real_judge, "PRELOAD", ("preload_standin", *real_judge.PRELOAD))
+        patch.setenv("ZERO_SIM_TEST_GPUS", "3")
+        patch.setenv("ZERO_SIM_TEST_RING", "0,2,1")
+        import standin_nccl
 
-    monkeypatch.setattr(transports, "_MAKERS", dict(transports._MAKERS))
-    monkeypatch.setattr(transports, "_MADE", {})
-    standin_nccl.install()
+        patch.setattr(transports, "_MAKERS", dict(transports._MAKERS))
+        patch.setattr(transports, "_MADE", {})
+        standin_nccl.install()
+        yield
 
 
 def run(path, *options):
     return CliRunner().invoke(cli.main, ["doctor", "--gpu", "--gpu-report", str(path), *options])
 
 
-def test_it_runs_to_its_end_and_the_report_has_all_that_is_to_be_sent_home(standin, tmp_path):
-    done = run(tmp_path / "report.json", "--seconds", "100000")
-    report = json.loads((tmp_path / "report.json").read_text())
-    told = {step["name"]: step for step in report["steps"]}
+@pytest.fixture(scope="module")
+def whole(standin, tmp_path_factory):
+    """A whole visit: what it printed, and its report."""
+    path = tmp_path_factory.mktemp("visit") / "report.json"
+    done = run(path, "--seconds", "100000")
+    return done, json.loads(path.read_text())
+
+
+def test_it_runs_to_its_end(whole):
+    done, report = whole
     assert done.exit_code == 0, done.output
-    assert [step["ok"] for step in report["steps"]] == [True] * 8
-    assert told["machine"]["details"]["ranks"] == 3
-    assert len(told["kernels"]["details"]["hashes"]) == 14
-    assert told["order"]["details"]["arrangement"]["rings"] == [[0, 2, 1]]
-    assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["told"]
+    assert [(step["name"], step["ok"]) for step in report["steps"]] == [
+        (name, True) for name in STEPS
+    ]
     assert "ok  own order" in done.output
 
 
-def test_what_fails_is_kept_with_its_case_and_the_next_step_is_taken(standin, monkeypatch):
-    taken = visit.Visit(seconds=100000.0)
-    case = visit._cases(3, "linear")[0]
+def test_its_report_has_all_that_is_to_be_sent_home(whole):
+    told = {step["name"]: step for step in whole[1]["steps"]}
+    assert told["machine"]["details"]["ranks"] == 3
+    assert told["order"]["details"]["arrangement"]["rings"] == [[0, 2, 1]]
+    assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["told"]
+    hashes = told["kernels"]["details"]["hashes"]
+    assert len(hashes) == 18
+    # Those of a true division are the CPU's here.
+    assert len(set(hashes.values())) == 17
+    assert {"to fp8 e4m3", "to fp8 e5m2", "bf16 to fp8 e4m3", "from fp8 e4m3"} <= hashes.keys()
 
-    def fails(step):
-        visit._judge_all(step, judged_wrong, [case])
 
-    def judged_wrong(scenario):
-        from zero_sim.findings.records import not_judged
+@pytest.fixture
+def ungathered(monkeypatch):
+    """A system that gathers no params."""
+    with monkeypatch.context() as patch:
+        patch.setattr(unit, "all_gather", lambda *args, **kwargs: None)
+        yield patch
 
-        return not_judged(scenario.name, "broken on purpose")
 
+def test_of_a_case_that_fails_a_bundle_is_kept(standin, tmp_path, ungathered):
+    done = run(tmp_path / "report.json", "--step", "simulated")
+    assert done.exit_code == 1
+    (step,) = json.loads((tmp_path / "report.json").read_text())["steps"]
+    assert (step["ok"], step["name"]) == (False, "simulated")
+    failure = step["failures"][0]
+    path = tmp_path / "report-bundles" / failure["bundle"]
+    assert failure["again"] == f"zero-sim replay {path.name} --bundles {path.parent}"
+    assert f"again: {failure['again']}" in done.output.replace("\n", "")
+    assert f"bundles in {path.parent}" in done.output.replace("\n", "")
+    bundle = read_bundle(path)
+    assert (bundle.scenario.name, bundle.verdict) == (failure["case"], "fail")
+    assert replay_bundle(bundle).same
+    ungathered.undo()
+    assert replay_bundle(bundle).outcome == "fixed"
+
+
+@pytest.fixture
+def taken(standin, tmp_path):
+    """A visit of which a test says what its steps are."""
+    return visit.Visit(bundles=tmp_path / "bundles", seconds=100000.0)
+
+
+def test_what_is_not_judged_on_real_ranks_is_kept_to_be_run_on_as_many(taken):
+    def refuses(scenario):
+        raise EnvironmentProblem("expected a GPU with memory left, got none. Try another.")
+
+    step = visit.Step(name="folded", proves="")
+    (case, *_) = visit._cases(3, "linear")
+    ran = visit.Ran(backend="nccl")
+    taken._judge_all(step, refuses, [case], ran=ran)
+    bundle = read_bundle(taken.bundles / step.failures[0]["bundle"])
+    assert (bundle.ran, bundle.verdict) == (ran, "error")
+    assert "expected a GPU with memory left" in bundle.findings[0].message
+    replayed = replay_bundle(bundle)
+    assert (replayed.outcome, replayed.exit_status) == ("fixed", 0)
+    assert "NCCL 2.30.7" in " ".join(replayed.result.notes)
+
+
+def test_a_step_that_fails_says_how_to_take_it_again_and_the_next_one_is_taken(taken, monkeypatch):
     def raises(step):
         raise RuntimeError("no such device")
 
     def passes(step):
         step.told.append("fine")
 
-    plan = [("a", "", fails), ("b", "", raises), ("c", "", passes)]
+    plan = [("one rank", "", raises), ("order", "", passes)]
     monkeypatch.setattr(taken, "_plan", lambda: iter(plan))
-    steps = taken.take()
-    assert [step.ok for step in steps] == [False, False, True]
-    assert steps[0].failures[0]["scenario"]["model"]["name"] == "mlp"
-    assert steps[0].failures[0]["result"]["error"] == "broken on purpose"
-    assert steps[1].told == ["RuntimeError: no such device"]
-    assert "no such device" in steps[1].details["traceback"]
+    first, second = taken.take()
+    assert (first.ok, second.ok) == (False, True)
+    assert first.told == [
+        "RuntimeError: no such device",
+        "  again: zero-sim doctor --gpu --step 'one rank'",
+    ]
+    assert "no such device" in first.failures[0]["detail"]
+
+
+def test_a_disk_that_is_full_ends_no_visit(taken, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(visit, "write_bundle", full)
+    step = visit.Step(name="simulated", proves="")
+    (case, *_) = visit._cases(3, "linear")
+    failed = visit.not_judged(case.name, "broken on purpose")
+    taken._judge_all(step, lambda scenario: failed, [case], ran=visit.Ran())
+    assert step.failures[0]["unkept"] == "No space left on device"
+    assert step.failures[0]["scenario"]["model"]["name"] == "mlp"
 
 
 def test_without_time_no_step_is_begun(standin, tmp_path):
@@ -79,14 +152,32 @@ def test_without_time_no_step_is_begun(standin, tmp_path):
     assert done.output.count("not taken: no time left") == 8
 
 
-def test_without_a_gpu_it_says_what_is_missing(tmp_path):
-    done = run(tmp_path / "report.json")
-    assert done.exit_code == 4
-    assert "expected a torch with NCCL" in done.output or "expected a GPU" in done.output
-    assert not (tmp_path / "report.json").exists()
+def test_there_is_no_other_step(standin, tmp_path):
+    done = run(tmp_path / "report.json", "--step", "kernel")
+    assert done.exit_code == 2
+    assert f"expected --step to be one of {', '.join(STEPS)}; got kernel" in done.output
+
+
+def test_its_steps_are_for_gpus():
+    done = CliRunner().invoke(cli.main, ["doctor", "--step", "order"])
+    assert done.exit_code == 2
+    assert "expected --step with --gpu" in done.output
 
 
 def test_its_report_is_no_json_of_the_command(tmp_path):
     done = run(tmp_path / "report.json", "--json")
     assert done.exit_code == 2
     assert "Try --gpu-report" in done.output
+
+
+def test_without_a_gpu_it_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(transports, "_MAKERS", dict(transports._MAKERS, nccl=_of_torch))
+    monkeypatch.setattr(transports, "_MADE", {})
+    done = run(tmp_path / "report.json")
+    assert done.exit_code == 4
+    assert "expected a torch with NCCL" in done.output or "expected a GPU" in done.output
+    assert not (tmp_path / "report.json").exists()
+
+
+def _of_torch():
+    return transports.Nccl(transports.Cuda())

@@ -1,7 +1,8 @@
 """A first visit to a machine with GPUs: steps from the cheapest to the whole, and a report.
 
 Every step says what it proves. One that fails, or for which there is no time left, keeps no other
-from being taken; what failed is kept with the case that it failed at.
+from being taken; of every case that fails a bundle is kept, and whatever else goes wrong is told
+with the command that takes its step again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import time
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_sim
-from zero_sim.backends import RealRank, Teams
+from zero_sim.backends import Ending, RealRank, Teams
 from zero_sim.backends.arranging import arrangement_of, in_words
 from zero_sim.backends.nccl_settings import BUFFER_BYTES, shown
 from zero_sim.backends.probe import Kind, by_calling, verify
@@ -32,12 +34,16 @@ from zero_sim.backends.probe_models import pieces_of
 from zero_sim.backends.recorder import dump
 from zero_sim.backends.transport import Transport
 from zero_sim.backends.transports import find_transport
-from zero_sim.findings.records import CaseResult
+from zero_sim.bundle import Ran, write_bundle
+from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.findings.records import CaseResult, Finding, not_judged, unforeseen
 from zero_sim.host.files import write_whole
+from zero_sim.report.commands import replay_command
 from zero_sim.run import real_judge
 from zero_sim.run.judges import Chosen, open_judge
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import own_setup
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import (
     ModelSpec,
@@ -67,51 +73,76 @@ class Step:
     details: dict[str, Any] = field(default_factory=dict)
     """What is to be sent home besides."""
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Each case that did not pass: the scenario, and its result."""
+    """Each case that did not pass, with its bundle, scenario and result; and all else that failed.
+    `again` is the command that repeats it."""
 
 
 class Visit:
     """The steps, taken one after another.
 
     Args:
+        bundles: Folder for the bundles of cases that fail; made when there is one.
         seconds: After how long no further step is begun.
+        only: Names of the steps to take; none for all.
         tell: Called with each step when it is over.
 
     Raises:
         EnvironmentProblem: There is no GPU, or no NCCL.
+        UsageError: There is no such step.
     """
 
     def __init__(
-        self, *, seconds: float = BUDGET_SECONDS, tell: Callable[[Step], None] = lambda step: None
+        self,
+        *,
+        bundles: Path,
+        seconds: float = BUDGET_SECONDS,
+        only: Sequence[str] = (),
+        tell: Callable[[Step], None] = lambda step: None,
     ) -> None:
+        self.bundles = bundles
+        self._only = only
         self._transport: Transport = find_transport("nccl")
         self._transport.check()
         self._deadline = time.monotonic() + seconds
         self._tell = tell
-        setup = own_setup("nccl")
-        self._most = setup.ranks_max
+        self._setup = own_setup("nccl")
+        self._most = self._setup.ranks_max
+        self._opened: Teams | None = None
         self.steps: list[Step] = []
+        known = [name for name, _, _ in self._plan()]
+        unknown = [name for name in only if name not in known]
+        if unknown:
+            raise UsageError(
+                f"expected --step to be one of {', '.join(known)}; got {', '.join(unknown)}."
+            )
 
     def take(self) -> Sequence[Step]:
         """Take all steps for which there is time."""
-        for name, proves, take in self._plan():
-            step = Step(name=name, proves=proves)
-            self.steps.append(step)
-            started = time.monotonic()
-            if started >= self._deadline:
-                step.told.append("not taken: no time left; try --seconds")
-            else:
-                try:
-                    take(step)
-                    step.ok = not step.failures
-                # Whatever it is, it is reported, and the next step is taken.
-                except Exception as error:  # noqa: BLE001
-                    step.ok = False
-                    step.told.append(f"{type(error).__name__}: {error}")
-                    step.details["traceback"] = traceback.format_exc()
-            step.seconds = time.monotonic() - started
-            self._tell(step)
+        try:
+            for name, proves, take in self._plan():
+                if not self._only or name in self._only:
+                    step = Step(name=name, proves=proves)
+                    self.steps.append(step)
+                    self._take(step, take)
+                    self._tell(step)
+        finally:
+            self._close()
         return self.steps
+
+    def _take(self, step: Step, take: Callable[[Step], None]) -> None:
+        started = time.monotonic()
+        if started >= self._deadline:
+            step.told.append("not taken: no time left; try --seconds")
+            return
+        try:
+            take(step)
+        # Whatever it is, it is reported, and the next step is taken.
+        except Exception as error:  # noqa: BLE001
+            _fail(step, f"{type(error).__name__}: {error}", detail=traceback.format_exc())
+            # With workers of its own, should these be the reason.
+            self._close()
+        step.ok = not step.failures
+        step.seconds = time.monotonic() - started
 
     def _plan(self) -> Iterator[tuple[str, str, Callable[[Step], None]]]:
         most = self._most
@@ -158,77 +189,123 @@ class Visit:
         step.told.append(f"{len(hashes)} kernels, the same bits twice")
 
     def _simulated(self, step: Step) -> None:
-        with open_judge(Chosen(device=self._transport.device_type)) as judge:
-            _judge_all(step, judge, [*_cases(3, "linear"), *_cases(4, "nccl-ring")])
+        ran = Ran(device=self._transport.device_type)
+        with open_judge(Chosen(device=ran.device)) as judge:
+            self._judge_all(step, judge, [*_cases(3, "linear"), *_cases(4, "nccl-ring")], ran=ran)
 
     def _one_rank(self, step: Step) -> None:
-        with on_workers(own_setup("nccl")) as judge:
-            _judge_all(step, judge, _cases(1, "nccl-ring")[:1])
+        self._on_workers(step, _cases(1, "nccl-ring")[:1])
 
     def _survival(self, step: Step) -> None:
         size = min(2, self._most)
-        with self._teams() as teams:
-            for job, wanted in ((fail_first, "raised"), (add_up, "done")):
-                payload = {"size": size}
-                endings = teams.run(
-                    f"{__name__}:{job.__name__}",
-                    payload,
-                    size=size,
-                    timeout_seconds=_PATIENCE_SECONDS,
-                )
-                if endings[0].how != wanted:
-                    raise RuntimeError(f"expected {job.__name__} to be {wanted}, got {endings}")
+        for job, wanted in ((fail_first, "raised"), (add_up, "done")):
+            endings = self._run(job, size=size)
+            if endings[0].how != wanted:
+                raise RuntimeError(f"expected {job.__name__} to be {wanted}, got {endings}")
         step.told.append(f"rank 0 of {size} failed, and the next job had new workers")
 
     def _order(self, step: Step) -> None:
-        with self._teams() as teams:
-            endings = teams.run(
-                f"{__name__}:measure",
-                {"size": self._most},
-                size=self._most,
-                timeout_seconds=_PATIENCE_SECONDS,
-            )
+        endings = self._run(measure, size=self._most)
         wrong = [ending for ending in endings if ending.how != "done"]
         if wrong:
             raise RuntimeError(f"expected all ranks to measure, got {wrong[0]}")
         step.details.update(endings[0].result)
         step.told.extend(endings[0].result["told"])
-        drifts = endings[0].result["drifts"]
-        step.failures += [{"case": "order", "result": drift} for drift in drifts]
+        for drift in endings[0].result["drifts"]:
+            _fail(step, drift)
 
     def _folded(self, step: Step) -> None:
-        with on_workers(own_setup("nccl")) as judge:
-            _judge_all(step, judge, _cases(min(3, self._most), "linear"))
+        self._on_workers(step, _cases(min(3, self._most), "linear"))
 
     def _own_order(self, step: Step) -> None:
-        with on_workers(own_setup("nccl")) as judge:
-            _judge_all(step, judge, _cases(self._most, "nccl-ring"))
+        self._on_workers(step, _cases(self._most, "nccl-ring"))
 
     def _teams(self) -> Teams:
-        return Teams(backend="nccl", preload=(*real_judge.PRELOAD, __name__))
+        if self._opened is None:
+            preload = (*real_judge.PRELOAD, __name__)
+            # One at a time: a GPU that is another team's, too, has less memory.
+            self._opened = Teams(backend="nccl", preload=preload, teams_open_max=1)
+        return self._opened
+
+    def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+    def _run(self, job: Callable[..., Any], *, size: int) -> Sequence[Ending]:
+        return self._teams().run(
+            f"{__name__}:{job.__name__}",
+            {"size": size},
+            size=size,
+            timeout_seconds=_PATIENCE_SECONDS,
+        )
+
+    def _on_workers(self, step: Step, cases: Sequence[Scenario]) -> None:
+        ran = Ran(device=self._transport.device_type, backend="nccl")
+        with on_workers(self._setup, teams=self._teams()) as judge:
+            self._judge_all(step, judge, cases, ran=ran)
+        recorded = dump()
+        if recorded and step.failures:
+            step.details["flight_recorder"] = recorded
+
+    def _judge_all(
+        self,
+        step: Step,
+        judge: Callable[[Scenario], CaseResult],
+        cases: Sequence[Scenario],
+        *,
+        ran: Ran,
+    ) -> None:
+        for case in cases:
+            result = _judged(judge, case)
+            step.told += [note for note in result.notes if note.startswith(("probe: ", "backend."))]
+            if result.verdict != "pass":
+                step.failures.append(self._kept(case, result, ran=ran))
+                step.told.append(f"{case.name}: {result.verdict} {result.error}".rstrip())
+                step.told += [f"  {each.check}: {each.message}" for each in result.findings]
+                step.told.append(f"  again: {step.failures[-1]['again']}")
+        step.told = list(dict.fromkeys(step.told))
+        step.told.append(f"{len(cases) - len(step.failures)} of {len(cases)} cases pass")
+
+    def _kept(self, case: Scenario, result: CaseResult, *, ran: Ran) -> dict[str, Any]:
+        """What is kept of a case that did not pass; its bundle is written."""
+        if not result.findings:
+            # Nothing of this is refused elsewhere.
+            found = Finding(check=Check.INTERNAL_ERROR, message=result.error)
+            result = replace(result, findings=(found,))
+        again, bundle, unkept = "", "", ""
+        try:
+            bundle = write_bundle(case, result, folder=self.bundles, ran=ran).name
+        except OSError as error:
+            # A full disk must not end the visit.
+            unkept = error.strerror or str(error)
+        else:
+            again = replay_command(bundle, bundles=self.bundles, device=ran.device_named)
+        return {
+            "case": case.name,
+            "bundle": bundle,
+            "unkept": unkept,
+            "again": again,
+            "scenario": json.loads(adapter().dump_json(case)),
+            "result": result.as_dict(),
+        }
 
 
-def _judge_all(
-    step: Step, judge: Callable[[Scenario], CaseResult], cases: Sequence[Scenario]
-) -> None:
-    for case in cases:
-        result = judge(case)
-        step.told += [note for note in result.notes if note.startswith(("probe: ", "backend."))]
-        if result.verdict != "pass":
-            step.failures.append(
-                {
-                    "case": case.name,
-                    "scenario": json.loads(adapter().dump_json(case)),
-                    "result": result.as_dict(),
-                }
-            )
-            step.told.append(f"{case.name}: {result.verdict} {result.error}".rstrip())
-            step.told += [f"  {finding.check}: {finding.message}" for finding in result.findings]
-    step.told = list(dict.fromkeys(step.told))
-    step.told.append(f"{len(cases) - len(step.failures)} of {len(cases)} cases pass")
-    recorded = dump()
-    if recorded and step.failures:
-        step.details["flight_recorder"] = recorded
+def _judged(judge: Callable[[Scenario], CaseResult], case: Scenario) -> CaseResult:
+    """What comes of a case, whatever is raised."""
+    try:
+        return judge(case)
+    except ZeroSimError as error:
+        return not_judged(case.name, str(error))
+    except Exception as error:  # noqa: BLE001
+        return unforeseen(error, id=case.name)
+
+
+def _fail(step: Step, message: str, *, detail: str = "") -> None:
+    """Note what failed of a step that is no case."""
+    again = shlex.join(["zero-sim", "doctor", "--gpu", "--step", step.name])
+    step.told += [message, f"  again: {again}"]
+    step.failures.append({"case": "", "error": message, "detail": detail, "again": again})
 
 
 def _cases(size: int, order: Any) -> list[Scenario]:
@@ -265,6 +342,10 @@ def kernel_hashes(device: str) -> Iterator[tuple[str, str]]:
         "multiply and add": lambda: torch.addcmul(x, x, y, value=0.1),
         "to bf16": lambda: x.bfloat16(),
         "to fp16": lambda: x.half(),
+        "to fp8 e4m3": lambda: x.to(torch.float8_e4m3fn),
+        "to fp8 e5m2": lambda: x.to(torch.float8_e5m2),
+        "bf16 to fp8 e4m3": lambda: (x * 100).bfloat16().to(torch.float8_e4m3fn),
+        "from fp8 e4m3": lambda: x.to(torch.float8_e4m3fn).float(),
         "add bf16": lambda: x.bfloat16() + y.bfloat16(),
         "sum": lambda: x.sum(),
         "norm": lambda: torch.linalg.vector_norm(x),
@@ -352,12 +433,12 @@ def _ask(command: Sequence[str]) -> str:
     return done.stdout or done.stderr
 
 
-def write_report(path: Path, steps: Sequence[Step]) -> None:
-    """Write all that is to be sent home, as JSON.
+def write_report(path: Path, visit: Visit) -> None:
+    """Write what is to be sent home, as JSON; with it goes the folder of bundles that it names.
 
     Args:
         path: Where to.
-        steps: All steps of the visit.
+        visit: The visit, with its steps taken.
     """
-    report = {"steps": [asdict(step) for step in steps]}
+    report = {"bundles": str(visit.bundles), "steps": [asdict(step) for step in visit.steps]}
     write_whole(path, json.dumps(report, indent=1).encode())

@@ -1,11 +1,13 @@
-"""A stand-in for NCCL on the CPU: gloo moves data, and every rank adds round NCCL's ring by itself.
+"""A stand-in for NCCL: gloo moves data, and every rank adds round NCCL's ring by itself.
 
 It is what `zero_sim.backends.cuda` is, but for CUDA: all lines of `zero_sim.backends.nccl` and of
 what is around it run with it, in this process and in workers that import it. Of NCCL it has the
 order of addition, with a ring of any permutation, and that groups are bound to a device. It is not
-NCCL: nothing runs on streams, and nothing hangs that gloo would not hang at.
+NCCL: nothing runs on streams, and nothing hangs that gloo would not hang at. Its devices are the
+CPU in name only; or they are the stand-in device, in whose processes `tests.standin` installs it.
 
-Environment variables say what the machine is to be: `ZERO_SIM_TEST_GPUS`, their number;
+Environment variables say what the machine is to be: `ZERO_SIM_TEST_GPUS`, their number, where they
+are the CPU;
 `ZERO_SIM_TEST_GPU_NAMES`, the kind of each rank's, with commas between; `ZERO_SIM_TEST_RING`, the
 ring of a world of as many ranks as it names, as ranks with commas between; of smaller groups what
 remains of it.
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from tests.standin.staged import Staged
 from zero_sim.backends import folding
 from zero_sim.backends.nccl import Nccl
 from zero_sim.backends.transports import put_transport
@@ -34,19 +37,25 @@ NAME = "standin_nccl"
 
 
 class StandIn:
-    """Devices in name only."""
+    """What calls CUDA and NCCL elsewhere.
 
-    device_type = "cpu"
+    Args:
+        device_type: `cpu` for devices in name only, or the stand-in device's name.
+    """
+
     torch_name = NAME
-    binds = False
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.device_type = device_type
+        self.binds = device_type != "cpu"
         self.used: list[int] = []
 
     def is_built(self) -> bool:
         return True
 
     def device_count(self) -> int:
+        if self.binds:
+            return torch.accelerator.device_count()
         return int(os.environ.get("ZERO_SIM_TEST_GPUS", "8"))
 
     def version(self) -> tuple[int, ...]:
@@ -64,6 +73,8 @@ class StandIn:
 
     def use(self, index: int) -> None:
         self.used.append(index)
+        if self.binds:
+            torch.accelerator.set_device_index(index)
 
     def make_group(
         self,
@@ -78,20 +89,21 @@ class StandIn:
         assert device.index is not None
         group = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
         group.options.global_ranks_in_group = list(ranks)
-        return group
+        return Staged(group) if self.binds else group
 
     def abort_all(self) -> None:
         c10d._abort_process_group()
 
     def synchronize(self) -> None:
-        pass
+        if self.binds:
+            torch.accelerator.synchronize()
 
 
-def install() -> None:
+def install(device_type: str = "cpu") -> None:
     """Be this process's `nccl`."""
-    put_transport("nccl", lambda: Nccl(StandIn()))
+    put_transport("nccl", lambda: Nccl(StandIn(device_type)))
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=[device_type])
 
 
 def _create(options: Any, more: Any) -> Any:

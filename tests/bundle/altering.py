@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from zero_sim.bundle.records import bundle_id
+from zero_sim.bundle.records import Ran, bundle_id
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.dump import to_toml
@@ -151,7 +151,8 @@ def reseal(files: Files) -> None:
             first = head["findings"][0]
             found = {name: first[name] for name in ("step", "rank", "param")}
             finding = Finding(check=first["check"], message="", **found)
-            head["id"] = bundle_id(scenario, finding, target=head.get("target", ""))
+            how = {name: head[name] for name in ("target", "device", "backend") if name in head}
+            head["id"] = bundle_id(scenario, finding, ran=Ran(**how))
             files["bundle.json"] = json.dumps(head).encode()
 
 

@@ -12,6 +12,7 @@ from zero_sim.cli.main import main
 from zero_sim.fuzz import batch_pool, campaign, corpus
 from zero_sim.fuzz.recheck import Rechecked
 from zero_sim.fuzz.records import BatchReport, Found
+from zero_sim.host import device
 from zero_sim.shrink import Key
 
 FOUND = Found(
@@ -26,7 +27,7 @@ class BatchPool:
     def __init__(self):
         self.outcome = {}
 
-    def prepare(self, target):
+    def prepare(self, target, device):
         pass
 
     def submit(self, job):
@@ -99,6 +100,28 @@ def test_options_reach_the_batches(tmp_path, pool):
     assert (tmp_path / "batches-2-of-3.jsonl").exists()
 
 
+def test_a_device_that_is_not_there_is_4_and_nothing_is_begun(tmp_path, pool):
+    done = fuzz(tmp_path / "corpus", "--cases", "1", "--device", "cuda:7")
+    assert done.exit_code == 4
+    assert "expected a GPU that torch" in done.output
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
+    tmp_path, pool, monkeypatch
+):
+    monkeypatch.setattr(device, "check_device", lambda name: None)
+    pool.outcome = {"found": (FOUND,), "keys": {"|".join(FOUND.key): 1}}
+    done = fuzz(tmp_path, "--cases", "1", "--device", "cuda:1")
+    assert pool.job.device == "cuda:1"
+    assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --device cuda:1" in done.output
+    head = (tmp_path / "batches-1-of-1.jsonl").read_text().splitlines()[0]
+    assert json.loads(head)["device"] == "cuda:1"
+    other = fuzz(tmp_path, "--cases", "1")
+    assert other.exit_code == 2
+    assert "Try another --corpus, or the seed, target and device" in other.output
+
+
 @pytest.mark.parametrize("options", [["--shard", "0/2"], ["--shard", "x"], ["--cases", "-1"]])
 def test_bad_options_are_2(tmp_path, pool, options):
     assert fuzz(tmp_path, *options).exit_code == 2
@@ -158,7 +181,7 @@ def test_what_was_found_earlier_is_judged_again(tmp_path, pool, monkeypatch):
     fuzz(tmp_path, "--cases", "10")
     pool.outcome = {}
     fixed = [Rechecked(found=FOUND, outcome="fixed")]
-    monkeypatch.setattr(campaign, "recheck", lambda findings, *, target: fixed)
+    monkeypatch.setattr(campaign, "recheck", lambda findings, *, target, device: fixed)
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 0
     assert "Found earlier, is fixed: its case passes now\n  equality.grad: differs" in done.output

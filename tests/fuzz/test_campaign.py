@@ -36,7 +36,7 @@ class BatchPool:
         self.jobs = []
         self.interrupted = False
 
-    def prepare(self, target):
+    def prepare(self, target, device):
         pass
 
     def submit(self, job):
@@ -183,7 +183,7 @@ class TestEarlierFindings:
         """Say what each finding comes to now."""
         outcomes = {}
 
-        def judged(findings, *, target):
+        def judged(findings, *, target, device):
             for one in findings:
                 yield Rechecked(found=one, outcome=outcomes[one.key.check])
 

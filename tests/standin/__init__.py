@@ -33,6 +33,9 @@ What is not CUDA's about it:
   kernels, no peer access to be turned on, and no NCCL.
 - Refusals have CUDA's meaning and torch's general words, not always CUDA's words.
 
+Where it is known, zero_sim's NCCL is `tests.backends.standin_nccl` on it, so that all around NCCL
+is run with its memory: gloo moves copies of it, and every rank adds round NCCL's ring by itself.
+
 `load()` registers it in this process, for good: so tests that need it run in a process of their
 own. `python -m tests.standin COMMAND...` runs a command where every process knows the device from
 the start of torch on, as it would with the package of a hardware vendor.
@@ -40,8 +43,13 @@ the start of torch on, as it would with the package of a hardware vendor.
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 NAME = "standin"
 ROOT = Path(__file__).parents[2]
@@ -62,6 +70,35 @@ def load() -> None:
     torch._register_device_module(NAME, device)
     torch.ops.load_library(path)
     torch.utils.generate_methods_for_privateuse1_backend()
+    # torch is not whole yet, and a process that only uses torch need not import zero_sim.
+    sys.meta_path.insert(0, _WithNccl())
+
+
+class _WithNccl(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Has the stand-in for NCCL installed once zero_sim knows of transports."""
+
+    _AFTER = "zero_sim.backends.transports"
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._AFTER or self._loader is not None:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None
+        self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        from tests.backends import standin_nccl
+
+        standin_nccl.install(NAME)
 
 
 def environment() -> dict[str, str]:

@@ -15,6 +15,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
+from zero_sim.sim.order_backends import ORDERS
 from zero_sim.targets import Capabilities, Numerics, find_target, refusals
 
 PLAIN = Scenario(schema=1, model=ModelSpec(name="mlp"), optimizer=OptimizerSpec(lr=0.5))
@@ -103,6 +104,24 @@ def test_the_reference_replays_what_the_numerics_say():
     numerics = Numerics(divide="premul", grad_dtype="fp32")
     system = numerics.replayed(replace(PLAIN, system=SystemSpec(sync="every"))).system
     assert (system.divide, system.grad_dtype, system.sync) == ("premul", "fp32", "every")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_avg_is_what_each_order_makes_of_it(order):
+    divide = {"divide": "post", "premultiply": "premul"}
+    averaging = ORDERS[order](0).averaging
+    scenario = replace(PLAIN, world=WorldSpec(size=2, order=order))
+    avg = Numerics(divide="avg")
+    if averaging == "postmultiply":
+        assert paths(scenario, capabilities=Capabilities(orders=(order,)), numerics=avg) == [
+            "world.order"
+        ]
+    else:
+        assert avg.replayed(scenario).system.divide == divide[averaging]
+
+
+def test_avg_is_that_of_the_backend_where_it_adds_in_its_own_order():
+    assert Numerics(divide="avg").replayed(PLAIN, added_in="nccl-ring").system.divide == "premul"
 
 
 RELOADING = Capabilities(follows=("reload",), world_size_max=3)

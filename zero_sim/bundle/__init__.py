@@ -2,13 +2,14 @@
 
 from zero_sim.bundle.freeze import freeze, frozen_path
 from zero_sim.bundle.read import find_bundle, find_bundles, read_bundle
-from zero_sim.bundle.records import Bundle, Environment, bundle_id
+from zero_sim.bundle.records import Bundle, Environment, Ran, bundle_id
 from zero_sim.bundle.replay import Replayed, replay_bundle
 from zero_sim.bundle.write import write_bundle
 
 __all__ = [
     "Bundle",
     "Environment",
+    "Ran",
     "Replayed",
     "bundle_id",
     "find_bundle",

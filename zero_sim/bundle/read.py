@@ -37,6 +37,7 @@ from zero_sim.bundle.records import (
     VERSION,
     Bundle,
     Environment,
+    Ran,
     bundle_id,
 )
 from zero_sim.errors import BundleError
@@ -65,11 +66,12 @@ _FIELDS = (
     "worlds",
     "files",
 )
-_LATER_FIELDS = ("strip", "target", "written")
+_LATER_FIELDS = ("strip", "target", "device", "backend", "written")
 """Fields that a bundle may lack: the first ones were written before there were any."""
 _IDS_SHOWN = 5
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _TARGET_CHARS_MAX = 200
+_DEVICE = re.compile(r"[a-z][a-z0-9_]{0,30}(:\d{1,3})?")
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 
@@ -165,14 +167,12 @@ def _read(path: Path) -> Bundle:
     if not findings:
         raise InvalidField("findings: expected at least one, got none")
     name = typed(head["id"], str, where="id")
-    target = _target(head.get("target", ""))
-    if name != (own := bundle_id(scenario, findings[0], target=target)):
+    ran = _ran(head)
+    if name != (own := bundle_id(scenario, findings[0], ran=ran)):
         raise InvalidField(
             f"id: expected {own}, which goes with the scenario and the first finding, got {name!r}"
         )
-    verdict: Verdict = "fail"
-    if head["verdict"] != verdict:
-        raise InvalidField(f"verdict: expected {verdict!r}, got {head['verdict']!r}")
+    verdict = _verdict(head["verdict"])
     rank_stop = max(world_sizes(scenario))
     for index, finding in enumerate(findings):
         check_finding(finding, where=f"findings[{index}]", rank_stop=rank_stop)
@@ -197,16 +197,32 @@ def _read(path: Path) -> Bundle:
         environment=environment,
         logs=_logs(head["worlds"], files, scenario, is_hashed=is_hashed),
         strip=strip,
-        target=target,
+        ran=ran,
         written=_day(head.get("written", "")),
     )
 
 
-def _target(value: object) -> str:
-    text = typed(value, str, where="target")
+def _verdict(value: object) -> Verdict:
+    match value:
+        case "fail" | "error" | "inconclusive":
+            return value
+    raise InvalidField(f"verdict: expected fail, error or inconclusive, got {value!r}")
+
+
+def _ran(head: Mapping[str, object]) -> Ran:
+    given = {name: head[name] for name in ("target", "device", "backend") if name in head}
+    ran = record_of(Ran, given, where=BUNDLE_FILE)
+    _target(ran.target)
+    if not _DEVICE.fullmatch(ran.device):
+        raise InvalidField(f"device: expected a name such as cuda:1, got {ran.device[:40]!r}")
+    if ran.target and ran.backend != "sim":
+        raise InvalidField(f"target: expected none with backend {ran.backend}, got {ran.target!r}")
+    return ran
+
+
+def _target(text: str) -> None:
     if text and (len(text) > _TARGET_CHARS_MAX or not _TARGET.fullmatch(text)):
         raise InvalidField(f"target: expected a name such as module:name, got {text[:20]!r}")
-    return text
 
 
 def _day(value: object) -> str:

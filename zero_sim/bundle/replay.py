@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero_sim.backends import WorldPool
-from zero_sim.bundle.records import Bundle, current_environment
+from zero_sim.bundle.records import CASE_FILE, Bundle, current_environment
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.findings.records import CaseResult, Finding, not_judged
+from zero_sim.host.device import check_device
+from zero_sim.run.real_judge import on_workers
 from zero_sim.run.runner import run_case
+from zero_sim.run.setup import own_setup
 from zero_sim.sim import EventLog
 from zero_sim.targets import Target
 
@@ -31,8 +34,9 @@ class Replayed:
     result: CaseResult
     then: Finding
     """The first finding in the bundle."""
-    same_events: bool
-    """Whether every rank took the same turns and made the same calls."""
+    same_events: bool | None
+    """Whether every rank took the same turns and made the same calls; None of real processes, of
+    which that is not known."""
     differences: tuple[str, ...]
     """How this environment differs from the bundle's, one line each."""
     exit_status: int
@@ -63,29 +67,48 @@ class Replayed:
 
 
 def replay_bundle(
-    bundle: Bundle, *, pool: WorldPool | None = None, target: Target | None = None
+    bundle: Bundle,
+    *,
+    pool: WorldPool | None = None,
+    target: Target | None = None,
+    device: str | None = None,
 ) -> Replayed:
-    """Run the case of a bundle again, under the turns that it recorded.
+    """Run the case of a bundle again, under the turns that it recorded, if it did.
 
     Args:
         bundle: What to repeat.
         pool: Worlds to reuse.
         target: The system under test; without one, the registered target that the scenario names.
+        device: Where it computes, in place of where the bundle says that it did.
 
     Raises:
-        UsageError: The case is of a system that was imported, and none is given.
+        UsageError: The case is of a system that was imported, and none is given; or it ran on real
+            processes, and something is given in place of what that was with.
     """
-    if target is None and bundle.target:
+    ran = bundle.ran
+    if target is None and ran.target:
         raise UsageError(
-            f"expected --target {bundle.target}, whose case this is, got none: what a bundle names "
-            f"is not imported unasked. Try `zero-sim replay {bundle.id} --target {bundle.target}`, "
+            f"expected --target {ran.target}, whose case this is, got none: what a bundle names "
+            f"is not imported unasked. Try `zero-sim replay {bundle.id} --target {ran.target}`, "
             "if you trust that module."
         )
+    if ran.backend != "sim" and (target is not None or device not in (None, ran.device)):
+        raise UsageError(
+            f"expected a case of backend {ran.backend} without --target and --device, which are "
+            "for the simulated world, got one of them. Try `zero-sim run` with the bundle's "
+            f"{CASE_FILE}."
+        )
+    device = device or ran.device
     started = time.perf_counter()
     outcome: Outcome
+    same_events: bool | None = None if ran.backend != "sim" else False
     try:
-        turns = [log.turns for log in bundle.logs]
-        result = run_case(bundle.scenario, pool=pool, target=target, turns=turns, keep_logs=True)
+        if ran.backend == "sim":
+            result = _again(bundle, pool=pool, target=target, device=device)
+            same_events = _digests(result.logs) == _digests(bundle.logs)
+        else:
+            with on_workers(own_setup(ran.backend)) as judge:
+                result = judge(bundle.scenario)
     except ZeroSimError as error:
         seconds = time.perf_counter() - started
         result = not_judged(bundle.scenario.name, str(error), seconds=seconds)
@@ -106,9 +129,19 @@ def replay_bundle(
         outcome=outcome,
         result=result,
         then=bundle.findings[0],
-        same_events=_digests(result.logs) == _digests(bundle.logs),
-        differences=tuple(bundle.environment.differences(current_environment())),
+        same_events=same_events,
+        differences=tuple(bundle.environment.differences(current_environment(device))),
         exit_status=status,
+    )
+
+
+def _again(
+    bundle: Bundle, *, pool: WorldPool | None, target: Target | None, device: str
+) -> CaseResult:
+    check_device(device)
+    turns = [log.turns for log in bundle.logs]
+    return run_case(
+        bundle.scenario, pool=pool, target=target, turns=turns, keep_logs=True, device=device
     )
 
 

@@ -24,6 +24,7 @@ from zero_sim.bundle.records import (
     TENSORS_FILE,
     TURNS_FILE,
     VERSION,
+    Ran,
     bundle_id,
     current_environment,
 )
@@ -35,14 +36,16 @@ from zero_sim.sim import EventLog
 _REPLACE_TRIES = 5
 
 
-def write_bundle(scenario: Scenario, result: CaseResult, *, folder: Path, target: str = "") -> Path:
+def write_bundle(
+    scenario: Scenario, result: CaseResult, *, folder: Path, ran: Ran | None = None
+) -> Path:
     """Write the bundle of a failed case; one of the same failure that is there is replaced.
 
     Args:
         scenario: The case that failed.
-        result: What came of it, with at least one finding and its event logs.
+        result: What came of it, with at least one finding, and its event logs if there are any.
         folder: Where bundles go.
-        target: `module:name` of the system under test where it was imported.
+        ran: How it was run; left out for the CPU, in the simulated world.
 
     Returns:
         The bundle's own folder, called by its id.
@@ -50,7 +53,8 @@ def write_bundle(scenario: Scenario, result: CaseResult, *, folder: Path, target
     Raises:
         OSError: It cannot be written; whatever was there before is as it was.
     """
-    name = bundle_id(scenario, result.findings[0], target=target)
+    ran = ran or Ran()
+    name = bundle_id(scenario, result.findings[0], ran=ran)
     files = {
         TURNS_FILE: json.dumps([log.turns for log in result.logs]).encode(),
         EVENTS_FILE: "".join(f"{line}\n" for line in _events(result.logs)).encode(),
@@ -58,7 +62,7 @@ def write_bundle(scenario: Scenario, result: CaseResult, *, folder: Path, target
     tensors = _tensors(result.findings)
     if tensors:
         files[TENSORS_FILE] = save(tensors)
-    head = _head(scenario, result, name=name, files=files, target=target)
+    head = _head(scenario, result, name=name, files=files, ran=ran)
     files[BUNDLE_FILE] = (json.dumps(head, indent=2) + "\n").encode()
     comment = f"# The case of bundle {name}, every default written out.\n"
     # A name may come from that of a file, which need not be valid Unicode.
@@ -101,7 +105,7 @@ def _head(
     *,
     name: str,
     files: Mapping[str, bytes],
-    target: str,
+    ran: Ran,
 ) -> dict[str, object]:
     return {
         "format": FORMAT,
@@ -118,9 +122,9 @@ def _head(
         ],
         "notes": list(result.notes),
         "strip": None if result.strip is None else result.strip.as_dict(),
-        "target": target,
+        **dataclasses.asdict(ran),
         "written": datetime.now(UTC).date().isoformat(),
-        "environment": dataclasses.asdict(current_environment()),
+        "environment": dataclasses.asdict(current_environment(ran.device)),
         "worlds": [
             {
                 "digest": log.digest(with_faults=False),

@@ -63,6 +63,14 @@ class _Shard(click.ParamType):
     help="Begin no case after so long, imports and what the corpus holds not counted; "
     f"{DEFAULT_SECONDS:.0f} if --cases is not given either.",
 )
+@click.option(
+    "--device",
+    metavar="NAME",
+    default="cpu",
+    show_default=True,
+    help="Where the simulated ranks and the reference compute: cpu, cuda, cuda:1, or any other "
+    "device that torch knows here.",
+)
 @click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases of all shards.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")
@@ -91,6 +99,7 @@ def fuzz(
     ctx: click.Context,
     target: str,
     seconds: float | None,
+    device: str,
     cases: int | None,
     seed: int,
     jobs: int | None,
@@ -112,14 +121,19 @@ def fuzz(
     with packages_needed():
         from zero_sim.fuzz.batch_pool import open_batch_pool
         from zero_sim.fuzz.campaign import Plan, run_campaign
+        from zero_sim.host.device import check_device
         from zero_sim.report.text import render_case
+    if scheduler is None:
+        # Before a folder is made for it; what a cluster has, it says itself.
+        check_device(device)
     plan = Plan(
         target=target,
+        device=device,
         seed=seed,
         cases=cases,
         seconds=DEFAULT_SECONDS if seconds is None and cases is None else seconds,
         shard=shard,
-        corpus=corpus or _fresh_folder(target, seed=seed),
+        corpus=corpus or _fresh_folder(target, seed=seed, device=device),
     )
     started = time.monotonic()
     progress = _Progress(started)
@@ -133,16 +147,17 @@ def fuzz(
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)
     if as_json:
-        facts = {"seconds": elapsed, "corpus": str(plan.corpus), "exit_status": status}
-        echo_report({**totals.as_dict(), **facts})
+        where = {"device": plan.device, "corpus": str(plan.corpus)}
+        echo_report({**totals.as_dict(), **where, "seconds": elapsed, "exit_status": status})
     else:
         _show(totals, plan=plan, elapsed=elapsed, pairs=pairs)
     ctx.exit(status)
 
 
-def _fresh_folder(target: str, *, seed: int) -> Path:
+def _fresh_folder(target: str, *, seed: int, device: str) -> Path:
     """A folder that no campaign was in: nobody who names none wants to resume one."""
-    words = re.sub(r"[^\w.-]+", "_", target)
+    on = "" if device == "cpu" else f"-{device}"
+    words = re.sub(r"[^\w.-]+", "_", f"{target}{on}")
     number = 1
     while (DEFAULT_CORPUS / f"{words}-{seed}-{number}").exists():
         number += 1
@@ -229,7 +244,7 @@ def _show(totals: CampaignTotals, *, plan: Plan, elapsed: float, pairs: bool) ->
         click.echo(f"  met         in {count} cases, first in case {found.case} of {found.seed}")
         if found.bundle:
             folder = plan.bundles / found.bundle
-            replay = replay_command(str(folder), target=plan.target)
+            replay = replay_command(str(folder), target=plan.target, device=plan.device)
             click.echo(f"  case        {folder / 'case.toml'}\n  replay      {replay}")
         elif found.scenario:
             # Kept nowhere else where somebody would look.

@@ -231,9 +231,10 @@ def run(
     session = Session(
         as_json=as_json,
         errors=found.errors,
-        # Only the simulated world on the CPU can repeat a run from its bundle.
-        bundles=None if no_bundles or backend != "sim" or device != "cpu" else bundles,
+        # Real processes tell no events that a run could be repeated from.
+        bundles=None if no_bundles or backend != "sim" else bundles,
         target=target,
+        device=device,
         trace=trace,
         junit=junit,
         stall_seconds=stall_seconds,
@@ -292,6 +293,9 @@ def _open_judge(
 @click.option(
     "--target", metavar="MODULE:NAME", help="System under test, where it is one to import."
 )
+@click.option(
+    "--device", metavar="NAME", help="Where it computes, in place of where the bundle says it did."
+)
 @json_option
 @click.pass_context
 def replay(
@@ -303,9 +307,13 @@ def replay(
     file_name: str,
     force: bool,
     target: str | None,
+    device: str | None,
     as_json: bool,
 ) -> None:
     """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
+
+    What ran on a device computes there again, and what ran on real processes on as many of them;
+    these have no turns.
 
     Exit status: 0 nothing is wrong now, 1 it fails, 2 the bundle cannot be read or its case is
     refused, 3 the case is inconclusive now, 4 this machine cannot run it.
@@ -324,8 +332,9 @@ def replay(
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, progress(f"replay {bundle.id}  {bundle.scenario.name}"):
-        replayed = replay_bundle(bundle, target=system)
-    again = replay_command(name, bundles=bundles, target=target)
+        replayed = replay_bundle(bundle, target=system, device=device)
+    on = device or bundle.ran.device_named
+    again = replay_command(name, bundles=bundles, target=target, device=on)
     if as_json:
         where = {"frozen": None if path is None else str(path), "replay": again}
         echo_report({**replayed.as_dict(), **where})
@@ -335,7 +344,9 @@ def replay(
         if replayed.outcome != "fixed":
             click.echo(f"  replay: {again}")
         if path is not None:
-            click.echo(f"  frozen: {path}\n  reproduce: {run_command(path, target=target)}")
+            click.echo(
+                f"  frozen: {path}\n  reproduce: {run_command(path, target=target, device=on)}"
+            )
     ctx.exit(replayed.exit_status)
 
 
@@ -424,8 +435,22 @@ def schema(what: str) -> None:
     show_default=True,
     help="After how long --gpu begins no further step.",
 )
+@click.option(
+    "--step",
+    "only",
+    multiple=True,
+    metavar="NAME",
+    help="A step that --gpu takes, in place of all; several times for several.",
+)
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool, gpu: bool, gpu_report: Path, seconds: float) -> None:
+def doctor(
+    ctx: click.Context,
+    as_json: bool,
+    gpu: bool,
+    gpu_report: Path,
+    seconds: float,
+    only: tuple[str, ...],
+) -> None:
     """Say what this machine can run, and why it cannot run the rest.
 
     Exit status: 0 all that is needed is there; with --gpu, all steps pass; 1 a step of --gpu
@@ -434,7 +459,9 @@ def doctor(ctx: click.Context, as_json: bool, gpu: bool, gpu_report: Path, secon
     if gpu:
         if as_json:
             raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")
-        ctx.exit(_visit(gpu_report, seconds=seconds))
+        ctx.exit(_visit(gpu_report, seconds=seconds, only=only))
+    if only:
+        raise UsageError("expected --step with --gpu, whose steps they are, got it without.")
     from zero_sim.doctor import examine
     from zero_sim.report.text import render_facts
 
@@ -447,7 +474,7 @@ def doctor(ctx: click.Context, as_json: bool, gpu: bool, gpu_report: Path, secon
     ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
 
 
-def _visit(path: Path, *, seconds: float) -> int:
+def _visit(path: Path, *, seconds: float, only: Sequence[str]) -> int:
     """Take the steps of `doctor --gpu`; the exit status."""
     with packages_needed():
         from zero_sim.visit import Step, Visit, write_report
@@ -458,10 +485,12 @@ def _visit(path: Path, *, seconds: float) -> int:
         for line in step.told:
             click.echo(printable(f"      {line}"))
 
-    visit = Visit(seconds=seconds, tell=tell)
+    bundles = path.with_name(f"{path.stem}-bundles")
+    visit = Visit(bundles=bundles, seconds=seconds, only=only, tell=tell)
     steps = visit.take()
-    write_report(path, steps)
-    click.echo(f"report: {path}")
+    write_report(path, visit)
+    kept = sum(bool(failure.get("bundle")) for step in steps for failure in step.failures)
+    click.echo(f"report: {path}" + (f", and {kept} bundles in {bundles}" if kept else ""))
     return 0 if all(step.ok for step in steps) else 1
 
 

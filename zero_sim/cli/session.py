@@ -57,6 +57,8 @@ class Session:
     """In place of what the scenarios say; None for theirs."""
     target: str | None = None
     """In place of what the scenarios say; None for theirs."""
+    device: str = "cpu"
+    """Where simulated ranks and the reference compute."""
     world: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `world` in place of what the scenarios say."""
     options: Sequence[str] = ()
@@ -160,7 +162,9 @@ class Session:
         self.sources.append(source)
         again = ""
         if bundle is not None and self.bundles is not None:
-            again = replay_command(bundle, bundles=self.bundles, target=self.target)
+            again = replay_command(
+                bundle, bundles=self.bundles, target=self.target, device=self.device
+            )
         said = {"case": to_chosen_toml(case.scenario), "reproduce": command, "replay": again}
         if self.junit is not None:
             self.texts.append(render_case(result, **said))
@@ -251,12 +255,12 @@ class Session:
     def _write_bundle(self, case: Case, result: CaseResult) -> str | None:
         if self.bundles is None or result.verdict != "fail" or not result.findings:
             return None
-        from zero_sim.bundle import write_bundle
+        from zero_sim.bundle import Ran, write_bundle
 
         try:
             scenario = self._in_world_asked(case.scenario)
-            target = self._imported or ""
-            return write_bundle(scenario, result, folder=self.bundles, target=target).name
+            ran = Ran(target=self._imported or "", device=self.device)
+            return write_bundle(scenario, result, folder=self.bundles, ran=ran).name
         except OSError as error:
             # A full disk must not cost the other cases their verdict.
             click.echo(f"No bundle of {case.id} in {self.bundles}: {error.strerror}.", err=True)

@@ -20,6 +20,7 @@ from zero_sim.host.packages import packages_needed
 from zero_sim.report.commands import replay_command, run_command
 
 if TYPE_CHECKING:
+    from zero_sim.bundle import Ran
     from zero_sim.findings.records import CaseResult
     from zero_sim.scenario.spec import Scenario
     from zero_sim.shrink import Reduced
@@ -50,6 +51,12 @@ DEFAULT_SECONDS = 60.0
     metavar="S",
     help="Try no further case after so long.",
 )
+@click.option(
+    "--device",
+    metavar="NAME",
+    help="Where the simulated ranks and the reference compute; where left out, where the bundle "
+    "says that they did, or the CPU.",
+)
 @bundles_option
 @click.option(
     "--output",
@@ -64,6 +71,7 @@ def shrink(
     name: str,
     expression: str,
     target: str | None,
+    device: str | None,
     seconds: float,
     bundles: Path,
     output: Path | None,
@@ -81,26 +89,31 @@ def shrink(
     inconclusive; 4 this machine cannot run it, or has no room for FILE; 130 interrupted before
     there was anything to shrink, or twice.
     """
-    scenario = _case_of(name, expression=expression, bundles=bundles)
+    scenario, device_then = _case_of(name, expression=expression, bundles=bundles)
+    device = device or device_then
     with packages_needed():
+        from zero_sim.bundle import Ran
+        from zero_sim.host.device import check_device
         from zero_sim.targets import import_target
+    check_device(device)
     if target is not None and ":" not in target:
         scenario = replace(scenario, system=replace(scenario.system, target=target))
     system = import_target(target or scenario.system.target)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, progress(f"shrink {scenario.name}"):
-        done = _shrink(scenario, system, seconds=seconds)
+        done = _shrink(scenario, system, seconds=seconds, device=device)
     imported = target if target is not None and ":" in target else ""
-    bundle, again, smaller = _write_bundle(done, bundles, target=imported), "", ""
+    bundle, again, smaller = "", "", ""
+    bundle = _write_bundle(done, bundles, ran=Ran(target=imported, device=device))
     if bundle:
-        again = replay_command(bundle, bundles=bundles, target=target)
+        again = replay_command(bundle, bundles=bundles, target=target, device=device)
     unwritten_output: ZeroSimError | None = None
     if done.reduced is not None and output is not None:
         # What was found is not lost for want of a place.
         try:
             _write(done.reduced.scenario, output)
-            smaller = run_command(output, target=imported)
+            smaller = run_command(output, target=imported, device=device)
         except ZeroSimError as error:
             unwritten_output = error
     if as_json:
@@ -149,12 +162,18 @@ class _Done:
         }
 
 
-def _case_of(name: str, *, expression: str, bundles: Path) -> Scenario:
-    """The one case that is asked for: of a scenario file, or of a bundle."""
+def _case_of(name: str, *, expression: str, bundles: Path) -> tuple[Scenario, str]:
+    """The one case that is asked for, of a scenario file or of a bundle; and where it computes."""
     if os.path.isdir(name) or not os.path.lexists(name):
         with packages_needed():
             from zero_sim.bundle import find_bundle, read_bundle
-        return read_bundle(find_bundle(name, folder=bundles)).scenario
+        bundle = read_bundle(find_bundle(name, folder=bundles))
+        if bundle.ran.backend != "sim":
+            raise UsageError(
+                f"expected the bundle of a case of the simulated world, got {bundle.id}, which ran "
+                f"on {bundle.ran.backend}. Try `zero-sim replay`, or to shrink its case.toml."
+            )
+        return bundle.scenario, bundle.ran.device
     from zero_sim.scenario.discover import discover
 
     found = discover([name], expression=expression)
@@ -167,10 +186,10 @@ def _case_of(name: str, *, expression: str, bundles: Path) -> Scenario:
             f"{name}: expected one case to shrink, got {have if found.cases else 'none'}. "
             "Try -k with the id of one of them."
         )
-    return found.cases[0].scenario
+    return found.cases[0].scenario, "cpu"
 
 
-def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
+def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) -> _Done:
     """Judge a case and, if something is found, look for the smallest with the same finding.
 
     Raises:
@@ -183,7 +202,8 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
         from zero_sim.targets import refusals
 
     with WorldPool() as pool:
-        result = run_case(scenario, pool=pool, target=target)
+        judge = partial(run_case, pool=pool, target=target, device=device)
+        result = judge(scenario)
         key = key_of(result)
         if key is None or result.verdict == "error":
             return _Done(scenario=scenario, result=result)
@@ -197,23 +217,23 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float) -> _Done:
             reduced, best = shrink_finding(
                 scenario,
                 result,
-                judge=partial(run_case, pool=pool, target=target),
+                judge=judge,
                 may_ask=lambda other: not refusals(target, other),
                 limits=Limits(seconds=seconds),
                 is_over=lambda: stop.asked,
-                right=right_judge(target, pool=pool),
+                right=right_judge(target, pool=pool, device=device),
             )
     return _Done(scenario=scenario, result=best, reduced=reduced)
 
 
-def _write_bundle(done: _Done, folder: Path, *, target: str) -> str:
+def _write_bundle(done: _Done, folder: Path, *, ran: Ran) -> str:
     """The id of the bundle that is written; empty where there is none."""
     from zero_sim.bundle import write_bundle
 
     if done.reduced is None or done.result.verdict != "fail":
         return ""
     try:
-        return write_bundle(done.reduced.scenario, done.result, folder=folder, target=target).name
+        return write_bundle(done.reduced.scenario, done.result, folder=folder, ran=ran).name
     except OSError as error:
         click.echo(f"No bundle in {folder}: {error.strerror}.", err=True)
         return ""

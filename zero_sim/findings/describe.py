@@ -239,8 +239,9 @@ def _moved(spans: Sequence[tuple[int, int]], *, by: int) -> tuple[tuple[int, int
 def _evidence(first: int, expected: Tensor, got: Tensor) -> Evidence:
     start = max(0, first - EVIDENCE_ELEMS_MAX // 2)
     stop = start + EVIDENCE_ELEMS_MAX
-    # Views of live state, which the next step overwrites.
-    kept = (tensor.detach().reshape(-1)[start:stop].clone() for tensor in (expected, got))
+    # Views of live state, which the next step overwrites; and results travel, but devices do not.
+    sides = (tensor.detach().reshape(-1)[start:stop] for tensor in (expected, got))
+    kept = (side.to("cpu", copy=True) for side in sides)
     return Evidence(start=start, expected=next(kept), got=next(kept))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from hypothesis.strategies import SearchStrategy
 
 from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
-from zero_sim.bundle import write_bundle
+from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import CaseResult, unforeseen
 from zero_sim.fuzz.coverage import Grid, features_of
@@ -24,6 +24,7 @@ from zero_sim.fuzz.known import KnownFindings
 from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
+from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
@@ -72,9 +73,9 @@ def run_batch(
             job=job,
             render=render,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
-            judge=lambda scenario: _judge(scenario, pool=pool, target=target),
+            judge=lambda scenario: _judge(scenario, pool=pool, target=target, device=job.device),
             may_ask=lambda scenario: not refusals(target, scenario),
-            right=right_judge(target, pool=pool),
+            right=right_judge(target, pool=pool, device=job.device),
             stop=stop,
         )
         return batch.run()
@@ -216,10 +217,10 @@ class _Batch:
         found = replace(self._describe(key, case, scenario, result), complete=complete)
         if result.verdict != "fail":
             return found
-        target = self.job.target if ":" in self.job.target else ""
-        folder = Path(self.job.bundles)
+        imported = self.job.target if ":" in self.job.target else ""
+        folder, ran = Path(self.job.bundles), Ran(target=imported, device=self.job.device)
         try:
-            path = write_bundle(scenario, result, folder=folder, target=target)
+            path = write_bundle(scenario, result, folder=folder, ran=ran)
         except OSError as error:
             return replace(found, unkept=error.strerror or str(error))
         return replace(found, bundle=path.name)
@@ -242,12 +243,14 @@ class _Batch:
         )
 
 
-def warm_up(target: str) -> None:
+def warm_up(target: str, device: str) -> None:
     """Import what batches of a target need, which takes seconds, before any clock runs.
 
     Raises:
         UsageError: There is no such target.
+        EnvironmentProblem: There is no such device.
     """
+    check_device(device)
     import_target(target)
     # Torch's optimizers import it when the first one is made.
     importlib.import_module("torch._dynamo")
@@ -261,10 +264,10 @@ def _aimed(scenario: Scenario, target: str) -> Scenario:
     return replace(scenario, system=replace(scenario.system, target=target))
 
 
-def _judge(scenario: Scenario, *, pool: WorldPool, target: Target) -> CaseResult:
+def _judge(scenario: Scenario, *, pool: WorldPool, target: Target, device: str) -> CaseResult:
     """Judge a case; an error that nobody foresaw is a finding, too, and costs no other case."""
     try:
-        return run_case(scenario, pool=pool, target=target)
+        return run_case(scenario, pool=pool, target=target, device=device)
     except ZeroSimError:
         raise
     except Exception as error:  # noqa: BLE001

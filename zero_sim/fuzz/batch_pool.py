@@ -26,13 +26,14 @@ class BatchPool:
         """How many batches it takes at a time."""
         return self.pool.slots
 
-    def prepare(self, target: str) -> None:
-        """Import what batches of a target need.
+    def prepare(self, target: str, device: str) -> None:
+        """Import what batches of a target need, and see that their device is there.
 
         Raises:
             UsageError: There is no such target.
+            EnvironmentProblem: There is no such device.
         """
-        self.pool.prepare(warm_up, target)
+        self.pool.prepare(warm_up, target, device)
 
     def submit(self, job: Job) -> Future[BatchReport]:
         """Begin a batch; the future fails if its worker dies."""

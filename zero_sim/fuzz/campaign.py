@@ -33,6 +33,8 @@ class Plan:
     """
 
     target: str = "zero_sim"
+    device: str = "cpu"
+    """Where ranks and reference compute."""
     seed: int = 0
     cases: int | None = None
     """Cases of all shards together; absent for no limit."""
@@ -200,7 +202,13 @@ def run_campaign(
             written there.
         EnvironmentProblem: There is no room for the corpus.
     """
-    head = Head(seed=plan.seed, target=plan.target, cases=BATCH_CASES, shard=plan.shard)
+    head = Head(
+        seed=plan.seed,
+        target=plan.target,
+        cases=BATCH_CASES,
+        shard=plan.shard,
+        device=plan.device,
+    )
     run = _Run(
         plan=plan, batch_pool=batch_pool, tell=tell, corpus=open_corpus(plan.corpus, head=head)
     )
@@ -227,7 +235,7 @@ class _Run:
         earlier = CampaignTotals()
         for report in self.corpus.reports:
             earlier.note(report.found)
-        for one in recheck(earlier.found, target=self.plan.target):
+        for one in recheck(earlier.found, target=self.plan.target, device=self.plan.device):
             self.totals.rechecked.append(one)
             if one.outcome == "fixed":
                 try:
@@ -248,7 +256,7 @@ class _Run:
 
     def run(self) -> None:
         try:
-            self.batch_pool.prepare(self.plan.target)
+            self.batch_pool.prepare(self.plan.target, self.plan.device)
             self.recheck()
         except KeyboardInterrupt:
             self.totals.interrupted = True
@@ -295,6 +303,7 @@ class _Run:
                 seed=batch_seed(self.plan.seed, index),
                 cases=cases,
                 target=self.plan.target,
+                device=self.plan.device,
                 bundles=str(self.plan.bundles),
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),

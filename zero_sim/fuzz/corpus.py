@@ -49,9 +49,12 @@ class Head:
     """Cases of a batch."""
     shard: tuple[int, int]
     """Which shard of how many, counted from 1."""
+    device: str = "cpu"
+    """Where ranks and reference compute."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
+        """Everything, ready for JSON; the CPU goes without saying, as it did before devices."""
+        on = {} if self.device == "cpu" else {"device": self.device}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -59,6 +62,7 @@ class Head:
             "target": self.target,
             "cases": self.cases,
             "shard": list(self.shard),
+            **on,
         }
 
 
@@ -148,7 +152,7 @@ def _open(folder: Path, *, head: Head) -> Corpus:
         got = printable(first[:200].decode(errors="replace"))
         raise UsageError(
             f"expected a corpus of {expected} in {path}, got {got}. Try another --corpus, or the "
-            "seed and target that it was begun with."
+            "seed, target and device that it was begun with."
         )
     corpus.reports = _read(lines, where=path.name)
     if not data.endswith(b"\n"):

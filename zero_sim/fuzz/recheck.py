@@ -39,12 +39,13 @@ class Rechecked:
         }
 
 
-def recheck(findings: Iterable[Found], *, target: str) -> Iterator[Rechecked]:
+def recheck(findings: Iterable[Found], *, target: str, device: str = "cpu") -> Iterator[Rechecked]:
     """Judge the shrunk case of each finding again; those without one are passed over.
 
     Args:
         findings: Of an earlier run.
         target: Name of a registered target, or `module:name`.
+        device: Where ranks and reference compute.
 
     Raises:
         UsageError: There is no such target.
@@ -55,13 +56,13 @@ def recheck(findings: Iterable[Found], *, target: str) -> Iterator[Rechecked]:
     system = import_target(target)
     with WorldPool() as pool:
         for found in having:
-            yield _judge(found, target=system, pool=pool)
+            yield _judge(found, target=system, pool=pool, device=device)
 
 
-def _judge(found: Found, *, target: Target, pool: WorldPool) -> Rechecked:
+def _judge(found: Found, *, target: Target, pool: WorldPool, device: str) -> Rechecked:
     try:
         (scenario,) = parse_cases(found.scenario, source="the corpus", stem="drawn")
-        result = run_case(scenario, pool=pool, target=target)
+        result = run_case(scenario, pool=pool, target=target, device=device)
     except ZeroSimError as error:
         return Rechecked(found=found, outcome="unknown", said=str(error))
     # One that nobody foresaw is one way to fail, and was kept as such.

@@ -90,6 +90,8 @@ class Job:
     cases: int
     target: str
     """Name of a registered target, or `module:name`."""
+    device: str = "cpu"
+    """Where ranks and reference compute."""
     bundles: str
     """Folder in which findings go."""
     known: tuple[Found, ...] = ()

@@ -116,6 +116,15 @@ def computing_on(name: str, *, rank_threads: int) -> Iterator[Sequence[str]]:
         yield notes
 
 
+def device_in_words(name: str) -> str:
+    """A device with its kind; empty for the CPU, and for one that is not here."""
+    try:
+        device = check_device(name)
+    except EnvironmentProblem:
+        return ""
+    return "" if device.type == "cpu" else _named(device)
+
+
 def use_in_thread(name: str) -> None:
     """Let a new thread compute on the device of a name: the current device is a thread's own."""
     device = torch.device(name)

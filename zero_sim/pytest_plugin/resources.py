@@ -72,9 +72,10 @@ class SessionResources:
         """
         if result.verdict != "fail" or not result.findings:
             return ""
-        from zero_sim.bundle import write_bundle
+        from zero_sim.bundle import Ran, write_bundle
 
-        return write_bundle(scenario, result, folder=self.bundles).name
+        ran = Ran(backend=self.backend)
+        return write_bundle(scenario, result, folder=self.bundles, ran=ran).name
 
     def close(self) -> None:
         """Close everything, the latest first."""

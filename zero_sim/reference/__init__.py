@@ -7,7 +7,7 @@ from zero_sim.reference.arrangement import Arrangement
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
-from zero_sim.reference.division import quotient
+from zero_sim.reference.division import AVERAGES, quotient
 from zero_sim.reference.following import Follower
 from zero_sim.reference.gradient import Norm
 from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
@@ -18,6 +18,7 @@ from zero_sim.reference.ranks import Orders
 from zero_sim.reference.replay import NonFinite
 
 __all__ = [
+    "AVERAGES",
     "CLIP_FORMS",
     "POSITION_FREE",
     "AddOrder",

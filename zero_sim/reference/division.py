@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
@@ -9,6 +10,10 @@ import torch
 from torch import Tensor
 
 Divide = Literal["none", "pre", "post", "premul"]
+AVERAGES: Mapping[str, Divide | None] = {"nccl-ring": "premul", "nccl-sym": None}
+"""What AVG of a collective is, by the order in which it adds; in all other ones `post`. NCCL's
+rings multiply what each rank brings with the reciprocal, its symmetric kernels what they
+accumulated, which none of these is."""
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 
 

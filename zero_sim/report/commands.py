@@ -35,25 +35,31 @@ def reproduce_command(
     return shlex.join(["zero-sim", "run", str(source), "-k", words, *limit, *named, *options])
 
 
-def replay_command(bundle: str, *, bundles: Path | None = None, target: str | None = None) -> str:
+def replay_command(
+    bundle: str, *, bundles: Path | None = None, target: str | None = None, device: str = "cpu"
+) -> str:
     """The command that repeats a bundle's case.
 
     Args:
         bundle: Its id, or a path to it.
         bundles: The folder it is in; None for where commands look anyway.
         target: `module:name` of a system under test that is imported; other names the bundle has.
+        device: Where it computes.
     """
     where = [] if bundles in (None, DEFAULT_BUNDLES) else ["--bundles", str(bundles)]
     named = ["--target", target] if target is not None and ":" in target else []
-    return shlex.join(["zero-sim", "replay", bundle, *where, *named])
+    on = ["--device", device] if device != "cpu" else []
+    return shlex.join(["zero-sim", "replay", bundle, *where, *named, *on])
 
 
-def run_command(path: Path, *, target: str | None = None) -> str:
+def run_command(path: Path, *, target: str | None = None, device: str = "cpu") -> str:
     """The command that runs the cases of a file.
 
     Args:
         path: The file.
         target: `module:name` of a system under test that is imported; other names the file has.
+        device: Where it computes.
     """
     named = ["--target", target] if target is not None and ":" in target else []
-    return shlex.join(["zero-sim", "run", str(path), *named])
+    on = ["--device", device] if device != "cpu" else []
+    return shlex.join(["zero-sim", "run", str(path), *named, *on])

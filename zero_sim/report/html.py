@@ -6,7 +6,6 @@ page forbids its reader's browser to load or run anything.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from zero_sim.bundle import Bundle
 from zero_sim.findings.records import Finding
 from zero_sim.host.files import unwritten, write_whole
 from zero_sim.report.calls import calls_near
+from zero_sim.report.commands import replay_command
 from zero_sim.report.explain import EXPLANATIONS
 from zero_sim.report.html_calls import near_calls
 from zero_sim.report.html_tables import calls_table, table, values_table
@@ -224,10 +224,12 @@ def _others(bundle: Bundle) -> Iterator[Markup]:
 
 
 def _case(bundle: Bundle, *, bundles_folder: Path | None) -> Iterator[Markup]:
-    where = [] if bundles_folder is None else ["--bundles", str(bundles_folder)]
     yield element("h3", "How to repeat it")
-    named = ["--target", bundle.target] if bundle.target else []
-    yield element("pre", shlex.join(["zero-sim", "replay", bundle.id, *where, *named]))
+    ran = bundle.ran
+    again = replay_command(
+        bundle.id, bundles=bundles_folder, target=ran.target, device=ran.device_named
+    )
+    yield element("pre", again)
     yield element("p", "The case, without what is as by default:")
     yield element("pre", to_chosen_toml(bundle.scenario))
     full = element("pre", to_toml(bundle.scenario))

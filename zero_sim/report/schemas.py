@@ -100,7 +100,7 @@ def _replay() -> Node:
         "id": _TEXT,
         "outcome": {"enum": ["fixed", "failed", "error"]},
         "same": _described(_FLAG, "Whether the first finding is the one in the bundle."),
-        "same_events": _FLAG,
+        "same_events": _described(_or_null(_FLAG), "Null of real processes: it is not known."),
         "then": finding,
         "now": _or_null(finding),
         "differences": _list(_TEXT),
@@ -168,6 +168,7 @@ def _fuzz() -> Node:
         "interrupted": _FLAG,
         "unkept": _described(_or_null(_TEXT), "Why no more was kept, and so no more was run."),
         "seconds": _SECONDS,
+        "device": _described(_TEXT, "Where ranks and reference computed."),
         "corpus": _TEXT,
         "exit_status": _STATUS,
     }

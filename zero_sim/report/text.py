@@ -187,8 +187,8 @@ def render_replay(replayed: Replayed) -> str:
         case "fixed":
             outcome = f"no finding now; in the bundle: {before}"
         case "failed" if replayed.same:
-            events = "the same events" if replayed.same_events else "not the same events"
-            outcome = f"the same first finding after {events}"
+            events = {True: " after the same events", False: " after not the same events", None: ""}
+            outcome = f"the same first finding{events[replayed.same_events]}"
         case "failed":
             outcome = f"another first finding; in the bundle: {before}"
         case "error" if result.verdict == "inconclusive":

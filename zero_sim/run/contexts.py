@@ -18,6 +18,7 @@ def build_contexts(
     references: MutableMapping[int, AnyReference],
     target: Target,
     device: str,
+    added_in: str | None = None,
     rank: int | None = None,
     calls_made: Callable[[], int] | None = None,
 ) -> Sequence[GroupContext]:
@@ -29,6 +30,7 @@ def build_contexts(
             for the next one.
         target: The system under test.
         device: Where the references compute.
+        added_in: The order in which the backend adds; None for the one that the case names.
         rank: The one rank of the world that is shown; all where left out.
         calls_made: As for `Judge`.
 
@@ -39,7 +41,7 @@ def build_contexts(
     numerics, contexts = numerics_of(target), []
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
         # What the target computes, in the reference's words; the target gets the case as it is.
-        replayed = numerics.replayed(dp_cp_group.scenario)
+        replayed = numerics.replayed(dp_cp_group.scenario, added_in=added_in)
         workload = on_device(build_workload(dp_cp_group.scenario), device)
         reference = references[index] = take_reference(
             replayed,

@@ -40,9 +40,10 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     Args:
         payload: `scenario`, as JSON; `folder`, where a checkpoint goes, for all processes;
             `processes`, how many there are; `order`, the one to add in whatever the backend does,
-            or null for its own; `target`, `module:name` of the system under test, or empty for the
-            one that the scenario names; `device`, where the ranks compute, `cpu` or `cuda`;
-            `probe`, whether the case relies on the order that the backend adds in by itself.
+            or null for its own; `added_in`, the order that is in either case; `target`,
+            `module:name` of the system under test, or empty for the one that the scenario names;
+            `device`, where the ranks compute, `cpu` or `cuda`; `probe`, whether the case relies on
+            the order that the backend adds in by itself.
         real_rank: This process.
 
     Returns:
@@ -56,7 +57,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         order=payload["order"],
         probe=payload["probe"],
     )
-    trial = Trial(device=payload["device"])
+    trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
     def find() -> Target:
         return import_target(payload["target"] or scenario.system.target)

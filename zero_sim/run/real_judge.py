@@ -16,7 +16,7 @@ from zero_sim.run.program import folder_for
 from zero_sim.run.real import judge_rank, processes_of
 from zero_sim.run.reports import CaseRun, Failure, Report
 from zero_sim.run.runner import judge_case
-from zero_sim.run.setup import Setup, judge_drifted
+from zero_sim.run.setup import OWN_ORDERS, Setup, judge_drifted
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
@@ -106,6 +106,7 @@ class RealJudge:
                 "scenario": adapter().dump_json(scenario).decode(),
                 "folder": folder,
                 "order": self.setup.order_of(scenario),
+                "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
                 "device": self.setup.device,
                 "probe": self.setup.relies_on_own(scenario),
@@ -124,18 +125,19 @@ class RealJudge:
         return [self.setup.note(scenario), *self._processes.notes]
 
 
-def on_workers(setup: Setup, *, target: str = "") -> RealJudge:
+def on_workers(setup: Setup, *, target: str = "", teams: Teams | None = None) -> RealJudge:
     """A judge on worker processes of its own, kept from case to case.
 
     Args:
         setup: What carries the collectives.
         target: As for `RealJudge`.
+        teams: Workers that are there already, and stay; they preloaded `PRELOAD`.
 
     Raises:
         EnvironmentProblem: This machine has no such backend.
     """
     find_transport(setup.backend).check()
-    return RealJudge(setup, _Workers(setup.backend), target=target)
+    return RealJudge(setup, _Workers(setup.backend, teams), target=target)
 
 
 def as_launched(setup: Setup, *, target: str = "") -> RealJudge:
@@ -157,23 +159,33 @@ def as_launched(setup: Setup, *, target: str = "") -> RealJudge:
 class _Workers:
     """Worker processes of its own."""
 
-    notes: Sequence[str] = ()
-
-    def __init__(self, backend: str) -> None:
-        self._teams = Teams(backend=backend, preload=PRELOAD)
+    def __init__(self, backend: str, teams: Teams | None) -> None:
+        self.notes: Sequence[str] = ()
+        self._told: dict[int, Sequence[str]] = {}
+        """What workers said is fixed about the backend, by their number."""
+        self._is_own = teams is None
+        self._teams = teams or Teams(backend=backend, preload=PRELOAD)
 
     def __exit__(self, *exception: object) -> None:
-        self._teams.close()
+        if self._is_own:
+            self._teams.close()
 
     def run(
         self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
     ) -> Sequence[Ending]:
-        return self._teams.run(
-            _name_of(job),
-            {**payload, "processes": needed},
-            size=needed,
-            timeout_seconds=stall_seconds,
-        )
+        def on_all(job: Job, payload: Mapping[str, Any]) -> Sequence[Ending]:
+            return self._teams.run(
+                _name_of(job),
+                {**payload, "processes": needed},
+                size=needed,
+                timeout_seconds=stall_seconds,
+            )
+
+        if needed not in self._told:
+            # Only who has taken a device knows which one it is.
+            self._told[needed] = on_all(launched.be_there, {})[0].result or ()
+        self.notes = self._told[needed]
+        return on_all(job, payload)
 
 
 class _Launched:

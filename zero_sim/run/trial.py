@@ -53,6 +53,8 @@ class Trial:
 
     device: str = "cpu"
     """Where its ranks and references compute."""
+    added_in: str | None = None
+    """The order in which the backend adds; None for the one that the case names."""
     judges: list[Judge] = field(default_factory=list)
     references: dict[int, AnyReference] = field(default_factory=dict)
     """By number of the group; they live on when a checkpoint moves the case to another world."""
@@ -149,6 +151,7 @@ class Trial:
             references=self.references,
             target=target,
             device=self.device,
+            added_in=self.added_in,
             rank=rank,
             calls_made=calls_made,
         )

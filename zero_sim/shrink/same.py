@@ -84,12 +84,13 @@ def _is_of(path: str, had: Collection[str]) -> bool:
     return any(".".join(names[:count]) in had for count in range(1, len(names) + 1))
 
 
-def right_judge(target: Target, *, pool: WorldPool) -> Judge | None:
+def right_judge(target: Target, *, pool: WorldPool, device: str = "cpu") -> Judge | None:
     """What judges cases with a system other than a target: ours, which passes what it supports.
 
     Args:
         target: The system under test; None is returned where it is ours.
         pool: Worlds to run on.
+        device: Where they compute.
     """
     ours = find_target(OURS)
     if target is ours or target.name == ours.name:
@@ -97,7 +98,8 @@ def right_judge(target: Target, *, pool: WorldPool) -> Judge | None:
 
     def judge(scenario: Scenario) -> CaseResult:
         system = replace(scenario.system, target=OURS)
-        return run_case(replace(scenario, system=system), pool=pool, target=ours)
+        case = replace(scenario, system=system)
+        return run_case(case, pool=pool, target=ours, device=device)
 
     return judge
 

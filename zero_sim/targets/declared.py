@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Literal, get_args
 
 from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
-from zero_sim.reference import CLIP_FORMS, POSITION_FREE, ClipForm, Norm, takes_root
+from zero_sim.reference import AVERAGES, CLIP_FORMS, POSITION_FREE, ClipForm, Norm, takes_root
 from zero_sim.scenario.fields import show
 from zero_sim.scenario.reload import after_reload, placed_in_reload
 from zero_sim.scenario.spec import (
@@ -111,6 +111,14 @@ class Capabilities:
         # An order that the judge is not told needs no places to model it.
         if scenario.world.order_known:
             yield from _one_of("world.order", scenario.world.order, self.orders)
+        order = scenario.world.order
+        if numerics.divide == "avg" and AVERAGES.get(order, "post") is None:
+            yield Problem(
+                path="world.order",
+                message=f"expected an order whose AVG the reference knows, got {order!r}, in which "
+                "NCCL multiplies with the reciprocal after the sum.",
+                suggestion="Try nccl-ring.",
+            )
         if self.world_size_max is not None and scenario.world.size // parts > self.world_size_max:
             yield Problem(
                 path="world.size",
@@ -150,8 +158,10 @@ class Capabilities:
 class Numerics:
     """By which rules a target computes; None where it does as the scenario says."""
 
-    divide: Literal["none", "pre", "post", "premul"] | None = None
-    """How the sum over the ranks becomes a mean, as `system.divide` has it."""
+    divide: Literal["none", "pre", "post", "premul", "avg"] | None = None
+    """How the sum over the ranks becomes a mean, as `system.divide` has it; or `avg`: by AVG of the
+    collective, which is a division after the sum (`post`) everywhere but on NCCL, whose rings
+    multiply with the rounded reciprocal before it (`premul`)."""
     divide_by: Literal["ranks", "micro-batches", "tokens"] | None = None
     """What it is divided by."""
     sync: Literal["last", "every"] | None = None
@@ -201,12 +211,19 @@ class Numerics:
                 f"{self.clip.replace('fp64-root', 'fp64')!r}."
             )
 
-    def replayed(self, scenario: Scenario) -> Scenario:
-        """The case that the reference replays in place of the one that the target is given."""
-        system = scenario.system
+    def replayed(self, scenario: Scenario, *, added_in: str | None = None) -> Scenario:
+        """The case that the reference replays in place of the one that the target is given.
+
+        Args:
+            scenario: The case.
+            added_in: The order in which the backend adds; None for the one that the case names.
+        """
+        system, divide = scenario.system, self.divide
+        if divide == "avg":
+            divide = AVERAGES.get(added_in or scenario.world.order, "post")
         declared = replace(
             system,
-            divide=self.divide or system.divide,
+            divide=divide or system.divide,
             divide_by=self.divide_by or system.divide_by,
             sync=self.sync or system.sync,
             grad_dtype=self.grad_dtype or system.grad_dtype,
@@ -215,7 +232,7 @@ class Numerics:
 
 
 _WORDS: dict[str, tuple[object, ...]] = {
-    "divide": (None, "none", "pre", "post", "premul"),
+    "divide": (None, "none", "pre", "post", "premul", "avg"),
     "divide_by": (None, "ranks", "micro-batches", "tokens"),
     "sync": (None, "last", "every"),
     "grad_dtype": (None, "param", "fp32"),

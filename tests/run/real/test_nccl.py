@@ -116,9 +116,49 @@ def test_cases_pass(on_nccl, parts):
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
+FSDP2 = SystemSpec(target="torch-fsdp2")
+FP32 = ModelSpec(name="mlp", hidden=16)
+UNKNOWN = WorldSpec(size=3, order="nccl-ring", order_known=False)
+
+
+def test_avg_of_nccl_is_a_product_before_the_sum(on_nccl):
+    result = on_nccl(system=FSDP2, model=FP32, world=UNKNOWN)
+    assert (result.verdict, result.findings, result.error) == ("pass", (), "")
+
+
+def test_avg_is_a_division_where_nccl_only_moves_data(on_nccl):
+    result = on_nccl(system=FSDP2, model=FP32, world=WorldSpec(size=3))
+    assert (result.verdict, result.findings, result.error) == ("pass", (), "")
+
+
+def test_avg_is_nccls_own_where_it_adds_as_it_likes(standin):
+    """Sums of products with a rounded reciprocal are in no order's hands, so nothing is owed."""
+    lattice = ModelSpec(name="lattice", shapes=((5, 3), (4,)))
+    setup = replace(own_setup("nccl"), native=True)
+    with on_workers(setup) as judge:
+        results = [
+            judge(
+                Scenario(
+                    schema=1,
+                    name="case",
+                    model=lattice,
+                    world=WorldSpec(size=size),
+                    system=FSDP2,
+                    run=RunSpec(steps=2),
+                )
+            )
+            for size in (2, 3)
+        ]
+    assert [result.findings for result in results] == [(), ()]
+    assert results[0].verdict == "pass"
+
+
 def test_what_is_fixed_is_noted(on_nccl):
     notes = "\n".join(on_nccl().notes)
     assert "nccl added in its own order, modelled as nccl-ring" in notes
+    assert "NCCL 2.30.7, CUDA none on stand-in, 4 processes" in notes
+    assert "pinned: NCCL_ALGO=Ring NCCL_PROTO=Simple " in notes
+    assert "TORCH_NCCL_NAN_CHECK=0" in notes
 
 
 def test_more_ranks_than_devices_are_left_out(standin, monkeypatch):

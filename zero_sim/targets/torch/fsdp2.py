@@ -1,11 +1,11 @@
 """torch's `fully_shard` (FSDP2) under a plain optimizer of torch, on a mesh where the params are.
 
 [Note: what FSDP2 computes]
-Each module that is sharded reduces the gradients of all its params in one reduce-scatter with AVG:
-a sum, then a division in the reduce dtype; in fp32 that is `post` of the reference, and what the
-sharded params hold in `.grad` is divided already. A param is cut along its first dimension into
-chunks of equally many rows, the last ones shorter or empty. Between micro-batches gradients
-accumulate locally, whole.
+Each module that is sharded reduces the gradients of all its params in one reduce-scatter with AVG,
+in fp32: a sum, then a division, `post` of the reference; but on NCCL a product with the reciprocal
+before the sum, `premul`. What the sharded params hold in `.grad` is divided already. A param is
+cut along its first dimension into chunks of equally many rows, the last ones shorter or empty.
+Between micro-batches gradients accumulate locally, whole.
 
 [Note: clipping by norm]
 Of sharded gradients torch takes the norm of each rank's rows, and one all-reduce adds the squares
@@ -175,7 +175,7 @@ class TorchFSDP2:
         ),
     )
     numerics = Numerics(
-        divide="post",
+        divide="avg",
         divide_by="ranks",
         sync="last",
         grad_dtype="param",

@@ -1,0 +1,103 @@
+"""How a case was run is in its bundle, and it is run again in that way."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.bundle.altering import reseal
+from zero_sim.bundle import Ran, read_bundle, replay_bundle, write_bundle
+from zero_sim.errors import BundleError, UsageError
+from zero_sim.report.commands import replay_command
+from zero_sim.report.text import render_replay
+
+SOMEWHERE = Ran(device="elsewhere:1")
+ON_GLOO = Ran(backend="gloo")
+
+
+def changed(path, name, value):
+    """The bundle with another entry of its head, as its writer could have made it."""
+    files = {file.name: file.read_bytes() for file in path.iterdir()}
+    head = json.loads(files["bundle.json"]) | {name: value}
+    files["bundle.json"] = json.dumps(head).encode()
+    reseal(files)
+    for file, data in files.items():
+        path.joinpath(file).write_bytes(data)
+
+
+@pytest.mark.parametrize("ran", [Ran(), SOMEWHERE, ON_GLOO, Ran(target="my.module:System")])
+def test_it_comes_back(scenario, failed, folder, ran):
+    assert read_bundle(write_bundle(scenario, failed, folder=folder, ran=ran)).ran == ran
+
+
+def test_one_failure_in_two_ways_is_two_bundles(scenario, failed, folder):
+    ways = (Ran(), SOMEWHERE, ON_GLOO, Ran(device="elsewhere:1", backend="nccl"))
+    names = {write_bundle(scenario, failed, folder=folder, ran=ran).name for ran in ways}
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("device", "cuda; rm", "device: expected a name such as cuda:1, got 'cuda; rm'"),
+        ("device", 1, "device: expected a string, got an integer"),
+        ("backend", "mpi", "backend: expected one of sim, gloo, nccl, got 'mpi'"),
+    ],
+)
+def test_what_no_writer_writes_is_refused(scenario, failed, folder, name, value, said):
+    path = write_bundle(scenario, failed, folder=folder, ran=SOMEWHERE)
+    changed(path, name, value)
+    with pytest.raises(BundleError) as caught:
+        read_bundle(path)
+    assert said in str(caught.value)
+
+
+def test_real_processes_import_nothing(scenario, failed, folder):
+    ran = Ran(target="my.module:System", backend="gloo")
+    with pytest.raises(BundleError, match="target: expected none with backend gloo"):
+        read_bundle(write_bundle(scenario, failed, folder=folder, ran=ran))
+
+
+@pytest.fixture
+def elsewhere(scenario, failed, folder):
+    return read_bundle(write_bundle(scenario, failed, folder=folder, ran=SOMEWHERE))
+
+
+def test_a_device_that_is_not_here_is_4_and_says_what_to_try(elsewhere, pool):
+    replayed = replay_bundle(elsewhere, pool=pool)
+    assert (replayed.outcome, replayed.exit_status) == ("error", 4)
+    assert "got 'elsewhere:1'" in replayed.result.error
+    assert "Try --device cpu" in replayed.result.error
+
+
+@pytest.mark.usefixtures("broken")
+def test_it_is_run_on_another_one_where_that_is_asked_for(elsewhere, pool):
+    there = dataclasses.replace(elsewhere.environment, device="elsewhere:1 (its kind)")
+    bundle = dataclasses.replace(elsewhere, environment=there)
+    replayed = replay_bundle(bundle, pool=pool, device="cpu")
+    assert (replayed.outcome, replayed.same, replayed.same_events) == ("failed", True, True)
+    assert "device: elsewhere:1 (its kind) in the bundle, none here" in replayed.differences
+
+
+def test_what_ran_on_real_processes_runs_on_as_many_of_them(scenario, failed, folder):
+    bundle = read_bundle(write_bundle(scenario, failed, folder=folder, ran=ON_GLOO))
+    replayed = replay_bundle(bundle)
+    # Workers do not know of what broke it here.
+    assert (replayed.outcome, replayed.same_events) == ("fixed", None)
+    assert any(note.startswith("gloo moved the data") for note in replayed.result.notes)
+    now_failed = dataclasses.replace(replayed, outcome="failed", result=failed)
+    assert "the same first finding\n" in render_replay(now_failed)
+
+
+def test_real_processes_take_no_device(scenario, failed, folder):
+    bundle = read_bundle(write_bundle(scenario, failed, folder=folder, ran=ON_GLOO))
+    with pytest.raises(UsageError, match="expected a case of backend gloo without --target"):
+        replay_bundle(bundle, device="cuda")
+
+
+def test_the_command_to_replay_names_the_device():
+    assert replay_command("abc", device=SOMEWHERE.device_named) == (
+        "zero-sim replay abc --device elsewhere:1"
+    )
+    on_gpus = Ran(device="cuda", backend="nccl")
+    assert replay_command("abc", device=on_gpus.device_named) == "zero-sim replay abc"
