@@ -9,11 +9,13 @@ from typing import Literal, get_args
 from zero_sim.backends.transports import find_transport
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.findings.records import CaseResult, Finding, not_judged
+from zero_sim.reference.division import count_contributions
 from zero_sim.run.probing import OrderDrift
 from zero_sim.run.real import processes_of
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import find_target, numerics_of, target_names
 from zero_sim.workloads import EXACT_MODELS
 
 RealBackend = Literal["gloo", "nccl"]
@@ -50,7 +52,27 @@ class Setup:
         is_owed = scenario.model.name in EXACT_MODELS or not scenario.world.order_known
         if self.native and not self.is_own(scenario) and not is_owed:
             return f"the bits depend on an order that is not {self.backend}'s own"
+        if self.native and scenario.world.order_known and self._rounds_before_the_sum(scenario):
+            return "ranks divide before the sum, by no power of two, so that an order rounds it"
         return ""
+
+    def _rounds_before_the_sum(self, scenario: Scenario) -> bool:
+        """Whether what ranks bring is rounded, which no model's budget of bits has room for."""
+        if scenario.system.target not in target_names():
+            return False
+        numerics = numerics_of(find_target(scenario.system.target))
+        system = numerics.replayed(scenario, added_in=OWN_ORDERS[self.backend]).system
+        if system.divide not in ("pre", "premul"):
+            return False
+        parts = scenario.topology.tp * scenario.topology.pp
+        count = count_contributions(
+            system.divide_by,
+            rank_count=scenario.world.size // parts,
+            micro_batches=scenario.run.micro_batches,
+            # How many rows there are need not be the same in each step.
+            rows=3,
+        )
+        return count.bit_count() != 1
 
     def check(self, scenario: Scenario) -> None:
         """Check that a case can be judged here.

@@ -132,25 +132,18 @@ def test_avg_is_a_division_where_nccl_only_moves_data(on_nccl):
 
 
 def test_avg_is_nccls_own_where_it_adds_as_it_likes(standin):
-    """Sums of products with a rounded reciprocal are in no order's hands, so nothing is owed."""
+    """Of three ranks it rounds what they bring, so that the sum depends on the order."""
     lattice = ModelSpec(name="lattice", shapes=((5, 3), (4,)))
     setup = replace(own_setup("nccl"), native=True)
+
+    def case(size):
+        chosen = {"model": lattice, "world": WorldSpec(size=size), "system": FSDP2}
+        return Scenario(schema=1, name="case", **chosen, run=RunSpec(steps=2))
+
     with on_workers(setup) as judge:
-        results = [
-            judge(
-                Scenario(
-                    schema=1,
-                    name="case",
-                    model=lattice,
-                    world=WorldSpec(size=size),
-                    system=FSDP2,
-                    run=RunSpec(steps=2),
-                )
-            )
-            for size in (2, 3)
-        ]
-    assert [result.findings for result in results] == [(), ()]
-    assert results[0].verdict == "pass"
+        assert judge(case(2)).verdict == "pass"
+    assert setup.why_left_out(case(3)).startswith("ranks divide before the sum")
+    assert setup.why_left_out(replace(case(3), system=SystemSpec())) == ""
 
 
 def test_what_is_fixed_is_noted(on_nccl):
