@@ -215,7 +215,7 @@ class Numerics:
         """The case that the reference replays in place of the one that the target is given.
 
         Args:
-            scenario: The case.
+            scenario: As the target is given it.
             added_in: The order in which the backend adds; None for the one that the case names.
         """
         system, divide = scenario.system, self.divide
