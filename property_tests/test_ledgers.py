@@ -1,0 +1,40 @@
+"""What a run has in memory and calls is what closed forms say, of shipped and of drawn cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from zero_sim.fuzz.profiles import is_nightly
+from zero_sim.fuzz.strategies import scenarios
+from zero_sim.run.measure import measure
+from zero_sim.scenario.load import load_cases
+
+SHIPPED = Path(__file__).parents[1] / "scenarios"
+RANKS_MAX = 64
+FILES = sorted(SHIPPED.glob("**/*.toml"))
+
+
+def is_right(case):
+    """Whether the system is; faults, which are planned ones, are left out of a measured run."""
+    return case.expect.finding is None or bool(case.faults)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(SHIPPED)) for path in FILES])
+def test_the_ledgers_of_shipped_scenarios_are_the_closed_forms(path):
+    """Of the first and the last case of a file; under the profile `nightly`, of all."""
+    cases = [case for case in load_cases(path) if case.world.size <= RANKS_MAX and is_right(case)]
+    for case in cases if is_nightly() else [*cases[:1], *cases[-1:]]:
+        measured = measure(case)
+        assert list(measured.differences()) == [], case.name
+
+
+@given(scenario=scenarios(reload=False))
+@settings(max_examples=60)
+def test_the_ledgers_of_drawn_cases_are_the_closed_forms(scenario):
+    measured = measure(scenario)
+    assert measured.is_costed
+    assert list(measured.differences()) == []
