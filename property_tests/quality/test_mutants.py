@@ -9,7 +9,7 @@ from zero_sim.fuzz.profiles import is_nightly
 from zero_sim.mutants import MINIMA, find_mutants
 from zero_sim.mutants.campaign import CASES_MAX, Budget, check_unbroken, hunt
 
-CORE_CASES_MAX = 250
+CORE_CASES_MAX = 750
 BEGINNINGS_MAX = 5
 hunted = find_mutants(core=not is_nightly())
 

@@ -25,8 +25,8 @@ def test_every_mutant_has_one_and_nothing_else_has():
         ("M29", (2, 1, 1, 1, 1)),
         # Copies, and a sum after each of two micro-batches.
         ("M43", (2, 1, 1, 1, 3)),
-        # A division by two rounds nothing: three micro-batches, on one rank.
-        ("S03", (1, 1, 1, 1, 3)),
+        # A division by two rounds nothing: three ranks.
+        ("S03", (3, 1, 1, 1, 0)),
         # What is carried over to the next step, where accumulation begins anew.
         ("M41", (1, 1, 1, 2, 1)),
         # As words, "10" comes before "2": eleven pieces.

@@ -3,9 +3,9 @@
 Each is the least of what campaigns with different seeds came to, and of most it can be said why it
 is not less. What concerns ranks, such as the border of a shard, a sum or a group, needs two of
 them, and a border an element on either side of it; buckets need two, and so two params, or a param
-that just fills one; what is carried over needs two steps. S03 needs three parts of a mean, which
-one rank has in three micro-batches, since a division by two rounds nothing; M65, G01, O03 and V06
-four ranks, two groups of two; M95 eleven, since as words "10" comes before "2". Features are what
+that just fills one; what is carried over needs two steps. S03 needs three ranks, or one with
+three micro-batches, since a division by two rounds nothing; M65, G01, O03 and V06 four ranks, two
+groups of two; M95 eleven, since as words "10" comes before "2". Features are what
 the mutant itself speaks of: copies, micro-batches, clipping, a checkpoint. Where it speaks of
 params that only a network has, such as tied, unused or expert ones, the minimum is that network.
 """
@@ -61,7 +61,7 @@ _NUMBERS = {
     "M35": (2, 1, 1, 1, 2),
     "S01": (1, 1, 1, 1, 2),
     "S02": (2, 1, 1, 1, 4),
-    "S03": (1, 1, 1, 1, 3),
+    "S03": (3, 1, 1, 1, 0),
     "S04": (1, 1, 1, 1, 2),
     "S05": (1, 1, 1, 1, 1),
     "S06": (1, 7, 7, 1, 1),
