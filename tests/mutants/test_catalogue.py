@@ -7,7 +7,16 @@ import pytest
 from zero_sim.errors import MutantError, UsageError
 from zero_sim.mutants import IMPOSSIBLE, MUTANTS, find_mutants
 from zero_sim.mutants.records import CLASSES, mutant
-from zero_sim.zero import buffer, data_parallel, optimizer, schedule, storage, unit
+from zero_sim.zero import (
+    buffer,
+    data_parallel,
+    grad_unit,
+    optimizer,
+    reduce_buffers,
+    schedule,
+    storage,
+    unit,
+)
 
 LISTED = {f"M{number:02}" for number in range(1, 116, 2)}
 ids = pytest.mark.parametrize("one", MUTANTS, ids=[one.id for one in MUTANTS])
@@ -36,6 +45,7 @@ def test_what_is_impossible_is_a_mutant_of_another_form():
 def test_it_fits_the_code_and_reverts(one):
     owners = [buffer, buffer.Buffer, data_parallel, optimizer, schedule, storage, unit]
     owners += [unit.Unit, schedule.UnderBackward, schedule.UnderForward, schedule.OnUse]
+    owners += [grad_unit, grad_unit.GradUnit, reduce_buffers, reduce_buffers.ReduceBuffers]
     owners += [data_parallel.DistributedDataParallel, optimizer.DistributedOptimizer]
     before = [dict(vars(owner)) for owner in owners]
     with one.apply() as patches:

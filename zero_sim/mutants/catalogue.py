@@ -19,6 +19,7 @@ from zero_sim.mutants import (
     places,
     reductions,
     scales,
+    sending,
     shards,
     updates,
     whole_params,
@@ -48,6 +49,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         partitions,
         first_rank,
         whole_params,
+        sending,
     )
     for one in _in(module)
 )
