@@ -43,6 +43,7 @@ _PATHS = {
     "kept after forward": "system.reshard_after_forward",
     "kept by few": "system.reshard_ranks",
     "not contiguous": "system.contiguous_grads",
+    "offloaded": "system.offload_state",
     "other buckets": "system.bucket_elems",
     "other param order": "system.param_order",
     "other partition": "system.partition",

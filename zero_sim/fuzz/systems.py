@@ -179,6 +179,7 @@ def _through_buffers(
     return {
         "reduce_buffer_elems": draw(bucket_sizes(sizes)) if buffered else None,
         "contiguous_grads": not swarm.on("not contiguous", fits=buffered),
+        "offload_state": swarm.on("offloaded"),
         "gather_chunk_elems": draw(st.integers(1, max(2, sum(sizes)))) if in_chunks else None,
     }
 

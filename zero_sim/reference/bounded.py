@@ -177,7 +177,13 @@ class BoundedReference:
             stop: One past the last one.
         """
         master = self._starts[name].reshape(-1)[start:stop]
-        return Follower(self._scenario.optimizer, name=name, master=master, clip=self._clip)
+        return Follower(
+            self._scenario.optimizer,
+            name=name,
+            master=master,
+            clip=self._clip,
+            on_host=self._scenario.system.offload_state,
+        )
 
     def _bound(self, local: Contributions, *, grads: Mapping[str, Tensor]) -> dict[str, Interval]:
         """Bound every param's sum over ranks and rounds, both of which only add."""

@@ -37,6 +37,7 @@ class Follower:
         name: Name of the param, which decides its group.
         master: 1D; initial values, copied.
         clip: How a gradient is clipped by its norm; not a form that takes the root.
+        on_host: As in `Stepper`.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Follower:
         name: str,
         master: Tensor,
         clip: ClipForm = "fp32-division",
+        on_host: bool = False,
     ) -> None:
         self._spec, self._name = spec, name
         self._clip: ClipForm = clip
-        self._stepper = Stepper(spec, params={name: master})
+        self._stepper = Stepper(spec, params={name: master}, on_host=on_host)
 
     @property
     def master(self) -> Tensor:  # 1D fp32

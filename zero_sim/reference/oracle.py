@@ -181,7 +181,8 @@ class Reference:
         self._ranks = Ranks(scenario, workload=workload)
         self._scales = self._ranks.scales()
         spec = scenario.optimizer
-        self._stepper = Stepper(spec, params=self._ranks.weights())
+        on_host = scenario.system.offload_state
+        self._stepper = Stepper(spec, params=self._ranks.weights(), on_host=on_host)
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._one_device = self._build_one_device()
@@ -238,7 +239,8 @@ class Reference:
         self._one_device = self._build_one_device()
         if weights_only:
             spec = scenario.optimizer
-            self._stepper = Stepper(spec, params=self._stepper.masters)
+            on_host = scenario.system.offload_state
+            self._stepper = Stepper(spec, params=self._stepper.masters, on_host=on_host)
             self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._write_params()
 

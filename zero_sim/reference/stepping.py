@@ -99,19 +99,25 @@ def _group_options(
 class Stepper:
     """The masters and the optimizer that moves them."""
 
-    def __init__(self, spec: OptimizerSpec, *, params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, *, params: Mapping[str, Tensor], on_host: bool = False
+    ) -> None:
         """Copy each param, of any dtype and shape, into an fp32 master; at least one is needed.
 
         Args:
             spec: Optimizer and its settings; `foreach` means nothing on the CPU.
             params: Initial values by name.
+            on_host: Whether the CPU steps them, wherever they are: its kernels round as they do.
         """
-        self._spec = spec
+        self._spec, self._on_host = spec, on_host
         self.masters: dict[str, Tensor] = {
             name: param.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, param in params.items()
         }
-        self._optimizer = build_optimizer(spec, masters=self.masters)
+        self._stepped = self.masters
+        if on_host:
+            self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
+        self._optimizer = build_optimizer(spec, masters=self._stepped)
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
 
     def step(self, grads: Mapping[str, Tensor], *, factor: float = 1.0) -> None:
@@ -125,8 +131,9 @@ class Stepper:
         Raises:
             UntrainableError: torch's optimizer raises: its numbers left the range of fp32.
         """
-        for name, master in self.masters.items():
-            master.grad = grads.get(name)
+        for name, master in self._stepped.items():
+            grad = grads.get(name)
+            master.grad = None if grad is None else grad.to(master.device)
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         try:
@@ -137,8 +144,10 @@ class Stepper:
                 f"take a step, got {type(error).__name__}: {error}. Try a smaller optimizer.lr; "
                 "usual ones are 1e-4 to 1e-1."
             ) from error
-        for master in self.masters.values():
+        for name, master in self._stepped.items():
             master.grad = None
+            if self._on_host:
+                self.masters[name].copy_(master)
 
     def find_nonfinite(self) -> str | None:
         """Return the name of the first master with an element that is infinite or NaN."""
@@ -150,9 +159,9 @@ class Stepper:
 
     def fork(self) -> Stepper:
         """Return a copy that moves by itself."""
-        fork = Stepper(self._spec, params=self.masters)
-        for name, master in self.masters.items():
-            fork._optimizer.state[fork.masters[name]] = {
+        fork = Stepper(self._spec, params=self.masters, on_host=self._on_host)
+        for name, master in self._stepped.items():
+            fork._optimizer.state[fork._stepped[name]] = {
                 key: value.clone() if isinstance(value, Tensor) else value
                 for key, value in self._optimizer.state.get(master, {}).items()
             }
@@ -164,12 +173,16 @@ class Stepper:
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             said = {key: value for key, value in group.items() if key != "params"} | {"lr": base_lr}
             by_master |= dict.fromkeys(group["params"], said)
-        return {name: by_master[master] for name, master in self.masters.items()}
+        return {name: by_master[master] for name, master in self._stepped.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return every state tensor by param and torch's own key; live, not copied."""
         state = self._optimizer.state
         return {
-            name: {key: value for key, value in state[master].items() if isinstance(value, Tensor)}
-            for name, master in self.masters.items()
+            name: {
+                key: value.to(self.masters[name].device) if self._on_host else value
+                for key, value in state[master].items()
+                if isinstance(value, Tensor)
+            }
+            for name, master in self._stepped.items()
         }

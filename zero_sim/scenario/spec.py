@@ -261,6 +261,9 @@ class SystemSpec:
     buffers_by: Literal["dtype", "param-group"] = "dtype"
     """What params of one flat buffer have in common: kind and dtype, or their group in
     `optimizer.groups` as well."""
+    offload_state: bool = False
+    """Whether fp32 masters and optimizer state are on the CPU, which takes the step, wherever the
+    model is."""
     prefetch: int | None = None
     """With stage 3: how many further buckets are gathered ahead of their use, forward and backward;
     absent for 1."""

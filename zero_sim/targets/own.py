@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -194,6 +195,7 @@ class ZeroSimEngine:
                 build_model_parallel_group(topology.groups_over("tp", "pp")) if is_split else None
             ),
             is_counted=lambda name: is_counted(scenario.topology, name, place=place),
+            state_device=torch.device("cpu") if system.offload_state else None,
         )
         self._places: dict[str, Place] = {}
 
@@ -259,7 +261,12 @@ class ZeroSimEngine:
     def parts(self) -> Iterator[OwnedPart]:
         """What this rank owns, in buffer order."""
         for owned in self._optimizer.fragments():
-            yield OwnedPart(self._place_of(owned), owned.grad, owned.master, owned.state)
+            master, state = owned.master, owned.state
+            if self._system.offload_state:
+                # Compared where the gradients are; counters are on the CPU anyway.
+                master = master.to(owned.grad.device)
+                state = {k: v.to(owned.grad.device) if v.dim() else v for k, v in state.items()}
+            yield OwnedPart(self._place_of(owned), owned.grad, master, state)
 
     def settings(self) -> Settings:
         """What the optimizer's groups say, and the loss scaler."""

@@ -249,7 +249,7 @@ class Buffer:
         unit = self._unit_of.get(param)
         if unit is not None:
             unit.finish_gather()
-        data = data.detach().view(working.shape)
+        data = data.detach().to(working.device).view(working.shape)
         if memory.scale is None:
             working.copy_(data)
         else:

@@ -106,6 +106,8 @@ class DistributedOptimizer:
         is_counted: By name: whether the norm and the zeros count a param here. Of a param that
             several parts hold, one should. All are counted where left out; all are clipped alike.
         elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
+        state_device: Where masters and state are and the step is taken, such as the CPU, to which
+            reduced gradients go and from which new params come; that of the params where left out.
 
     Raises:
         UsageError: If the optimizer is not elementwise, is fused, or does not step what it was
@@ -134,6 +136,7 @@ class DistributedOptimizer:
         model_parallel_group: dist.ProcessGroup | None = None,
         is_counted: Callable[[str], bool] | None = None,
         elementwise: bool = False,
+        state_device: torch.device | None = None,
     ) -> None:
         _check_bounds(clip_norm=clip_norm, clip_value=clip_value)
         self.ddp = ddp
@@ -142,7 +145,8 @@ class DistributedOptimizer:
         self._is_counted = is_counted
         self._clip_norm = clip_norm
         self._clip_value = clip_value
-        self.master_shards, self.masters = _build_masters(ddp)
+        self._state_device = state_device or self._device
+        self.master_shards, self.masters = _build_masters(ddp, device=self._state_device)
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
         self.base_lrs = [group.get("lr") for group in self.inner.param_groups]
         if isinstance(self.inner, WholeParamOptimizer):
@@ -241,7 +245,8 @@ class DistributedOptimizer:
         # waits for the others; and it has the same groups as the others.
         idle = group_of is None and not self.masters
         if idle:
-            leaves[0].append(nn.Parameter(torch.zeros(0, device=self._device), requires_grad=False))
+            nothing = torch.zeros(0, device=self._state_device)
+            leaves[0].append(nn.Parameter(nothing, requires_grad=False))
         inner = optim_factory(
             list(leaves[0])
             if group_of is None
@@ -262,12 +267,12 @@ class DistributedOptimizer:
         reduced = master.buffer.get_grad_shard(master.param)
         # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), and
         # the buffer has to keep what was reduced.
-        grad = reduced.to(torch.float32, copy=True)
+        grad = reduced.to(self._state_device, torch.float32, copy=True)
         if self.loss_scaler is not None:
             scale = torch.full((), self.loss_scaler.scale, dtype=grad.dtype, device=grad.device)
             grad.div_(scale)
         if self.ddp.config.divide == "post":
-            divide_(grad, divisor=self.ddp.divisor)
+            divide_(grad, divisor=self.ddp.divisor.to(grad.device))
         return grad
 
     def _measure(self, trained: list[Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
@@ -296,7 +301,7 @@ class DistributedOptimizer:
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
         if self._clip_norm is not None:
-            clip_by_norm_(grads, norm=norm, max_norm=self._clip_norm)
+            clip_by_norm_(grads, norm=norm.to(self._state_device), max_norm=self._clip_norm)
         if self._clip_value is not None:
             clip_by_value_(grads, max_value=self._clip_value)
 
@@ -355,7 +360,7 @@ def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...],
 
 
 def _build_masters(
-    ddp: DistributedDataParallel,
+    ddp: DistributedDataParallel, *, device: torch.device
 ) -> tuple[dict[tuple[int, int], Tensor], tuple[Master, ...]]:
     """Allocate one flat fp32 shard a bucket and cut it into one leaf an owned fragment."""
     shards: dict[tuple[int, int], Tensor] = {}
@@ -368,7 +373,7 @@ def _build_masters(
             key = (index, fragment.bucket)
             if key not in shards:
                 span = buffer.plan.buckets[fragment.bucket].shard_span(fragment.shard)
-                shards[key] = torch.zeros(span.numel, dtype=torch.float32, device=buffer.device)
+                shards[key] = torch.zeros(span.numel, dtype=torch.float32, device=device)
             place = fragment.in_shard
             view = shards[key].narrow(0, place.start, place.numel)
             view.copy_(buffer.get_param_shard(param))
