@@ -18,12 +18,13 @@ A step of several micro-batches, in full; what the config does not ask for may b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
@@ -147,7 +148,7 @@ class DistributedDataParallel:
             buffer.shard_params()
         self.divisor = build_divisor(self.world_size, device=self.buffers[0].device)
         self._count = StepCount(config, group=group, divisor=self.divisor)
-        self._grads_reduced = False
+        self._grads_reduced = self._is_unwrapped = False
         self._unit_of = {
             param: unit
             for buffer in self.buffers
@@ -160,15 +161,7 @@ class DistributedDataParallel:
                 self.buffers, params=self.params, config=config, groups_of=self.groups_of
             )
         self._grad_pipeline, self._param_pipeline, self._on_use = self._build_schedules()
-        for buffer in self.buffers:
-            for param in buffer.memory:
-                # A gradient from before the wrapping belongs to no step of ours.
-                param.grad = None
-                # By weak references: the collector does not see through torch's gradient hooks, so
-                # that a circle through one of them would keep the buffers for ever.
-                param.register_post_accumulate_grad_hook(
-                    partial(_accumulate, weakref.ref(self), weakref.ref(buffer))
-                )
+        self._handles = list(self._add_hooks())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the module's forward."""
@@ -365,6 +358,26 @@ class DistributedDataParallel:
         if self._param_pipeline is not None:
             self._param_pipeline.finish()
 
+    def unwrap(self) -> nn.Module:
+        """Give the module back: no hooks, no gradients, each param in contiguous memory of its own.
+
+        A collective where params are sharded. Afterwards neither this nor its optimizer is of use.
+
+        Raises:
+            UsageError: If a micro-batch was begun as the last and not ended.
+        """
+        self.zero_grad_buffer()
+        self.finish_param_gather()
+        whole = self.whole_params()
+        for handle in self._handles:
+            handle.remove()
+        for name, param in self.params.items():
+            param.data = whole[name].clone(memory_format=torch.contiguous_format)
+            param.grad = None
+            vars(param).pop("main_grad", None)
+        self._is_unwrapped = True
+        return self.module
+
     def whole_params(self) -> dict[str, Tensor]:
         """Return all working params of this rank; a collective where they are sharded.
 
@@ -471,6 +484,18 @@ class DistributedDataParallel:
             )
         return grads, params, on_use
 
+    def _add_hooks(self) -> Iterator[RemovableHandle]:
+        for schedule in (self._param_pipeline, self._on_use):
+            yield from () if schedule is None else schedule.handles
+        for buffer in self.buffers:
+            for param in buffer.memory:
+                # A gradient from before the wrapping belongs to no step of ours.
+                param.grad = None
+                # By weak references: the collector does not see through torch's gradient hooks, so
+                # that a circle through one of them would keep the buffers for ever.
+                hook = partial(_accumulate, weakref.ref(self), weakref.ref(buffer))
+                yield param.register_post_accumulate_grad_hook(hook)
+
     def _scale_before_sum(self, unit: ReducedUnit) -> None:
         unit.scale_grads(self.config.divide, divisor=self.divisor)
 
@@ -501,6 +526,11 @@ class DistributedDataParallel:
         return self._reduce_buffers is not None and self.config.sharding.grads
 
     def _require_own_grads(self, call: str) -> None:
+        if self._is_unwrapped:
+            raise UsageError(
+                f"expected a wrapped module, got {call}() after unwrap(), which gave it back. "
+                f"Try a new DistributedDataParallel."
+            )
         if self._grads_reduced:
             raise UsageError(
                 f"expected gradients of this rank alone, got sums over ranks: "

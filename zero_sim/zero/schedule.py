@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.zero.buffer import Buffer
@@ -186,11 +187,13 @@ class UnderForward:
     ) -> None:
         self._units = units
         self._unit_of = unit_of
+        self.handles: list[RemovableHandle] = []
         users = find_users(module)
         for user, params in users.items():
             needed = {unit_of[param]: None for param in params if param in unit_of}
             if user is not None and needed:
-                user.register_forward_pre_hook(partial(self._before_forward, tuple(needed)))
+                hook = partial(self._before_forward, tuple(needed))
+                self.handles.append(user.register_forward_pre_hook(hook))
         # Nothing tells when these are used, so that they are never left in flight.
         self._unguarded = {unit_of[param] for param in users.get(None, ()) if param in unit_of}
 
@@ -277,6 +280,7 @@ class OnUse:
         close: Callable[[Unit], None],
     ) -> None:
         self._units = tuple(units)
+        self.handles: list[RemovableHandle] = []
         self._index = {unit: index for index, unit in enumerate(units)}
         self._prefetch = prefetch
         self._close = close
@@ -307,9 +311,12 @@ class OnUse:
                 continue
             for unit in needed:
                 self._users[unit].add(user)
-            user.register_forward_pre_hook(partial(self._before_forward, needed))
+            before, after = (
+                partial(f, needed) for f in (self._before_forward, self._after_forward)
+            )
+            self.handles.append(user.register_forward_pre_hook(before))
             # Also where the forward raises: its units are let go of all the same.
-            user.register_forward_hook(partial(self._after_forward, needed), always_call=True)
+            self.handles.append(user.register_forward_hook(after, always_call=True))
 
     def free_all(self) -> None:
         """Let go of all whole params: their owners have new values, or a step begins anew."""

@@ -1,0 +1,107 @@
+"""A module that is given back is as it was: no hooks, no gradients, params that it owns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.errors import UsageError
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+
+CONFIGS = {
+    "stage-0": {"stage": 0},
+    "stage-1": {"stage": 1, "overlap_params": True},
+    "stage-2": {"stage": 2, "sync": "every", "reduce_buffer_elems": 5},
+    "stage-3": {"stage": 3},
+}
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))
+
+
+def hooks_of(module):
+    """How many hooks of each kind a module, its modules and its params have."""
+    counts = [
+        len(hooks or ())
+        for each in module.modules()
+        for hooks in (
+            each._forward_pre_hooks,
+            each._forward_hooks,
+            each._forward_hooks_always_called,
+            each._backward_hooks,
+            each._backward_pre_hooks,
+        )
+    ]
+    for param in module.parameters():
+        counts.append(len(param._post_accumulate_grad_hooks or ()))
+        counts.append(len(param._backward_hooks or ()))
+    return counts
+
+
+def train(module, rank, **config):
+    """Take a step of the wrapped module; return the wrapper."""
+    ddp = DistributedDataParallel(
+        module, config=ZeroConfig(bucket_elems=8, **config), group=dist.group.WORLD
+    )
+    optimizer = DistributedOptimizer(ddp, optim_factory=lambda p: torch.optim.SGD(p, lr=0.1))
+    ddp.begin_last_micro_batch()
+    ddp(torch.ones(2, 3) * (rank + 1)).sum().backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+    return ddp
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_it_has_neither_hooks_nor_gradients_nor_other_memory(world_of, config):
+    world = world_of(2)
+
+    def program(rank):
+        module = build()
+        before, sizes = (
+            hooks_of(module),
+            [p.untyped_storage().nbytes() for p in module.parameters()],
+        )
+        ddp = train(module, rank, **config)
+        assert hooks_of(module) != before
+        ddp.finish_param_gather()
+        expected = {name: param.clone() for name, param in ddp.whole_params().items()}
+        assert ddp.unwrap() is module
+        assert hooks_of(module) == before
+        assert sizes == [p.untyped_storage().nbytes() for p in module.parameters()]
+        assert all(torch.equal(p, expected[name]) for name, p in module.named_parameters())
+        assert not any(hasattr(p, "main_grad") or p.grad is not None for p in module.parameters())
+
+    world.run(program)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_it_trains_by_itself_and_can_be_wrapped_again(world_of, config):
+    """Gradients stay with the params and reach no buffer, and another wrapper finds nothing odd."""
+    world = world_of(2)
+
+    def program(rank):
+        module = train(build(), rank, **config).unwrap()
+        module(torch.ones(1, 3)).sum().backward()
+        assert all(param.grad is not None for param in module.parameters())
+        return [p.tolist() for p in train(module, rank, **config).unwrap().parameters()]
+
+    first, second = world.run(program)
+    assert first == second
+
+
+def test_the_wrapper_is_of_no_use_any_more(world_of):
+    world = world_of(1)
+
+    def program(rank):
+        ddp = train(build(), rank, stage=1)
+        ddp.unwrap()
+        with pytest.raises(UsageError, match=r"begin_last_micro_batch\(\) after unwrap"):
+            ddp.begin_last_micro_batch()
+        with pytest.raises(UsageError, match=r"end_micro_batch\(\) after unwrap"):
+            ddp.finish_grad_sync()
+
+    world.run(program)
