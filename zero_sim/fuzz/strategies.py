@@ -120,6 +120,9 @@ def _cases(
             micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
         ),
     )
+    if scenario.optimizer.name in ("muon", "lamb"):
+        system = replace(system, offload_state=False)
+        scenario = replace(scenario, system=system)
     if swarm.on("buffers by group", fits=bool(scenario.optimizer.groups)):
         system = replace(system, buffers_by="param-group")
         scenario = replace(scenario, system=system)

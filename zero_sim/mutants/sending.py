@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from zero_sim.layout import Span, grad_plan
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
@@ -42,7 +40,7 @@ def last_buffer_is_not_sent(patch: Patches) -> None:
         return [] if self in last else right(self, async_op=async_op)
 
 
-@mutant("J03", "BUCKET", "B2", seen_in="class BUCKET", core=True)
+@mutant("J03", "BUCKET", "B2", seen_in="class BUCKET")
 def long_gradients_are_dropped(patch: Patches) -> None:
     """A gradient longer than a buffer is in no unit at all."""
 
@@ -52,7 +50,7 @@ def long_gradients_are_dropped(patch: Patches) -> None:
         return tuple(unit for unit in made if not unit.is_large)
 
 
-@mutant("J04", "LAYOUT", "NP", seen_in="class LAYOUT", core=True)
+@mutant("J04", "LAYOUT", "NP", seen_in="class LAYOUT")
 def runs_are_cut_an_element_early(patch: Patches) -> None:
     """The border between two owners in a buffer is one element before the right one."""
 
@@ -69,7 +67,7 @@ def runs_are_cut_an_element_early(patch: Patches) -> None:
         return works
 
 
-@mutant("J05", "GROUP", "NP", seen_in="class GROUP", core=True)
+@mutant("J05", "GROUP", "NP", seen_in="class GROUP")
 def run_goes_to_the_next_rank(patch: Patches) -> None:
     """The sum of a run of elements arrives at the rank behind its owner."""
 
@@ -88,7 +86,7 @@ def reduced_twice(patch: Patches) -> None:
         return right(self, async_op=async_op)
 
 
-@mutant("J07", "ASYNC", "AS", seen_in="class ASYNC", core=True)
+@mutant("J07", "ASYNC", "AS", seen_in="class ASYNC")
 def buffer_is_left_before_its_sum_is_there(patch: Patches) -> None:
     """The owner takes its part of a buffer, and the next gradients come, before the wait."""
 
@@ -118,7 +116,7 @@ def what_was_copied_stays(patch: Patches) -> None:
             each.memory.main_grad = None
 
 
-@mutant("J09", "ACCUM", "GA", seen_in="class ACCUM", core=True)
+@mutant("J09", "ACCUM", "GA", seen_in="class ACCUM")
 def sums_of_micro_batches_replace_each_other(patch: Patches) -> None:
     """What a buffer brings in one micro-batch takes the place of what came before."""
 
@@ -126,22 +124,6 @@ def sums_of_micro_batches_replace_each_other(patch: Patches) -> None:
     def wrong(right, self):
         self._has_sum = False
         right(self)
-
-
-@mutant("J10", "EMPTY", "FZ", seen_in="class EMPTY")
-def missing_gradients_are_the_last_ones(patch: Patches) -> None:
-    """A gradient that did not come is what the buffer got last."""
-    last: dict[GradUnit, Tensor] = {}
-
-    @patch(GradUnit, "_take")
-    def wrong(right, self, each):
-        is_missing = not self.grads_stay and each.memory.param.grad is None
-        right(self, each)
-        place = self.grads[each.span.start : each.span.stop]
-        if is_missing and self in last:
-            place.fill_(last[self])
-        elif not is_missing:
-            last[self] = place[-1].clone()
 
 
 @mutant("J11", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
@@ -166,7 +148,7 @@ def buffers_stay_after_backward(patch: Patches) -> None:
         return None
 
 
-@mutant("J13", "ORDER", "B2", seen_in="class ORDER", kill="overlap")
+@mutant("J13", "ORDER", "B2", seen_in="class ORDER", kill="memory")
 def sent_when_backward_is_over(patch: Patches) -> None:
     """A full buffer waits for the end of backward."""
 
@@ -231,19 +213,6 @@ def keeps_what_lies_before_its_own(patch: Patches) -> None:
         if self.sums_whole:
             self.grads.copy_(self.grads.clone().roll(1))
         right(self)
-
-
-@mutant("J18", "TIED", "Z2", seen_in="class TIED")
-def early_gradients_are_forgotten(patch: Patches) -> None:
-    """At stage 2 a gradient that came before its turn is taken for one that did not come."""
-
-    @patch(UnderBackward, "mark_ready")
-    def wrong(right, self, param):
-        unit = self._unit_of.get(param)
-        turn = self._issued_count < len(self._units) and self._units[self._issued_count] is unit
-        if isinstance(unit, GradUnit) and not unit.grads_stay and self.running and not turn:
-            param.grad = None
-        right(self, param)
 
 
 @mutant("J19", "DTYPE", "GA", seen_in="class DTYPE")

@@ -464,6 +464,13 @@ CONDITIONS = (
         holds_after=True,
     ),
     Condition(
+        reads=("system.offload_state", "optimizer.name"),
+        broken=lambda s: s.system.offload_state and s.optimizer.name in ("muon", "lamb"),
+        message="optimizers 'muon' and 'lamb' bring whole params together with the model's own "
+        "collectives, which a state on the CPU does not meet, got {got}.",
+        suggestion="Leave it out, or write an elementwise optimizer.",
+    ),
+    Condition(
         reads=("reload.step", "run.steps"),
         broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
         message="expected at least one step before the checkpoint and one after it, got {got}.",

@@ -150,6 +150,12 @@ class DistributedOptimizer:
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
         self.base_lrs = [group.get("lr") for group in self.inner.param_groups]
         if isinstance(self.inner, WholeParamOptimizer):
+            if self._state_device != self._device:
+                raise UsageError(
+                    f"expected state_device={str(self._device)!r} with "
+                    f"{type(self.inner).__name__}, which brings whole params together with the "
+                    f"params' own collectives, got {str(self._state_device)!r}. Try leaving it out."
+                )
             self.inner.whole_of = self._whole_of
         self._unchecked = list(self.masters)
         self._scale_updates = _build_scale_updates(ddp)
