@@ -120,12 +120,8 @@ def _cases(
             micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
         ),
     )
-    if scenario.optimizer.name in ("muon", "lamb"):
-        system = replace(system, offload_state=False)
-        scenario = replace(scenario, system=system)
-    if swarm.on("buffers by group", fits=bool(scenario.optimizer.groups)):
-        system = replace(system, buffers_by="param-group")
-        scenario = replace(scenario, system=system)
+    system = _fitted(system, scenario.optimizer, swarm=swarm)
+    scenario = replace(scenario, system=system)
     if scenario.optimizer.loss_scale is not None and swarm.on("overflow", fits=steps_max > 1):
         scenario = draw(_overflowing(scenario, steps_max=steps_max))
     if reload and scenario.run.steps > 1 and swarm.on("reload"):
@@ -157,6 +153,15 @@ def _cases(
 def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
     """The world with the order in which the system adds, where it does so by itself."""
     return replace(world, order="linear") if system.sum_by == "first-rank" else world
+
+
+def _fitted(system: SystemSpec, optimizer: OptimizerSpec, *, swarm: Swarm) -> SystemSpec:
+    """The system with what its optimizer allows and makes possible."""
+    if optimizer.name in ("muon", "lamb"):
+        system = replace(system, offload_state=False)
+    if swarm.on("buffers by group", fits=bool(optimizer.groups)):
+        system = replace(system, buffers_by="param-group")
+    return system
 
 
 def _names_for(ranks: int, names: Sequence[ModelName]) -> Sequence[ModelName]:

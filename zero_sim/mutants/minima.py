@@ -338,8 +338,8 @@ _NUMBERS = {
     "U09": (1, 2, 2, 1, 1),
     "U10": (1, 2, 2, 1, 3),
     "U11": (1, 1, 1, 1, 1),
-    # Reduce buffers and chunks: two units need two params, a border between owners two ranks. Hunted
-    # from below: small cases by size, until one finds it.
+    # Reduce buffers and chunks: two units need two params, a border between owners two ranks. They
+    # were hunted from below: small cases by size, until one finds it.
     "J01": (1, 2, 2, 1, 2),
     "J02": (1, 1, 1, 1, 1),
     "J03": (1, 1, 2, 1, 1),
