@@ -199,8 +199,8 @@ def padding_of_masters(patch: Patches) -> None:
     """The padding of the master shards is not zeroed."""
 
     @patch(optimizer, "_build_masters")
-    def wrong(right, ddp):
-        shards, masters = right(ddp)
+    def wrong(right, ddp, *, device):
+        shards, masters = right(ddp, device=device)
         for (index, number), shard in shards.items():
             plan = ddp.buffers[index].plan.buckets[number]
             own = plan.shard_span(ddp.buffers[index].shard)
