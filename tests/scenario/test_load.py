@@ -125,7 +125,7 @@ class TestMessages:
             "got 99999999999999999999 (integer). Leave it out for the default, 1.",
             "optimizer.betas: expected an array of 2 numbers, got [0.9] (array of 1). "
             "Leave it out for the default, [0.9, 0.999].",
-            "optimizer.momentum: only optimizers 'sgd' and 'rmsprop' have momentum, "
+            "optimizer.momentum: only optimizers 'sgd', 'rmsprop' and 'muon' have momentum, "
             "got 0.9 (float). "
             'Leave it out, set betas instead, or write name = "sgd".',
             "optimizer.lr: expected a finite number more than 0 and at most "
