@@ -122,7 +122,7 @@ def averaged(monkeypatch):
     start = source.index("def reduce_scatter_sum")
     stop = source.index("\ndef ", start)
     changed = source[start:stop].replace("ReduceOp.SUM", "ReduceOp.AVG")
-    names = {"__name__": "averaged"}
+    names = {"__name__": collectives.__name__}
     code = source[:start] + changed + source[stop:]
     exec(compile(code, collectives.__file__, "exec"), names)
     right = collectives.reduce_scatter_sum
