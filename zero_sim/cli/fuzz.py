@@ -16,6 +16,7 @@ from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     EXIT_NOTHING_SELECTED,
     a_number,
+    device_option,
     echo_report,
     json_option,
 )
@@ -63,14 +64,7 @@ class _Shard(click.ParamType):
     help="Begin no case after so long, imports and what the corpus holds not counted; "
     f"{DEFAULT_SECONDS:.0f} if --cases is not given either.",
 )
-@click.option(
-    "--device",
-    metavar="NAME",
-    default="cpu",
-    show_default=True,
-    help="Where the simulated ranks and the reference compute: cpu, cuda, cuda:1, or any other "
-    "device that torch knows here.",
-)
+@device_option
 @click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases of all shards.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")

@@ -33,6 +33,7 @@ from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     a_number,
     bundles_option,
+    device_option,
     echo_json,
     echo_report,
     json_option,
@@ -151,14 +152,7 @@ def main() -> None:
     help="Let gloo or nccl add in its own order, whatever the scenarios say; only cases that owe "
     "nothing to an order are run.",
 )
-@click.option(
-    "--device",
-    metavar="NAME",
-    default="cpu",
-    show_default=True,
-    help="Where the simulated ranks and the reference compute: cpu, cuda, cuda:1, or any other "
-    "device that torch knows here.",
-)
+@device_option
 @click.option(
     "--target",
     metavar="NAME",

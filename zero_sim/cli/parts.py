@@ -20,6 +20,14 @@ bundles_option = click.option(
     metavar="DIR",
     help="Folder with the bundles of failing cases.",
 )
+device_option = click.option(
+    "--device",
+    metavar="NAME",
+    default="cpu",
+    show_default=True,
+    help="Where the simulated ranks and the reference compute: cpu, cuda, cuda:1, or any other "
+    "device that torch knows here.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else."
 )

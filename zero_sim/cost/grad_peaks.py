@@ -24,6 +24,7 @@ from zero_sim.cost.peaks import Look
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
@@ -68,9 +69,7 @@ class GradPeakWatch:
         system, run = self.scenario.system, self.scenario.run
         if system.sync == "last" and self._micro != run.micro_batches - 1:
             return {}, 0
-        frozen = {
-            each.param for each in self.scenario.model.freeze if each.start <= self.step < each.stop
-        }
+        frozen = frozen_at(self.scenario.model, step=self.step)
         missing = [{*form.names} - frozen - self._arrived for form in self.forms]
         current = next((i for i, names in enumerate(missing) if names), len(self.forms))
         owed: dict[int, int] = {}

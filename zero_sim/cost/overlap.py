@@ -37,6 +37,7 @@ from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
@@ -279,8 +280,7 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
 
 def _due(rank: _Rank, *, step: int, arrivals: Sequence[HookEvent]) -> Iterator[tuple[int, _Sum]]:
     """What is due to be reduced within a backward, and with which arrival it became so."""
-    spans = rank.scenario.model.freeze
-    frozen = {freeze.param for freeze in spans if freeze.start <= step < freeze.stop}
+    frozen = frozen_at(rank.scenario.model, step=step)
     when = {name: index for index, event in enumerate(arrivals) for name in event.names}
     due = -1
     for each in rank.sums:

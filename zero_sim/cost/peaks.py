@@ -35,6 +35,7 @@ from zero_sim.cost.hook_trace import readers_of, tell_arrival
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
@@ -204,8 +205,7 @@ class PeakWatch:
         system, run = self.scenario.system, self.scenario.run
         if system.sync == "last" and self._micro != run.micro_batches - 1:
             return self._filled
-        spans = self.scenario.model.freeze
-        frozen = {each.param for each in spans if each.start <= self.step < each.stop}
+        frozen = frozen_at(self.scenario.model, step=self.step)
         issued: list[int] = []
         for index in range(len(self.forms))[::-1]:
             missing = {*self.forms[index].names_with_elems} - frozen - self._arrived

@@ -21,6 +21,7 @@ from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
+from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
     ExpectSpec,
@@ -157,7 +158,7 @@ def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
 
 def _fitted(system: SystemSpec, optimizer: OptimizerSpec, *, swarm: Swarm) -> SystemSpec:
     """The system with what its optimizer allows and makes possible."""
-    if optimizer.name in ("muon", "lamb"):
+    if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
         system = replace(system, offload_state=False)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")

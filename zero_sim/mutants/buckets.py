@@ -8,7 +8,7 @@ import torch.distributed as dist
 from zero_sim.layout import planner
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import collectives
+from zero_sim.zero import collectives, division
 from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
@@ -198,7 +198,7 @@ def divided_before_and_after(patch: Patches) -> None:
 def reciprocal_not_rounded(patch: Patches) -> None:
     """The factor of a pre-multiplied sum is not rounded to the dtype of the gradients."""
 
-    @patch(units, "multiply_by_reciprocal_")
+    @patch(division, "multiply_by_reciprocal_")
     def wrong(right, values, *, divisor):
         values.copy_(values.to(torch.float32) * divisor.reciprocal())
 

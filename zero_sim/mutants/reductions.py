@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.division import divide_
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.storage import TransientStorage
@@ -212,7 +212,7 @@ def sums_divided_again(patch: Patches) -> None:
     def wrong(right, self, divide, *, divisor):
         right(self, divide, divisor=divisor)
         if self.frees_grads and self._has_sum and divide in ("pre", "premul"):
-            units.divide_(self.grad_total, divisor=divisor)
+            divide_(self.grad_total, divisor=divisor)
 
 
 @mutant("R16", "EMPTY", "FZ DR Z2", seen_in="PyTorch#158719", kill="contract")

@@ -107,18 +107,28 @@ def write_page(path: Path, bundles: Sequence[Bundle], *, bundles_folder: Path | 
         raise unwritten("a page", path, error) from None
 
 
+def page_head(title: str, *, policy: str, style: str) -> Markup:
+    """The head of a page that stands alone.
+
+    Args:
+        title: What it is about.
+        policy: What it may load and run, as a Content-Security-Policy.
+        style: CSS, ours alone: it does not survive escaping, and is not escaped.
+    """
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", f"zero_sim: {title}"),
+        element("style", Markup(style)),
+    )
+
+
 def render_page(bundles: Sequence[Bundle], *, bundles_folder: Path | None = None) -> str:
     """The page as text; see `write_page`."""
     count = f"{len(bundles)} failed case{'' if len(bundles) == 1 else 's'}"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"zero_sim: {count}"),
-        # Ours alone, and no CSS survives escaping.
-        element("style", Markup(STYLE)),
-    )
+    head = page_head(count, policy=_POLICY, style=STYLE)
     body = element(
         "body",
         element("h1", f"zero_sim: {count}"),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero_sim.host.files import unwritten, write_whole
-from zero_sim.report.html import STYLE
+from zero_sim.report.html import STYLE, page_head
 from zero_sim.report.markup import Markup, element, joined
 from zero_sim.report.walks import Bars, Cell, Step, Table, Walk
 
@@ -84,15 +84,7 @@ def render_walk_page(walk: Walk) -> str:
     """The page as text."""
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"zero_sim: {walk.title}"),
-        # Ours alone, and no CSS survives escaping.
-        element("style", Markup(STYLE + _WALK_STYLE)),
-    )
+    head = page_head(walk.title, policy=policy, style=STYLE + _WALK_STYLE)
     keys = element("span", "arrow keys, Home, End", class_="dim")
     body = element(
         "body",

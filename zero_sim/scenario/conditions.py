@@ -465,7 +465,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("system.offload_state", "optimizer.name"),
-        broken=lambda s: s.system.offload_state and s.optimizer.name in ("muon", "lamb"),
+        broken=lambda s: s.system.offload_state and s.optimizer.name in WHOLE_PARAM_OPTIMIZERS,
         message="optimizers 'muon' and 'lamb' bring whole params together with the model's own "
         "collectives, which a state on the CPU does not meet, got {got}.",
         suggestion="Leave it out, or write an elementwise optimizer.",

@@ -7,9 +7,19 @@ from dataclasses import replace
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
-from zero_sim.scenario.spec import ParamGroupSpec, Scenario
+from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, Scenario
 
 _NAMES_SHOWN = 12
+
+
+def frozen_at(model: ModelSpec, *, step: int) -> frozenset[str]:
+    """The params that a step does not train.
+
+    Args:
+        model: What says for how long each is frozen.
+        step: Optimizer step, from 0.
+    """
+    return frozenset(each.param for each in model.freeze if each.start <= step < each.stop)
 
 
 def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
+from zero_sim.zero.config import Divide
 
 
 def build_divisor(count: int, *, device: torch.device) -> Tensor:
@@ -44,6 +45,20 @@ def set_divisor(divisor: Tensor, count: int) -> None:
             f"Try finish_grad_sync(count=...) with a rounded count, the same on every rank."
         )
     divisor.fill_(count)
+
+
+def scale_before_sum_(values: Tensor, divide: Divide, *, divisor: Tensor) -> None:
+    """Do in place to a rank's own gradients what `divide` does before the sum.
+
+    Args:
+        values: Any shape, fp32, bf16 or fp16.
+        divide: Where gradients are divided; after the sum nothing is left to do here.
+        divisor: 0D fp32, from `build_divisor`.
+    """
+    if divide == "pre":
+        divide_(values, divisor=divisor)
+    elif divide == "premul":
+        multiply_by_reciprocal_(values, divisor=divisor)
 
 
 def divide_(values: Tensor, *, divisor: Tensor) -> None:

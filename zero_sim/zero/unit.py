@@ -39,7 +39,7 @@ from zero_sim.zero.collectives import (
     reduce_to_owner_sum,
 )
 from zero_sim.zero.config import Divide
-from zero_sim.zero.division import divide_, multiply_by_reciprocal_
+from zero_sim.zero.division import scale_before_sum_
 from zero_sim.zero.storage import Storage
 
 
@@ -239,10 +239,7 @@ class Unit:
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
         """Do to this rank's own gradients what `divide` does before the sum."""
-        if divide == "pre":
-            divide_(self.grads, divisor=divisor)
-        elif divide == "premul":
-            multiply_by_reciprocal_(self.grads, divisor=divisor)
+        scale_before_sum_(self.grads, divide, divisor=divisor)
 
     def reduce(self) -> None:
         """Sum over all ranks that train, in place."""
