@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
+from zero_sim.host.dynamo import defer_dynamo
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.sim import Fault, World
 
@@ -14,6 +15,7 @@ class WorldPool:
     """Open worlds by size; the least recently used one is closed when there are too many."""
 
     def __init__(self, *, worlds_open_max: int = WORLDS_OPEN_MAX) -> None:
+        defer_dynamo()
         self._worlds_open_max = worlds_open_max
         self._worlds: dict[int, World] = {}
 

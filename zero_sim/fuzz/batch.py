@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import time
 from collections import Counter
@@ -252,8 +251,6 @@ def warm_up(target: str, device: str) -> None:
     """
     check_device(device)
     import_target(target)
-    # Torch's optimizers import it when the first one is made.
-    importlib.import_module("torch._dynamo")
     settle_memory()
 
 
