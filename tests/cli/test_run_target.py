@@ -160,3 +160,31 @@ def test_real_processes_judge_a_users_own_and_one_that_ends_costs_its_case(tmp_p
     assert "world.rank-died: rank 1: its process ended with exit status 7" in result.output
     assert "2 cases: 1 passed, 1 failed" in result.output
     assert "--target a_target_on_gloo:Mine --backend gloo" in result.output
+
+
+LIBRARY_CASE = SCENARIO + '[system]\ntarget = "deepspeed-zero-1"\n'
+
+
+@pytest.fixture
+def without_libraries(monkeypatch):
+    monkeypatch.setattr("zero_sim.targets.rank_local._is_installed", lambda package: False)
+
+
+@pytest.mark.usefixtures("without_libraries")
+def test_a_case_whose_library_is_not_installed_is_left_out_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.toml").write_text(LIBRARY_CASE)
+    Path("ours.toml").write_text(SCENARIO)
+    ran = CliRunner().invoke(main, ["run", ".", "--no-bundles"])
+    assert ran.exit_code == 0, ran.output
+    assert "1 passed" in ran.stdout
+    assert 'Try `pip install "zero-sim[deepspeed]"`' in ran.stdout
+
+
+@pytest.mark.usefixtures("without_libraries")
+def test_a_library_that_was_asked_for_and_is_not_installed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ours.toml").write_text(SCENARIO)
+    ran = CliRunner().invoke(main, ["run", ".", "--no-bundles", "--target", "deepspeed-zero-1"])
+    assert ran.exit_code == 4
+    assert "needs the package 'deepspeed', which is not installed" in ran.output

@@ -45,7 +45,7 @@ from zero_sim.findings.records import BufferMap, Evidence, Finding, Verdict
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
-from zero_sim.targets import target_names
+from zero_sim.targets import library_target_names, target_names
 from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, printable, read_regular
 
 HEAD_BYTES_MAX = 1 << 26
@@ -304,9 +304,10 @@ def _scenario(path: Path, raw: object) -> Scenario:
         lines = "\n".join(f"  {problem}" for problem in problems)
         where = printable(f"{path}: expected a valid scenario in {BUNDLE_FILE}, got:")
         raise BundleError(f"{where}\n{lines}")
-    if scenario.system.target not in target_names():
+    names = (*target_names(), *library_target_names())
+    if scenario.system.target not in names:
         raise InvalidField(
-            f"scenario.system.target: expected a registered target ({', '.join(target_names())}), "
+            f"scenario.system.target: expected a registered target ({', '.join(names)}), "
             f"got {scenario.system.target!r}"
         )
     return scenario

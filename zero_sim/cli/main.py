@@ -27,6 +27,7 @@ from zero_sim.cli.costs import advise, memory, traffic
 from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
+from zero_sim.cli.kept import tell_kept_names
 from zero_sim.cli.mutants import mutants
 from zero_sim.cli.options import check_options, chosen_options, chosen_world
 from zero_sim.cli.parts import (
@@ -436,6 +437,20 @@ def schema(what: str) -> None:
     metavar="NAME",
     help="A step that --gpu takes, in place of all; several times for several.",
 )
+@click.option(
+    "--target",
+    metavar="NAME|MODULE:NAME",
+    help="Say instead what the library of this target keeps once a process, and print what it is "
+    "to declare so that ranks in one process do not share it.",
+)
+@click.option(
+    "--package",
+    "packages",
+    multiple=True,
+    metavar="NAME",
+    help="A top-level package that --target looks at; several times for several.  [default: the "
+    "library, or the target's own]",
+)
 @click.pass_context
 def doctor(
     ctx: click.Context,
@@ -444,12 +459,20 @@ def doctor(
     gpu_report: Path,
     seconds: float,
     only: tuple[str, ...],
+    target: str | None,
+    packages: tuple[str, ...],
 ) -> None:
     """Say what this machine can run, and why it cannot run the rest.
 
-    Exit status: 0 all that is needed is there; with --gpu, all steps pass; 1 a step of --gpu
-    fails; 4 something is missing.
+    Exit status: 0 all that is needed is there; with --gpu, all steps pass; with --target, its cases
+    do; 1 one of these fails; 4 something is missing.
     """
+    if target is not None:
+        if as_json or gpu:
+            raise UsageError("expected --target without --json and --gpu. Try it by itself.")
+        ctx.exit(tell_kept_names(target, packages=packages))
+    if packages:
+        raise UsageError("expected --package with --target, whose packages they are.")
     if gpu:
         if as_json:
             raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")

@@ -90,6 +90,7 @@ class Session:
         reasons = [
             self._why_order_needed(each)
             or why_left_out(each)
+            or self._why_package_missing(each)
             or self._why_order_refused(each, case.scenario)
             for each, case in zip(asked, cases, strict=True)
         ]
@@ -287,6 +288,18 @@ class Session:
         return (
             f"its order must be known: it has {why}" if why and "order_known" in self.world else ""
         )
+
+    def _why_package_missing(self, scenario: Scenario) -> str:
+        """Why a case's own target cannot run here; one that was asked for is an error instead."""
+        from zero_sim.scenario.spec import SystemSpec
+
+        if self.target is not None or scenario.system.target == SystemSpec().target:
+            return ""
+        with packages_needed():
+            from zero_sim.targets import find_target, library_target_names, why_missing
+        if scenario.system.target not in library_target_names():
+            return ""
+        return why_missing(find_target(scenario.system.target))
 
     def _why_order_refused(self, scenario: Scenario, as_written: Scenario) -> str:
         """Why its target refuses a case for the order that was asked for.

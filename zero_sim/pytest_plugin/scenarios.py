@@ -42,7 +42,14 @@ class ScenarioCase(pytest.Item):
 
     def runtest(self) -> None:
         """Run and judge it."""
+        # With the session, so that one without scenarios does not import torch.
+        from zero_sim.targets import find_target, library_target_names, why_missing
+
         resources = self.config.stash[RESOURCES]
+        if self.scenario.system.target in library_target_names():
+            why = why_missing(find_target(self.scenario.system.target))
+            if why:
+                pytest.skip(why)
         result = resources.judge(self.scenario)
         self.user_properties += [
             ("zero_sim.verdict", result.verdict),

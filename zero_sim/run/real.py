@@ -27,6 +27,7 @@ from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, import_target
+from zero_sim.targets.rank_local import prepare
 
 
 def processes_of(scenario: Scenario) -> int:
@@ -60,7 +61,9 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
     def find() -> Target:
-        return import_target(payload["target"] or scenario.system.target)
+        target = import_target(payload["target"] or scenario.system.target)
+        prepare(target)
+        return target
 
     try:
         # Where another rank gave up, it says why.

@@ -15,7 +15,7 @@ from zero_sim.run.real import processes_of
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import find_target, numerics_of, target_names
+from zero_sim.targets import find_target, library_target_names, numerics_of, target_names
 from zero_sim.workloads import EXACT_MODELS
 
 RealBackend = Literal["gloo", "nccl"]
@@ -58,7 +58,7 @@ class Setup:
 
     def _rounds_before_the_sum(self, scenario: Scenario) -> bool:
         """Whether what ranks bring is rounded, which no model's budget of bits has room for."""
-        if scenario.system.target not in target_names():
+        if scenario.system.target not in (*target_names(), *library_target_names()):
             return False
         numerics = numerics_of(find_target(scenario.system.target))
         system = numerics.replayed(scenario, added_in=OWN_ORDERS[self.backend]).system

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.host.device import use_in_thread
 from zero_sim.run.dp_cp_groups import check_crossing
 from zero_sim.run.program import GroupContext, Segment, build_program, folder_for, segments_of
+from zero_sim.run.rank_local import RankLocalState, rank_local_state
 from zero_sim.run.reports import CaseRun
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.checks import Check
@@ -44,19 +46,26 @@ class Simulated:
     turns: Sequence[Sequence[int]] = ()
     """Of an earlier run, to be repeated, one sequence a world."""
     device: str = "cpu"
+    own: RankLocalState | None = None
+    """What is done for ranks, in place of what the target declares."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
         ranks = _AllRanks(self.worlds, turns=self.turns)
+        kept = ExitStack()
 
         def find() -> Target:
-            return self.target or find_target(scenario.system.target)
+            target = self.target or find_target(scenario.system.target)
+            ranks.own = self.own or rank_local_state(target, ranks_max=threads_max)
+            if ranks.own is not None:
+                kept.enter_context(ranks.own.installed())
+            return target
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with folder_for(scenario) as folder:
+            with kept, folder_for(scenario) as folder:
                 segments = tuple(segments_of(scenario, folder=Path(folder)))
                 threads_max = max(segment.scenario.world.size for segment in segments)
                 trial.run(segments, ranks, find=find, rank_threads=threads_max)
@@ -74,6 +83,8 @@ class _AllRanks:
     turns: Sequence[Sequence[int]]
     logs: list[EventLog] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    own: RankLocalState | None = None
+    """What is done for ranks of a target that declares rank-local state."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
@@ -96,9 +107,12 @@ class _AllRanks:
 
         def on_device(rank: int) -> None:
             use_in_thread(trial.device)
-            program(rank)
+            with nullcontext() if self.own is None else self.own.in_rank():
+                program(rank)
 
         try:
+            if self.own is not None:
+                world.keep_apart(self.own.own)
             world.run(on_device)
         except RankFailed:
             raise
@@ -106,6 +120,7 @@ class _AllRanks:
             trial.found.append(_world_finding(failed, world.log.faults))
             return
         finally:
+            world.keep_apart(None)
             self.logs.append(world.log)
             if replay is not None and replay.diverged_at is not None:
                 self.notes.append(

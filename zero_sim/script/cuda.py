@@ -247,6 +247,9 @@ class _Moved(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.record_stream:
             return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Its name, by which some libraries tell dtypes of tensors on a GPU.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"], numbers=True)
         if func in _TAKES_NUMBER and len(args) > 1:

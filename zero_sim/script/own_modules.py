@@ -33,21 +33,21 @@ class OwnModules:
 
     Args:
         folder: The script's; what is imported from below it is a rank's own, except what is
-            installed there.
+            installed there. None for no such folder.
         packages: Top-level packages that are a rank's own besides, wherever they lie.
 
     Raises:
         UsageError: A package is not one that can be imported several times.
     """
 
-    def __init__(self, *, folder: str, packages: Collection[str] = ()) -> None:
+    def __init__(self, *, folder: str | None, packages: Collection[str] = ()) -> None:
         for name in packages:
             if name in SHARED or name in sys.builtin_module_names or not name.isidentifier():
                 raise UsageError(
                     f"expected own modules to be top-level packages of Python code, got {name!r}. "
                     f"{', '.join(sorted(SHARED))} are always shared."
                 )
-        self._folder = os.path.join(os.path.realpath(folder), "")
+        self._folder = None if folder is None else os.path.join(os.path.realpath(folder), "")
         self._packages = frozenset(packages)
         self._names: dict[str, None] = {}
         """Names of all own modules known, in the order in which they were found."""
@@ -61,7 +61,7 @@ class OwnModules:
         self._saved.clear()
         self._saved_locks.clear()
         self._known.clear()
-        self._names = {_MAIN: None}
+        self._names = {} if self._folder is None else {_MAIN: None}
         self._count = -1
         self.take_out(caller)
 
@@ -107,6 +107,8 @@ class OwnModules:
         if package in self._packages:
             return True
         if package in SHARED:
+            return False
+        if self._folder is None:
             return False
         file = _file_of(module)
         if not file.endswith((".py", ".pyc", os.sep)):

@@ -25,7 +25,14 @@ from zero_sim.targets.protocol import (
     StepResult,
     Target,
 )
-from zero_sim.targets.registry import find_target, import_target, name_of, target_names
+from zero_sim.targets.rank_local import Library, RankLocal, rank_local_of, why_missing
+from zero_sim.targets.registry import (
+    find_target,
+    import_target,
+    library_target_names,
+    name_of,
+    target_names,
+)
 from zero_sim.targets.torch.optim import (
     LearningRates,
     class_of,
@@ -46,10 +53,12 @@ __all__ = [
     "Engine",
     "FullEngine",
     "LearningRates",
+    "Library",
     "Numerics",
     "OwnedPart",
     "PeakEngine",
     "Place",
+    "RankLocal",
     "Settings",
     "StepResult",
     "Target",
@@ -61,11 +70,14 @@ __all__ = [
     "find_target",
     "group_index",
     "import_target",
+    "library_target_names",
     "name_of",
     "numerics_of",
     "own_settings",
     "param_groups",
+    "rank_local_of",
     "refusals",
     "settings_of",
     "target_names",
+    "why_missing",
 ]

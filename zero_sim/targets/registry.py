@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from zero_sim.errors import UsageError
+from zero_sim.targets.deepspeed.zero import DEEPSPEED
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.printed import PRINTED
@@ -26,10 +27,18 @@ _TARGETS: dict[str, Target] = {
     )
 }
 
+_LIBRARIES: dict[str, Target] = {target.name: target for target in (*DEEPSPEED,)}
+"""Targets of libraries that are installed with an extra; they are imported when they are used."""
+
 
 def target_names() -> tuple[str, ...]:
-    """Names of all registered targets."""
+    """Names of all registered targets that need no package besides torch."""
     return tuple(sorted(_TARGETS))
+
+
+def library_target_names() -> tuple[str, ...]:
+    """Names of all registered targets of libraries that may not be installed."""
+    return tuple(sorted(_LIBRARIES))
 
 
 def find_target(name: str) -> Target:
@@ -38,9 +47,12 @@ def find_target(name: str) -> Target:
     Raises:
         UsageError: There is none; lists those there are.
     """
+    if name in _LIBRARIES:
+        return _LIBRARIES[name]
     if name not in _TARGETS:
+        names = ", ".join((*target_names(), *library_target_names()))
         raise UsageError(
-            f"expected system.target to be one of {', '.join(target_names())}, got {name!r}. A "
+            f"expected system.target to be one of {names}, got {name!r}. A "
             "target of your own is named with --target module:name."
         )
     return _TARGETS[name]
@@ -53,7 +65,7 @@ def name_of(target: Target) -> str:
         target: A registered one; one that a module has under a name; or an object without any
             state, which its class makes as well.
     """
-    if _TARGETS.get(target.name) is target:
+    if (_TARGETS.get(target.name) or _LIBRARIES.get(target.name)) is target:
         return target.name
     made_by = type(target)
     module = sys.modules.get(made_by.__module__)

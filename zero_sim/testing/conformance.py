@@ -25,6 +25,7 @@ from zero_sim.targets import (
     Target,
     check_target,
     import_target,
+    library_target_names,
     name_of,
     refusals,
     target_names,
@@ -149,11 +150,12 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
 
 def _shown(scenario: Scenario, asked: _Asked, said: str) -> NotConformant:
     """A case with the command that repeats it."""
-    if asked.name not in target_names():
+    registered = (*target_names(), *library_target_names())
+    if asked.name not in registered:
         # A file can name a registered target only; another one the command names.
         system = replace(scenario.system, target=SystemSpec().target)
         scenario = replace(scenario, system=system)
-    named = [] if asked.name in target_names() else ["--target", asked.name or "MODULE:NAME"]
+    named = [] if asked.name in registered else ["--target", asked.name or "MODULE:NAME"]
     command = shlex.join(["zero-sim", "run", _FILE, *named])
     where = "" if asked.name else ", with the name under which a module has this target"
     return NotConformant(

@@ -101,7 +101,8 @@ def foreign_group(rank: int, owner: int, label: str, what: str) -> ContractViola
         "Each rank has an object of its own for a group. Ranks are threads of one process and "
         "share its modules: a group kept in a module global or a class attribute is that of the "
         "rank which stored it last. Keep it in what the rank's program holds, in a "
-        "threading.local(), or ask for it where it is used: dist.group.WORLD, mesh.get_group().",
+        "threading.local(), or ask for it where it is used: dist.group.WORLD, mesh.get_group(). "
+        "For a library's, let the target declare `rank_local`: `zero-sim doctor --target` says.",
         aspect="foreign-group",
         rank=rank,
         other_rank=owner,

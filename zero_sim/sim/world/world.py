@@ -201,6 +201,14 @@ class World:
         # After the seed, which some orders draw from.
         self.order = ORDERS[order or self.order.name](self.seed)
 
+    def keep_apart(self, rank_local: RankLocal | None) -> None:
+        """Change what else of the process each rank has for itself from the next run on.
+
+        Args:
+            rank_local: Moves it; None for nothing.
+        """
+        self._rank_local = rank_local
+
     def __enter__(self) -> Self:
         return self
 

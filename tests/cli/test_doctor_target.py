@@ -1,0 +1,54 @@
+"""`zero-sim doctor --target`: what a library keeps once a process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.run.keeper import LIBRARY, NAMES
+from zero_sim.cli.main import main
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("keeper_lib.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("keeper_lib", None)
+
+
+def doctor(*words):
+    return CliRunner().invoke(main, ["doctor", *words])
+
+
+@pytest.mark.usefixtures("library")
+def test_the_declaration_is_printed_ready_to_be_pasted():
+    ran = doctor("--target", "tests.run.keeper:Keeper", "--package", "keeper_lib")
+    assert ran.exit_code == 0, ran.output
+    assert "4 changed." in ran.stdout
+    assert "two-ranks-at-stage-0, with these alone: pass" in ran.stdout
+    pasted = {"RankLocal": dict}
+    exec(ran.stdout[ran.stdout.index("rank_local = ") :], pasted)
+    assert pasted["rank_local"] == {"names": NAMES}
+
+
+@pytest.mark.usefixtures("library")
+def test_a_library_that_keeps_nothing_needs_no_declaration():
+    Path("quiet_lib.py").write_text("LIMIT = 3\n")
+    ran = doctor("--target", "torch-ddp", "--package", "quiet_lib")
+    assert "no `rank_local` has to be declared" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--target", "torch-ddp", "--json"), "expected --target without --json"),
+        (("--package", "os"), "expected --package with --target"),
+    ],
+)
+def test_options_that_do_not_go_together(words, message):
+    ran = doctor(*words)
+    assert ran.exit_code == 2
+    assert message in ran.output

@@ -1,0 +1,128 @@
+"""State of a library that each simulated rank has for itself, where a target declares it."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.run.keeper import LIBRARY, NAMES, Keeper
+from zero_sim.run.kept_names import find_kept_names
+from zero_sim.run.runner import run_case
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.targets import Capabilities, Numerics, RankLocal
+from zero_sim.targets.torch.ddp import DDPEngine
+
+MODEL = ModelSpec(name="mlp", hidden=3)
+CASE = Scenario(
+    schema=1, name="case", model=MODEL, system=SystemSpec(stage=0), run=RunSpec(steps=2)
+)
+
+
+@pytest.fixture
+def judged_fp32(pool):
+    case = replace(CASE, world=WorldSpec(size=3))
+    return lambda target: run_case(case, pool=pool, target=target)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    (tmp_path / "keeper_lib.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("keeper_lib", None)
+
+
+@pytest.mark.usefixtures("library")
+def test_ranks_that_share_a_librarys_globals_are_found_and_led_to_the_declaration(judged_fp32):
+    result = judged_fp32(target=Keeper())
+    assert result.verdict == "fail"
+    said = " ".join(finding.message + finding.detail for finding in result.findings)
+    assert "group" in said
+    assert "rank_local" in said
+
+
+@pytest.mark.usefixtures("library")
+def test_names_that_are_declared_are_each_ranks_own(judged_fp32):
+    assert judged_fp32(target=Keeper(RankLocal(names=NAMES))).verdict == "pass"
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("left_out", NAMES)
+def test_each_kind_of_name_is_needed(judged_fp32, left_out):
+    names = tuple(name for name in NAMES if name != left_out)
+    assert judged_fp32(target=Keeper(RankLocal(names=names))).verdict == "fail"
+
+
+@pytest.mark.usefixtures("library")
+def test_every_program_begins_with_what_was_there_before(judged_fp32):
+    target = Keeper(RankLocal(names=NAMES))
+    assert [judged_fp32(target=target).verdict for _ in range(2)] == ["pass", "pass"]
+    library = sys.modules["keeper_lib"]
+    assert (library.GROUP, library.SEEN, library.Engine.built) == (None, [], 0)
+    assert library.Engine.register.__defaults__ == ([0],)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_package_can_be_imported_by_each_rank_for_itself(judged_fp32):
+    target = Keeper(RankLocal(packages=("keeper_lib",)))
+    assert [judged_fp32(target=target).verdict for _ in range(2)] == ["pass", "pass"]
+    assert "keeper_lib" not in sys.modules
+
+
+@pytest.mark.usefixtures("library")
+def test_what_a_library_keeps_is_found_by_running_two_ranks():
+    found = find_kept_names(
+        Keeper(), [replace(CASE, world=WorldSpec(size=2))], packages=["keeper_lib"]
+    )
+    assert found.names == NAMES
+    assert [result.verdict for result in found.results] == ["pass"]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_lib:GROUP", "no module 'no_such_lib'"),
+        ("keeper_lib:Motor.built", "no 'Motor' in it"),
+        ("keeper_lib:Engine.register(number)", "no default of 'number' in it"),
+    ],
+)
+def test_a_name_that_is_not_there_is_said_before_any_rank_begins(judged_fp32, name, message):
+    result = judged_fp32(target=Keeper(RankLocal(names=(name,))))
+    assert result.verdict == "error"
+    assert message in result.error
+
+
+class CudaEngine(DDPEngine):
+    """Counts on a GPU that it asks torch for."""
+
+    def backward(self, loss, *, last_micro, rows):
+        on_gpu = loss.cuda().to(f"cuda:{torch.cuda.current_device()}")
+        assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
+        super().backward(on_gpu, last_micro=last_micro, rows=rows)
+
+
+class CudaTarget:
+    """A system that calls torch.cuda wherever it runs."""
+
+    name = "on-cuda"
+    capabilities = Capabilities(stages=(0,))
+    numerics = Numerics(divide="premul")
+
+    def __init__(self, *, cuda_is_cpu):
+        self.rank_local = RankLocal(cuda_is_cpu=cuda_is_cpu)
+
+    def build(self, module, *, scenario, group):
+        return CudaEngine(module, scenario=scenario, group=group)
+
+
+def test_a_system_that_calls_cuda_computes_on_the_cpu_where_that_is_declared(judged_fp32):
+    assert judged_fp32(target=CudaTarget(cuda_is_cpu=True)).verdict == "pass"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_that_declaration_there_is_no_gpu(judged_fp32):
+    judged_fp32(target=CudaTarget(cuda_is_cpu=True))
+    assert not torch.cuda.is_available()
+    assert judged_fp32(target=CudaTarget(cuda_is_cpu=False)).verdict == "fail"

@@ -1,0 +1,90 @@
+"""The part of `zero-sim doctor` that asks what a library keeps once a process, for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from zero_sim.errors import UsageError
+from zero_sim.host.packages import packages_needed
+
+if TYPE_CHECKING:
+    from zero_sim.run.kept_names import KeptNames
+    from zero_sim.scenario.spec import Scenario
+    from zero_sim.targets import Target
+
+
+def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
+    """Find what the library of a target keeps and print the declaration; the exit status.
+
+    Args:
+        name: Of the target.
+        packages: Top-level packages to look at; none for the one that the target judges, or the one
+            that its own module is in.
+    """
+    with packages_needed():
+        from zero_sim.run.kept_names import find_kept_names
+        from zero_sim.targets import import_target
+    target = import_target(name)
+    chosen = tuple(packages) or _own_packages(target)
+    cases = list(_cases(target))
+    if not cases:
+        raise UsageError(
+            f"expected a target that can be asked for two ranks, got {name!r}, whose capabilities "
+            "rule that out."
+        )
+    found = find_kept_names(target, cases, packages=chosen)
+    for line in _lines(found):
+        click.echo(line)
+    return 0 if all(result.verdict == "pass" for result in found.results) else 1
+
+
+def _own_packages(target: Target) -> tuple[str, ...]:
+    library = getattr(target, "library", None)
+    if library is not None:
+        return (library.package.partition(".")[0],)
+    return (type(target).__module__.partition(".")[0],)
+
+
+def _cases(target: Target) -> Iterator[Scenario]:
+    """A case of two ranks for every stage that a target can be asked for."""
+    from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+    from zero_sim.targets import capabilities_of, refusals
+
+    able = capabilities_of(target)
+    micro_batches = 2 if "run.micro_batches" in able.follows else 1
+    for stage in able.stages:
+        case = Scenario(
+            schema=1,
+            name=f"two-ranks-at-stage-{stage}",
+            model=ModelSpec(name=able.models[0], dtype=able.dtypes[0], hidden=3),
+            world=WorldSpec(size=2, order=able.orders[0]),
+            system=SystemSpec(stage=stage),
+            run=RunSpec(steps=2, micro_batches=micro_batches),
+        )
+        if not refusals(target, case):
+            yield case
+
+
+def _lines(found: KeptNames) -> Iterator[str]:
+    cases = len(found.results)
+    yield (
+        f"{found.looked_at:,} names of {', '.join(found.packages)} were swapped between two ranks "
+        f"in {cases} case{'s' if cases > 1 else ''}; {len(found.names)} changed."
+    )
+    for result in found.results:
+        yield f"  {result.id}, with these alone: {result.verdict}"
+        yield from (f"    {finding.check}: {finding.message}" for finding in result.findings)
+    if not found.names:
+        yield "Nothing is kept in them: no `rank_local` has to be declared."
+        return
+    wrong = any(result.verdict != "pass" for result in found.results)
+    yield "Declare in the target" + (", and look what is wrong besides:" if wrong else ":")
+    yield ""
+    yield "rank_local = RankLocal("
+    yield "    names=("
+    yield from (f'        "{name}",' for name in found.names)
+    yield "    )"
+    yield ")"

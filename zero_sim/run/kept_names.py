@@ -1,0 +1,208 @@
+"""Names in which a library keeps what is a rank's own, found by running two ranks and comparing.
+
+Every global, class attribute and mutable default argument of the packages moves with the baton, so
+that a library which counts on one rank a process runs at all; those that a rank changed are what
+it keeps. Which modules there are is learned from a run in which each rank imports them for itself,
+since what a rank imports in the middle of a program is no longer as it was when it was imported. An
+object that is changed in place is not seen, unless it is a container of Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zero_sim.backends import WorldPool
+from zero_sim.findings.records import CaseResult
+from zero_sim.run.rank_local import Own, OwnState, RankLocalState
+from zero_sim.run.runner import judge_case
+from zero_sim.run.simulated import Simulated
+from zero_sim.scenario.spec import Scenario
+from zero_sim.script.own_names import OwnNames, copied, default_positions
+from zero_sim.targets import Target
+from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
+
+_ROUNDS_MAX = 4
+"""Runs of one case, at most: each imports what the one before did not come to."""
+_NO_DATA = (
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    type,
+    staticmethod,
+    classmethod,
+    property,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptNames:
+    """What two ranks of a library were seen to keep."""
+
+    names: tuple[str, ...]
+    """As `RankLocal.names` takes them."""
+    packages: tuple[str, ...]
+    """Top-level packages that were looked at."""
+    looked_at: int
+    """Names that were swapped and compared."""
+    results: Sequence[CaseResult]
+    """Of each case, run once more with nothing swapped but the names that changed."""
+
+
+def find_kept_names(
+    target: Target, scenarios: Sequence[Scenario], *, packages: Collection[str]
+) -> KeptNames:
+    """Run cases with everything swapped, until nothing new is imported, and say what changed.
+
+    Args:
+        target: The system under test.
+        scenarios: What it can be asked for, on two ranks.
+        packages: Top-level packages to look at.
+    """
+    prepare(target)
+    declared = rank_local_of(target) or RankLocal()
+    changed: dict[str, None] = {}
+    names: list[str] = []
+    results: list[CaseResult] = []
+    with WorldPool() as worlds:
+        for scenario in scenarios:
+            ranks = scenario.world.size
+            copies = replace(declared, names=(), packages=tuple(packages))
+            imported = _ImportedModules(copies)
+            _judge(scenario, target, worlds, RankLocalState(copies, ranks_max=ranks), imported)
+            for name in imported.names:
+                importlib.import_module(name)
+            for _ in range(_ROUNDS_MAX):
+                names = list(_data_names(packages))
+                own = _ComparedNames(names)
+                state = RankLocalState(replace(declared, names=()), ranks_max=ranks)
+                _judge(scenario, target, worlds, state, own)
+                changed.update(dict.fromkeys(own.changed))
+                if len(list(_data_names(packages))) == len(names):
+                    break
+        kept = tuple(sorted(changed))
+        for scenario in scenarios:
+            state = RankLocalState(replace(declared, names=kept), ranks_max=scenario.world.size)
+            backend = Simulated(worlds=worlds, target=target, own=state)
+            results.append(judge_case(scenario, backend))
+    return KeptNames(
+        names=kept,
+        packages=tuple(packages),
+        looked_at=len(names),
+        results=results,
+    )
+
+
+def _judge(
+    scenario: Scenario, target: Target, worlds: WorldPool, state: RankLocalState, own: Own
+) -> None:
+    state.own = own
+    judge_case(scenario, Simulated(worlds=worlds, target=target, own=state))
+
+
+class _ImportedModules(OwnState):
+    """Lets each rank import packages for itself, and notes which modules of them it did."""
+
+    def __init__(self, copies: RankLocal) -> None:
+        super().__init__(copies)
+        self._packages = frozenset(copies.packages)
+        self.names: dict[str, None] = {}
+
+    def take_out(self, owner: int) -> None:
+        for name in sys.modules:
+            if name.partition(".")[0] in self._packages:
+                self.names[name] = None
+        super().take_out(owner)
+
+
+class _ComparedNames:
+    """Moves all names, and notes which a rank left otherwise than it found them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._own = OwnNames(names)
+        self._given: dict[int, list[Any]] = {}
+        self.changed: dict[str, None] = {}
+
+    def begin(self, caller: int) -> None:
+        self._own.begin(caller)
+        self._caller = caller
+        self._given.clear()
+
+    def take_out(self, owner: int) -> None:
+        self._own.take_out(owner)
+        if owner == self._caller:
+            return
+        saved = self._own.saved(owner)
+        for name, given, value in zip(self._names, self._own.caller, saved, strict=True):
+            if not _same(given, value):
+                self.changed[name] = None
+
+    def put_in_place(self, owner: int, *, previous: int) -> None:
+        self._own.put_in_place(owner)
+
+    def forget(self) -> None:
+        self._own.forget()
+
+
+def _same(given: Any, value: Any) -> bool:
+    """Whether a value is still what a rank was given a copy of."""
+    if given is value:
+        return True
+    if type(given) is not type(value) or copied(given) is given:
+        # Numbers and text are what they say; of all else another object is another value.
+        return type(given) is type(value) and type(value) in _PLAIN and given == value
+    if len(given) != len(value):
+        return False
+    if isinstance(value, dict):
+        return all(key in value and _same(each, value[key]) for key, each in given.items())
+    if isinstance(value, set):
+        return given == value
+    return all(_same(one, other) for one, other in zip(given, value, strict=True))
+
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+def _data_names(packages: Collection[str]) -> Iterator[str]:
+    """Every name of modules of some packages that can hold data."""
+    wanted = frozenset(packages)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] not in wanted or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            if key.startswith("__"):
+                continue
+            if isinstance(value, type) and value.__module__ == module_name:
+                yield from _names_of_class(module_name, key, value)
+            elif inspect.isfunction(value) and value.__module__ == module_name:
+                yield from _defaults(module_name, key, value)
+            elif not isinstance(value, _NO_DATA):
+                yield f"{module_name}:{key}"
+
+
+def _names_of_class(module_name: str, path: str, made: type) -> Iterator[str]:
+    for key, value in list(vars(made).items()):
+        function = getattr(value, "__func__", value)
+        if inspect.isfunction(function):
+            yield from _defaults(module_name, f"{path}.{key}", function)
+        elif _is_kept(made, key, value):
+            yield f"{module_name}:{path}.{key}"
+
+
+def _is_kept(made: type, key: str, value: object) -> bool:
+    is_data = not isinstance(value, _NO_DATA) and not hasattr(type(value), "__get__")
+    # Of an enumeration, and of what is written in C, nothing can be set.
+    return is_data and not key.startswith("__") and not hasattr(made, "__members__")
+
+
+def _defaults(module_name: str, path: str, function: types.FunctionType) -> Iterator[str]:
+    for argument, position in default_positions(function).items():
+        default = (function.__defaults__ or ())[position]
+        if copied(default) is not default and not isinstance(default, tuple):
+            yield f"{module_name}:{path}({argument})"

@@ -1,0 +1,156 @@
+"""Names of libraries that hold what is a rank's own: globals, class attributes, default arguments.
+
+Under the baton the values of the rank that gets it are put in place, and those of whoever had it
+are taken out. A rank begins with copies of what the caller of `World.run` has; only containers of
+Python are copied, all the way down, and what is in them is the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from zero_sim.errors import UsageError
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
+"""Stands for the value of a name that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where the value of a name stands."""
+
+    place: Any
+    """A module, a class, or a function for its default arguments."""
+    key: str | int
+    """The name there; the position of the default argument."""
+
+    def read(self) -> Any:
+        """The value; `ABSENT` for none."""
+        if isinstance(self.key, int):
+            return self.place.__defaults__[self.key]
+        # Not by getattr, which takes a method out of what makes it static.
+        return vars(self.place).get(self.key, ABSENT)
+
+    def write(self, value: Any) -> None:
+        """Put a value there, or nothing."""
+        if isinstance(self.key, int):
+            defaults = list(self.place.__defaults__)
+            defaults[self.key] = value
+            self.place.__defaults__ = tuple(defaults)
+        elif value is not ABSENT:
+            setattr(self.place, self.key, value)
+        elif self.key in vars(self.place):
+            delattr(self.place, self.key)
+
+
+class OwnNames:
+    """Moves the values of some names between one owner at a time and their saved place.
+
+    Args:
+        names: `module:name`, `module:Class.attribute` or `module:function(argument)`. A global or
+            an attribute may not be there yet.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._slots: list[Slot] = []
+        self.caller: list[Any] = []
+        """What the caller has, of which ranks begin with copies."""
+        self._saved: dict[int, list[Any]] = {}
+
+    def begin(self, caller: int) -> None:
+        """Forget all ranks, and take out what is in place as `caller`'s.
+
+        Raises:
+            UsageError: There is no such name.
+        """
+        if not self._slots:
+            self._slots = [find_slot(name) for name in self._names]
+        self._saved.clear()
+        self.take_out(caller)
+        self.caller = self._saved[caller]
+
+    def take_out(self, owner: int) -> None:
+        """Save what is in place as `owner`'s."""
+        self._saved[owner] = [slot.read() for slot in self._slots]
+
+    def put_in_place(self, owner: int) -> None:
+        """Make what `owner` has the process's."""
+        values = self._saved.get(owner)
+        if values is None:
+            values = [copied(value) for value in self.caller]
+        for slot, value in zip(self._slots, values, strict=True):
+            slot.write(value)
+
+    def saved(self, owner: int) -> list[Any]:
+        """What an owner had when it was taken out, by place of the name."""
+        return self._saved[owner]
+
+    def forget(self) -> None:
+        """Let go of everything that ranks had."""
+        self._saved.clear()
+
+
+def find_slot(name: str) -> Slot:
+    """Where a name stands; imports its module.
+
+    Raises:
+        UsageError: There is no such module, class, function or argument.
+    """
+    module_name, _, path = name.partition(":")
+    path, _, argument = path.removesuffix(")").partition("(")
+    try:
+        place: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise _no_such(name, f"no module {error.name!r}") from None
+    *owners, key = path.split(".")
+    for owner in owners:
+        place = vars(place).get(owner)
+        if place is None:
+            raise _no_such(name, f"no {owner!r} in it")
+    if not argument:
+        return Slot(place, key)
+    function = inspect.unwrap(getattr(place, key, None))  # pyrefly: ignore
+    function = getattr(function, "__func__", function)
+    positions = default_positions(function)
+    if argument not in positions:
+        raise _no_such(name, f"no default of {argument!r} in it")
+    return Slot(function, positions[argument])
+
+
+def default_positions(function: object) -> dict[str, int]:
+    """Positional arguments of a function that have a default, by their place among those."""
+    if not isinstance(function, FunctionType) or not function.__defaults__:
+        return {}
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount][-len(function.__defaults__) :]
+    return {name: position for position, name in enumerate(arguments)}
+
+
+def copied(value: Any) -> Any:
+    """Containers of Python anew, all the way down; anything else as it is."""
+    kind = type(value)
+    if kind in (list, set, collections.deque):
+        return kind(map(copied, value))
+    if kind is tuple:
+        return tuple(map(copied, value))
+    if kind in (dict, collections.OrderedDict):
+        return kind((key, copied(each)) for key, each in value.items())
+    if kind is collections.defaultdict:
+        pairs = ((key, copied(each)) for key, each in value.items())
+        return collections.defaultdict(value.default_factory, pairs)
+    return value
+
+
+def _no_such(name: str, why: str) -> UsageError:
+    return UsageError(
+        f"expected a name that a rank can have for itself, got {name!r}: {why}. Try "
+        "`zero-sim doctor --target`, which finds such names."
+    )

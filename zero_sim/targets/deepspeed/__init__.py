@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO engine as targets, a stage each; `pip install "zero-sim[deepspeed]"`."""
