@@ -24,7 +24,7 @@ class Engine:
     """All that an engine may have, right: all-reduce, divide, SGD on whole params."""
 
     def __init__(self, module, scenario, group):
-        self.module, self.group = module, group
+        self.module, self.group, self.bare = module, group, module
         self.named = dict(module.named_parameters())
         self.optimizer = torch.optim.SGD(self.named.values(), lr=scenario.optimizer.lr)
 
@@ -69,6 +69,10 @@ class Engine:
 
     def notes(self):
         return ["all is well"]
+
+    def unwrap(self):
+        self.zero_grad()
+        return self.bare
 
 
 class Target:
@@ -157,6 +161,7 @@ WRONG = {
     "step gives a number": ({"step": always(5)}, "`step`", "StepResult or None, got 5 (int)"),
     "step gives text": ({"step": always("ok")}, "`step`", "got 'ok' (str)"),
     "a norm that is a number": ({"said": always(StepResult(norm=1.0))}, "`step`", "0-D fp32"),
+    "unwrap gives nothing": ({"unwrap": always(None)}, "`unwrap`", "the torch.nn.Module"),
     "a norm in fp64": (
         {"said": always(StepResult(norm=torch.tensor(1.0, dtype=torch.float64)))},
         "`step`", "0-D fp32 tensor for norm, got Tensor of shape (), torch.float64",
@@ -234,7 +239,7 @@ def test_a_wrong_answer_is_an_error_that_names_the_method(pool, wrong):
 
 RAISING = [
     "zero_grad", "start_micro_batch", "backward", "step", "settle", "params", "parts",
-    "stray_gradients", "stray_padding", "notes",
+    "stray_gradients", "stray_padding", "notes", "unwrap",
 ]  # fmt: skip
 
 

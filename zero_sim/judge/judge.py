@@ -10,11 +10,11 @@ the others what they say before their first step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.grad_peaks import GradPeakWatch
@@ -30,6 +30,7 @@ from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge import invariants
 from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
+from zero_sim.judge.given_back import Hook, ModuleNote, check_given_back
 from zero_sim.judge.guarantee import Guarantee, count_guarantees
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
@@ -307,6 +308,36 @@ class Judge:
             self._report(step, self._compare_params(rank, step, engine))
         self._observed[rank] = step
         self._forget_shown(step)
+
+    def observe_given_back(
+        self,
+        rank: int,
+        step: int,
+        module: nn.Module,
+        *,
+        before: ModuleNote,
+        held: Mapping[str, Tensor],
+        not_its_own: frozenset[Hook],
+    ) -> None:
+        """Judge the module that a rank's engine gave back after its last step.
+
+        Args:
+            rank: The rank, within the group.
+            step: That step.
+            module: What it gave back.
+            before: The module that the engine was built with.
+            held: What its params were in the engine, by name.
+            not_its_own: Hooks on it that are the harness's.
+        """
+        found = check_given_back(
+            module,
+            before,
+            held=held,
+            not_its_own=not_its_own,
+            step=step,
+            rank=rank,
+        )
+        self._report(step, found)
 
     def step_unseen(self) -> None:
         """Let the references of all peers take a step of which nothing is shown here."""

@@ -12,6 +12,7 @@ from zero_sim.mutants import (
     costs,
     first_rank,
     gathers,
+    giving_back,
     hybrid,
     layout,
     lifetimes,
@@ -50,6 +51,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         first_rank,
         whole_params,
         sending,
+        giving_back,
     )
     for one in _in(module)
 )

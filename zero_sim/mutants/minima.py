@@ -358,6 +358,14 @@ _NUMBERS = {
     "J17": (1, 1, 2, 1, 2),
     "J19": (1, 1, 1, 1, 4),
     "J20": (1, 2, 2, 1, 3),
+    # What is given back: one element shows it; another one's values need two params.
+    "K01": (1, 1, 1, 1, 0),
+    "K02": (1, 1, 1, 1, 1),
+    "K03": (1, 1, 1, 1, 1),
+    "K04": (1, 1, 1, 1, 0),
+    "K05": (1, 2, 2, 1, 0),
+    "K06": (1, 1, 1, 1, 1),
+    "K07": (1, 1, 1, 1, 2),
 }
 """Ranks, params, elements, steps, features."""
 

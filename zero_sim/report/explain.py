@@ -338,6 +338,22 @@ _EXPLANATIONS = (
         seen_in=(),
     ),
     Explanation(
+        check=Check.INVARIANT_GIVEN_BACK,
+        meaning="A module that an engine gives back after the last step is as it was before, but "
+        "for the values of its params: no hook more or less, the same classes and attributes, "
+        "no gradients, each param the same object in memory of its own, with the values that it "
+        "had in the engine. Looked at only where an engine has `unwrap`.",
+        why="A hook that stays behind goes on moving gradients of whoever uses the module next; a "
+        "param that is a view of a flat buffer keeps all of it alive and is written with it.",
+        causes=(
+            "a hook whose handle was not kept, or kept and not removed",
+            "params that still are views of a flat buffer, or placeholders of sharded ones",
+            "masters on another device whose last step was not copied back",
+            "attributes such as main_grad that stay on params",
+        ),
+        seen_in=(),
+    ),
+    Explanation(
         check=Check.WORLD_CONTRACT,
         meaning="Every rank of a group issued the same collectives, in one order, with tensors "
         "that fit and that NCCL accepts.",

@@ -23,6 +23,7 @@ from zero_sim.cost.peaks import PeakWatch, watch_peaks
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
+from zero_sim.judge.given_back import Hook, ModuleNote, hooks_of, note_module
 from zero_sim.judge.harness import PauseClock, engine_time, harness_time
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
@@ -181,6 +182,10 @@ class _Built:
     """What it trains."""
     hook_trace: HookTrace | None
     """What it does between its calls, where it is held to costs and overlaps anything."""
+    note: ModuleNote
+    """The module as it was before."""
+    own_hooks: frozenset[Hook]
+    """Hooks of the harness."""
     peaks: PeakWatch | GradPeakWatch | None
     """What it holds within a step, where gradients come and go and it tells."""
 
@@ -203,6 +208,7 @@ def _build(
         sizes = sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         model = model_of(module, known=context.judge.param_names)
+        note = note_module(module)
     engine = complete(
         target.build(module, scenario=scenario, group=group),
         model=model,
@@ -211,6 +217,8 @@ def _build(
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
+    with harness_time(pause_clock):
+        hooks = hooks_of(module)
     hook_trace = None
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     if clock is not None and overlaps and engine.costed is not None:
@@ -231,11 +239,15 @@ def _build(
                 rank=group.rank(),
                 look=engine.costed.whole_bytes,
             )
+    with harness_time(pause_clock):
+        own_hooks = hooks_of(module) - hooks
     return _Built(
         engine=engine,
         names=frozenset(names.values()),
         sizes=sizes,
         hook_trace=hook_trace,
+        note=note,
+        own_hooks=own_hooks,
         peaks=peaks,
     )
 
@@ -304,6 +316,19 @@ def _train(
         if context.dp_cp_group.ranks[rank] == 0:
             outcome.accuracy = accuracy
             outcome.notes.extend(engine.notes())
+        if engine.can_unwrap:
+            _unwrap(built, judge, rank=rank, step=segment.stop - 1, pause_clock=pause_clock)
+
+
+def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: PauseClock) -> None:
+    """Have the module given back, last of all, and let the judge look at it."""
+    with harness_time(pause_clock):
+        held = {name: param.clone() for name, param in built.engine.params().items()}
+    module = built.engine.unwrap()
+    with harness_time(pause_clock):
+        judge.observe_given_back(
+            rank, step, module, before=built.note, held=held, not_its_own=built.own_hooks
+        )
 
 
 def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:

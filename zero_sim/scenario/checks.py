@@ -30,6 +30,7 @@ class Check(StrEnum):
     INVARIANT_MEMORY = "invariant.memory"
     INVARIANT_CROSSING = "invariant.crossing"
     INVARIANT_ONE_DEVICE = "invariant.one-device"
+    INVARIANT_GIVEN_BACK = "invariant.given-back"
     WORLD_CONTRACT = "world.contract"
     WORLD_DEADLOCK = "world.deadlock"
     WORLD_RACE = "world.race"

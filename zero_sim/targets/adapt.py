@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.scenario.spec import CheckpointForm
@@ -66,6 +66,7 @@ class CompletedEngine:
         )
         """What nothing is known of, in words for the notes."""
         self.can_reload = hasattr(engine, "save") and hasattr(engine, "load")
+        self.can_unwrap = hasattr(engine, "unwrap")
         self.costed = engine if isinstance(engine, CostedEngine) else None
         """The engine itself, if it declares that the closed forms of its stage hold."""
 
@@ -222,6 +223,15 @@ class CompletedEngine:
         """
         notes = getattr(self._engine, "notes", None)
         return () if notes is None else answers.check_notes(notes(), engine=self._engine)
+
+    def unwrap(self) -> nn.Module:
+        """The module as the engine gives it back; `can_unwrap` says whether it does.
+
+        Raises:
+            ProtocolError: It gives none.
+        """
+        unwrap = getattr(self._engine, "unwrap")  # noqa: B009  (an Engine need not have it)
+        return answers.check_module(unwrap(), engine=self._engine)
 
     def held_bytes(self) -> Mapping[str, int]:
         """As the engine tells; empty where it does not.

@@ -34,6 +34,7 @@ _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "stray_gradients": ("stray_gradients(*, padding_only)", (), {"padding_only": True}),
     "stray_padding": ("stray_padding()", (), {}),
     "notes": ("notes()", (), {}),
+    "unwrap": ("unwrap()", (), {}),
     "save": ("save(path, *, form)", (None,), {"form": "sharded"}),
     "load": ("load(path, *, weights_only)", (None,), {"weights_only": False}),
     "held_bytes": ("held_bytes()", (), {}),
@@ -312,6 +313,17 @@ def check_numbers(answer: object, *, engine: object, method: str) -> Mapping[str
     for name, value in answer.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise _wrong(engine, method, f"a number for {name!r}", value)
+    return answer
+
+
+def check_module(answer: object, *, engine: object) -> nn.Module:
+    """Return the module that an engine gives back.
+
+    Raises:
+        ProtocolError: It is no module.
+    """
+    if not isinstance(answer, nn.Module):
+        raise _wrong(engine, "unwrap", "the torch.nn.Module that was wrapped", answer)
     return answer
 
 

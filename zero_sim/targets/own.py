@@ -241,6 +241,10 @@ class ZeroSimEngine:
         """All memory that has a name, with it."""
         return memory_of(self._ddp, self._optimizer)
 
+    def unwrap(self) -> nn.Module:
+        """Give the module back."""
+        return self._ddp.unwrap()
+
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """Save a checkpoint; of a model in several parts, a folder with one for each."""
         checkpoint.save(path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form)

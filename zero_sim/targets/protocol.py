@@ -198,6 +198,14 @@ class FullEngine(Engine, Protocol):
         """What a reader should know of the whole run, such as a version or a setting."""
         ...
 
+    def unwrap(self) -> nn.Module:
+        """Give the module back as it was, but for the values of its params.
+
+        Asked last of all, on every rank: without hooks or gradients of the engine's, each param in
+        memory of its own.
+        """
+        ...
+
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """Save a checkpoint; every rank calls it."""
         ...

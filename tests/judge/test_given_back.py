@@ -1,0 +1,148 @@
+"""A module that an engine gave back after the last step: what of it is not as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zero_sim.judge.given_back import check_given_back, hooks_of, note_module
+from zero_sim.scenario.spec import SystemSpec
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def messages(spoil, *, not_its_own=frozenset()):
+    module = build()
+    before = note_module(module)
+    held = {name: param.detach().clone() for name, param in module.named_parameters()}
+    given = spoil(module)
+    found = check_given_back(
+        module if given is None else given,
+        before,
+        held=held,
+        not_its_own=not_its_own,
+        step=3,
+        rank=1,
+    )
+    said = list(found)
+    assert {(each.check, each.step, each.rank) for each in said} <= {("invariant.given-back", 3, 1)}
+    return [
+        (each.param, each.message.removeprefix("the module that was given back ")) for each in said
+    ]
+
+
+def forward_hook(module):
+    module[0].register_forward_pre_hook(print)
+
+
+def state_dict_hook(module):
+    module[1].register_state_dict_post_hook(lambda *args: None)
+
+
+def param_hook(module):
+    module[0].weight.register_hook(print)
+
+
+def gradient_hook(module):
+    module[0].bias.register_post_accumulate_grad_hook(print)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (forward_hook, "has a hook that it had not before: _forward_pre_hooks of module '0'"),
+        (state_dict_hook, "has a hook that it had not before: _state_dict_hooks of module '1'"),
+        (param_hook, "has a hook that it had not before: _backward_hooks of param '0.weight'"),
+        (
+            gradient_hook,
+            "has a hook that it had not before: _post_accumulate_grad_hooks of param '0.bias'",
+        ),
+    ],
+)
+def test_a_hook_that_stays_is_named(spoil, words):
+    assert messages(spoil) == [(None, words)]
+
+
+def test_hooks_of_others_are_no_business_of_the_engine():
+    module = build()
+    before = note_module(module)
+    forward_hook(module)
+    own = hooks_of(module) - before.hooks
+    assert [*check_given_back(module, before, held={}, not_its_own=own, step=0, rank=0)] == []
+
+
+def test_another_class_and_another_attribute_are_named():
+    def spoil(module):
+        module[2] = nn.Bilinear(3, 3, 3)
+        module[0].cache = ()
+
+    said = {words for _, words in messages(spoil)}
+    assert "has another class in place of Linear at '2': Bilinear" in said
+    assert "has a new attribute 'cache' of module '0'" in said
+
+
+def view(module):
+    module[1].weight.data = torch.cat([module[1].weight.data, torch.ones(1, 3)])[:3]
+
+
+def placeholder(module):
+    module[1].weight.data = torch.zeros(1).expand(3, 3)
+
+
+def gradient(module):
+    module[1].weight.grad = torch.zeros(3, 3)
+
+
+def other_values(module):
+    module[1].weight.data[2, 1] += 1
+
+
+def other_object(module):
+    module[1].weight = nn.Parameter(module[1].weight.data)
+
+
+def other_dtype(module):
+    module[1].weight.data = module[1].weight.data.double()
+
+
+def shared(module):
+    module[1].weight.data = module[2].weight.data
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (view, "has a param of 36 bytes in somebody else's memory, of 48 bytes"),
+        (placeholder, "has a param of 36 bytes in somebody else's memory, of 4 bytes"),
+        (gradient, "still has a gradient of a param"),
+        (other_values, "has other values of a param than it had in the engine"),
+        (other_object, "has another object in the place of a param"),
+        (other_dtype, "has a param of another form, (3, 3), torch.float64"),
+    ],
+)
+def test_a_param_that_is_not_as_it_was_is_named(spoil, words):
+    assert ("1.weight", words) in messages(spoil)
+
+
+def test_two_params_in_one_memory_are_named():
+    assert any("somebody else's memory" in words for _, words in messages(shared))
+
+
+def test_what_was_not_touched_is_right():
+    assert messages(lambda module: None) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_hook_of_our_own_that_stays_is_found_at_every_stage(judged, broken, stage):
+    broken("K01")
+    result = judged(system=SystemSpec(stage=stage))
+    assert {finding.check for finding in result.findings} == {"invariant.given-back"}
+
+
+def test_the_step_that_is_named_is_the_last(judged, broken):
+    broken("K04")
+    assert {finding.step for finding in judged().findings} == {1}

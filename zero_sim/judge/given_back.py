@@ -1,0 +1,129 @@
+"""A module that an engine gave back: whether it is as it was, but for the values of its params.
+
+Hooks that stay behind fire in whatever uses the module next, and params that are views of somebody
+else's memory keep all of that alive, and are written with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from zero_sim.findings.compare import same_bits
+from zero_sim.findings.phase import Phase
+from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
+
+Hook = tuple[str, str, int]
+"""Whose it is, of which kind, and its number, which no other hook of the process has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleNote:
+    """What a module was made of before an engine had it."""
+
+    classes: Mapping[str, type[nn.Module]]
+    attributes: Mapping[str, frozenset[str]]
+    """By module and by param the names of what it has in its `__dict__`."""
+    params: Mapping[str, nn.Parameter]
+    hooks: frozenset[Hook]
+
+
+def note_module(module: nn.Module) -> ModuleNote:
+    """Note what a module is made of."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    params = dict(module.named_parameters(remove_duplicate=False))
+    everything: dict[str, object] = {f"module {name!r}": each for name, each in modules.items()}
+    everything |= {f"param {name!r}": each for name, each in params.items()}
+    return ModuleNote(
+        classes={name: type(each) for name, each in modules.items()},
+        attributes={name: frozenset(vars(each)) for name, each in everything.items()},
+        params=params,
+        hooks=hooks_of(module),
+    )
+
+
+def hooks_of(module: nn.Module) -> frozenset[Hook]:
+    """All hooks on a module, on those below it and on their params."""
+    found: set[Hook] = set()
+    for name, each in module.named_modules(remove_duplicate=False):
+        for kind, hooks in vars(each).items():
+            if kind.endswith("_hooks") and isinstance(hooks, dict):
+                found.update((f"module {name!r}", kind, number) for number in hooks)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(param, kind, None) or {}
+            found.update((f"param {name!r}", kind, number) for number in hooks)
+    return frozenset(found)
+
+
+def check_given_back(
+    module: nn.Module,
+    before: ModuleNote,
+    *,
+    held: Mapping[str, Tensor],
+    not_its_own: frozenset[Hook],
+    step: int,
+    rank: int,
+) -> Iterator[Finding]:
+    """Check a module that an engine has let go of.
+
+    Args:
+        module: What it gave back.
+        before: The module that it was built with.
+        held: By name the params that it trained, with the values that they had in it.
+        not_its_own: Hooks that are somebody else's.
+        step: The last step, for the finding.
+        rank: The rank, for the finding.
+    """
+    now = note_module(module)
+
+    def wrong(message: str, param: str | None = None) -> Finding:
+        return Finding(
+            check=Check.INVARIANT_GIVEN_BACK,
+            step=step,
+            rank=rank,
+            phase=Phase.GATHER,
+            param=param,
+            message=f"the module that was given back {message}",
+        )
+
+    for whose, kind, _ in sorted(now.hooks - before.hooks - not_its_own):
+        yield wrong(f"has a hook that it had not before: {kind} of {whose}")
+    for whose, kind, _ in sorted(before.hooks - now.hooks):
+        yield wrong(f"lacks a hook that it had before: {kind} of {whose}")
+    for what, cls in before.classes.items():
+        got = now.classes.get(what)
+        if got is not cls:
+            shown = "none" if got is None else got.__name__
+            yield wrong(f"has another class in place of {cls.__name__} at {what!r}: {shown}")
+    for whose in before.attributes.keys() | now.attributes.keys():
+        had, has = (each.attributes.get(whose, frozenset()) for each in (before, now))
+        for name in sorted(had ^ has):
+            yield wrong(f"{'lacks' if name in had else 'has a new'} attribute {name!r} of {whose}")
+    yield from (wrong(*each) for each in _wrong_params(before, now, held))
+
+
+def _wrong_params(
+    before: ModuleNote, now: ModuleNote, held: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str]]:
+    owner_of: dict[int, nn.Parameter] = {}
+    for name, expected in held.items():
+        param = now.params.get(name)
+        if param is None or param is not before.params.get(name):
+            yield "has another object in the place of a param", name
+            continue
+        own = param.numel() * param.element_size()
+        memory = param.untyped_storage()
+        shared_with = owner_of.setdefault(memory.data_ptr(), param) if own else param
+        if memory.nbytes() != own or shared_with is not param:
+            there = memory.nbytes()
+            yield f"has a param of {own} bytes in somebody else's memory, of {there} bytes", name
+        if param.grad is not None:
+            yield "still has a gradient of a param", name
+        if param.shape != expected.shape or param.dtype != expected.dtype:
+            yield f"has a param of another form, {tuple(param.shape)}, {param.dtype}", name
+        elif not same_bits(expected, param.detach()):
+            yield "has other values of a param than it had in the engine", name
