@@ -107,6 +107,7 @@ def test_memory_in_numbers():
     held = bytes_held(THREE, scenario=scenario, rank=0, stored=6)
     assert held == {
         "gradients": 48, "sums": 12, "params": 48, "masters": 12, "state": 24, "other": 0,
+        "arena": 0,
     }  # fmt: skip
     # The last rank's shard is padding alone: nobody steps it.
     assert bytes_held(THREE, scenario=scenario, rank=3, stored=0)["masters"] == 0

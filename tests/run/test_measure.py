@@ -40,6 +40,8 @@ WAYS = [
     {"stage": 3, "redundancy": 2, "bucket_elems": 300, "state_over": "all"},
     {"stage": 2, "bucket_elems": 1, "partition": "one-owner"},
     {"stage": 3, "bucket_elems": 1, "partition": "rows", "reshard_ranks": 2},
+    {"stage": 2, "bucket_elems": 300, "arena": True},
+    {"stage": 3, "bucket_elems": 1, "arena": True, "overlap_grads": False, "grad_dtype": "fp32"},
 ]
 
 

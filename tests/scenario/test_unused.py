@@ -34,6 +34,7 @@ WITHOUT_USE = {
     "system.divide_by": case(system=SystemSpec(divide="none", divide_by="tokens")),
     "system.state_over": case(system=SystemSpec(state_over="all")),
     "system.contiguous_grads": case(system=SystemSpec(contiguous_grads=False)),
+    "system.arena": case(system=SystemSpec(stage=1, arena=True)),
     "system.buffers_by": case(system=SystemSpec(buffers_by="param-group")),
     "topology.order": case(topology=TopologySpec(order="pp-dp-cp-tp")),
     "model.freeze[0].start": case(
@@ -48,6 +49,7 @@ WITH_USE = [
     case(system=SystemSpec(divide="pre", divide_by="tokens")),
     case(system=SystemSpec(redundancy=2, state_over="all")),
     case(system=SystemSpec(reduce_buffer_elems=4, contiguous_grads=False)),
+    case(system=SystemSpec(stage=2, arena=True)),
     case(
         system=SystemSpec(buffers_by="param-group"),
         optimizer=OptimizerSpec(groups=(ParamGroupSpec(match="bias", lr=0.1),)),

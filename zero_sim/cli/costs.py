@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from zero_sim.host.packages import packages_needed
 if TYPE_CHECKING:
     from zero_sim.cost.counted import Model
     from zero_sim.cost.network import Network
+    from zero_sim.cost.rows import MemoryRow, TrafficRow
     from zero_sim.run.measure import Measured
 
 PARAMS_MAX = 10**15
@@ -125,6 +126,12 @@ _curve = click.option("--curve", is_flag=True, help="Over 1 to 16,384 ranks.")
 _measure = click.option(
     "--measure", is_flag=True, help="Run it on simulated ranks, and hold the closed forms to that."
 )
+_allocator = click.option(
+    "--allocator",
+    "through_allocator",
+    is_flag=True,
+    help="With --measure: what a caching allocator makes of it, with an arena and without.",
+)
 _svg = click.option(
     "--svg",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -137,6 +144,7 @@ _svg = click.option(
 @_what
 @_curve
 @_measure
+@_allocator
 @_svg
 @json_option
 @click.pass_context
@@ -145,6 +153,7 @@ def memory(
     source: str | None,
     curve: bool,
     measure: bool,
+    through_allocator: bool,
     svg: Path | None,
     as_json: bool,
     **asked: Any,
@@ -159,7 +168,10 @@ def memory(
 
     models = _models(source, asked, needs_ranks=not curve)
     chosen, has_masters = _chosen(models, asked, curve=curve), not asked["no_masters"]
+    if through_allocator and not measure:
+        raise UsageError("expected --measure with --allocator, which is shown a run. Try both.")
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
+    ways = _ways(chosen, runs) if through_allocator else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
     first, last = rows[0], rows[-1]
@@ -168,10 +180,7 @@ def memory(
     )
     falls = plain.footprint.held, last.footprint.held
     title = f"{last.model}: stage 0 to stage {last.stage}, {last.ranks:,} ranks"
-    series: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")
-        series.setdefault(name, []).append((row.ranks, row.footprint.total / GB))
+    series = _series((row, row.footprint.total / GB) for row in rows)
     if svg is not None:
         from zero_sim.report.svg_costs import draw_curve, draw_waterfall
 
@@ -194,14 +203,13 @@ def memory(
                     name: {**held, "total": sum(held.values())} for name, held in baseline.items()
                 },
                 "measured": _measured_dicts(runs),
+                "allocator": _allocator_dicts(ways),
             }
         )
     elif curve:
         click.echo(render_curve(series, what="Bytes of a rank", unit="GB"))
     elif measure:
-        from zero_sim.report.ledger import render_memory_ledger
-
-        texts = [render_memory_ledger(run, row) for run, row in zip(runs, rows, strict=True)]
+        texts = _measured_texts(runs, rows, ways)
         click.echo("\n\n".join([render_memory(rows, alone=baseline), *texts]))
     else:
         click.echo(render_memory(rows, alone=baseline))
@@ -240,11 +248,7 @@ def traffic(
     has_masters = not asked["no_masters"]
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [traffic_row(model, network=network) for model in chosen]
-    series: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")
-        assert row.time is not None
-        series.setdefault(name, []).append((row.ranks, row.time.total))
+    series = _series((row, row.time.total) for row in rows if row.time is not None)
     if svg is not None:
         from zero_sim.report.svg_costs import draw_curve
 
@@ -417,6 +421,55 @@ def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool) -> list
     if curve:
         raise UsageError("expected --measure without --curve, got both. Try one of them.")
     return run_all(chosen, has_masters=has_masters)
+
+
+def _series(
+    points: Iterable[tuple[MemoryRow | TrafficRow, float]],
+) -> dict[str, list[tuple[int, float]]]:
+    """What rows say over the ranks, by stage and copies."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for row, value in points:
+        name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")
+        series.setdefault(name, []).append((row.ranks, value))
+    return series
+
+
+def _ways(chosen: Sequence[Model], runs: Sequence[Measured]) -> list[list[Measured]]:
+    """Each run with its like that differs in whether it has an arena, where that can be."""
+    from zero_sim.cli.measuring import run_all
+
+    ways = []
+    for model, run in zip(chosen, runs, strict=True):
+        other = model.with_choice(arena=not model.scenario.system.arena)
+        if other.scenario.system.arena == model.scenario.system.arena:
+            ways.append([run])
+            continue
+        both = [run, *run_all([other], has_masters=True)]
+        ways.append(sorted(both, key=lambda each: each.scenario.system.arena))
+    return ways
+
+
+def _measured_texts(
+    runs: Sequence[Measured], rows: Sequence[MemoryRow], ways: Sequence[Sequence[Measured]]
+) -> list[str]:
+    """The ledger of each run, and behind it what an allocator makes of it, where that is asked."""
+    from zero_sim.report.allocators import render_allocators
+    from zero_sim.report.ledger import render_memory_ledger
+
+    texts = [[render_memory_ledger(run, row)] for run, row in zip(runs, rows, strict=True)]
+    for told, each in zip(texts, ways, strict=bool(ways)):
+        told.append(render_allocators(each))
+    return [text for told in texts for text in told]
+
+
+def _allocator_dicts(
+    ways: Sequence[Sequence[Measured]],
+) -> list[list[dict[str, object]]] | None:
+    if not ways:
+        return None
+    from zero_sim.report.allocators import allocator_dicts
+
+    return [allocator_dicts(each) for each in ways]
 
 
 def _measured_dicts(

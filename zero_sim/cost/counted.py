@@ -100,6 +100,8 @@ class Model:
             chosen["redundancy"] = redundancy
         built = replace(scenario.system, **chosen)
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=scenario.topology.ep)
+        if built.stage < 2 or built.reduce_buffer_elems is not None:
+            built = replace(built, arena=False)
         if built.stage not in (1, 2):
             built = replace(
                 built,

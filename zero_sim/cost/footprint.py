@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zero_sim.cost.arena import keeps_grads
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
 from zero_sim.cost.memory import bytes_held
@@ -26,8 +27,9 @@ class Footprint:
     """What one rank has in memory."""
 
     held: Mapping[str, int]
-    """Bytes between two steps by category: `params`, `gradients`, `sums` of them, `masters`, and
-    each of the optimizer's states under torch's name."""
+    """Bytes between two steps by category: `params`, `gradients`, `sums` of them, `masters`, the
+    `arena` of whole gradients where there is one, and each of the optimizer's states under torch's
+    name."""
     moments: Mapping[str, Mapping[str, int]]
     """What comes on top at most in `forward`, `backward` and `step`: `gathered` params and what few
     ranks keep of them, `whole_gradients`, and `staging`, the gradients of what the rank owns as
@@ -64,6 +66,8 @@ def footprint_of(
     forms = by_registration(sizes, scenario=scenario, rank=rank)
     by_name = bytes_held(sizes, scenario=scenario, rank=rank, stored=0)
     held = {name: by_name[name] for name in ("params", "gradients", "sums", "masters")}
+    if scenario.system.arena:
+        held["arena"] = by_name["arena"]
     if not scenario.system.stage:
         # Nothing is in buffers: the module has its own.
         held["params"] = sum(size.elems * size.param_bytes for size in sizes)
@@ -121,14 +125,14 @@ def _in_backward(
     forms: Sequence[BucketForm], grads_sent: Sequence[GradForm], *, scenario: Scenario
 ) -> dict[str, int]:
     """Whole params and gradients at the bucket at which both together take most."""
-    system, run = scenario.system, scenario.run
+    system = scenario.system
     if system.reduce_buffer_elems is not None:
         return {"gathered": 0, "whole_gradients": _in_reduce_buffers(grads_sent, scenario)}
     params = [form.elems * form.param_bytes for form in forms]
     grads = [form.elems * form.grad_bytes for form in forms]
     if system.stage < 2:
         return {"gathered": 0, "whole_gradients": 0}
-    accumulates = system.sync == "last" and run.micro_batches > 1
+    accumulates = keeps_grads(scenario)
     in_flight = 1 if overlaps_grads(system) else 0
     kept = _kept_until_backward(forms)
     best = {"gathered": 0, "whole_gradients": 0}
@@ -139,7 +143,10 @@ def _in_backward(
         gathered = gathered or sum(params[first : index + 1]) + sum(kept[: index + 1])
         now = {
             "gathered": gathered if system.stage == 3 else 0,
-            "whole_gradients": sum(grads if accumulates else grads[index : index + 1 + in_flight]),
+            # In an arena they are held between steps as well.
+            "whole_gradients": 0
+            if system.arena
+            else sum(grads if accumulates else grads[index : index + 1 + in_flight]),
         }
         best = max(best, now, key=lambda each: sum(each.values()))
     return best

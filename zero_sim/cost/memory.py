@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from zero_sim.cost.arena import arena_bytes
 from zero_sim.cost.forms import ParamSize, bucket_forms
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
@@ -40,6 +41,7 @@ def bytes_held(
         "params": sum(form.elems * form.param_bytes for form in forms),
         "masters": sum(form.shard_elems for form in own) * _FP32_BYTES,
         "state": stored * _FP32_BYTES,
+        "arena": arena_bytes(sizes, scenario=scenario, rank=rank),
         "other": 0,
     }
     if system.stage < 2 and system.sync == "last":

@@ -17,6 +17,9 @@ beyond that: the last bucket, all without `reshard_after_forward`. In backward: 
 the last module that reads it, or up to as many buckets before, until backward comes to a module
 that ended before the first one began.
 
+Gradients of an arena (`zero_sim.cost.arena`) are in it, as long as they come in the order of
+buckets, or each has a place of its own there.
+
 Whatever is whole at a moment at which it may not be is a finding, and so is memory longer than the
 bucket.
 """
@@ -30,6 +33,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from zero_sim.cost.arena import keeps_grads
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.hook_trace import readers_of, tell_arrival
 from zero_sim.findings.phase import Phase
@@ -157,6 +161,9 @@ class PeakWatch:
     """The first one; nothing is looked at behind it."""
     _micro: int | None = None
     _filled: set[int] = field(default_factory=set)
+    _were_in_order: bool = True
+    """Whether no more gradients were whole at a time, in this step, than an arena has places for.
+    """
     _arrived: set[str] = field(default_factory=set)
 
     def start(self, step: int, micro: int) -> None:
@@ -164,6 +171,7 @@ class PeakWatch:
         self.step, self._micro = step, micro
         if micro == 0:
             self._filled.clear()
+            self._were_in_order = True
         self._arrived.clear()
         reads = self.reads
         self.reads = _Reads(users=reads.users, prefetch=reads.prefetch, kept=reads.kept)
@@ -215,6 +223,15 @@ class PeakWatch:
         in_flight = issued[-1:] if overlaps_grads(system) else []
         return (self._filled - {*issued}) | {*in_flight}
 
+    def _allowed_grads(self, what: str) -> set[int]:
+        whole = self._whole_grads()
+        if what == "gradients":
+            return whole
+        window = range(min(whole, default=0), max(whole, default=-1) + 1)
+        places = 1 + overlaps_grads(self.scenario.system)
+        self._were_in_order &= len(whole) == len(window) <= places
+        return set() if self._were_in_order or keeps_grads(self.scenario) else whole
+
     def _check(self, phase: Phase, when: str) -> None:
         if self.found:
             return
@@ -223,11 +240,12 @@ class PeakWatch:
             if not held:
                 continue
             if what not in allowed:
-                is_of_grads = what == "gradients"
-                allowed[what] = self._whole_grads() if is_of_grads else self.reads.whole()
+                allowed[what] = (
+                    self.reads.whole() if what == "params" else self._allowed_grads(what)
+                )
             index = self.index_of[param]
             form = self.forms[index]
-            bytes_each = form.grad_bytes if what == "gradients" else form.param_bytes
+            bytes_each = form.param_bytes if what == "params" else form.grad_bytes
             owed = form.elems * bytes_each if index in allowed[what] else 0
             if held > owed:
                 self.found.append(

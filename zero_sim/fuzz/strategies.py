@@ -240,6 +240,7 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
         reshard_ranks=None,
         sum_by="reduce-scatter",
         gather_after_step=False,
+        arena=False,
         reduce_buffer_elems=None,
         contiguous_grads=True,
         gather_chunk_elems=None,

@@ -21,6 +21,7 @@ _PATHS = {
     "accumulation": "run.micro_batches",
     "aligned": "system.align_elems",
     "amsgrad": "optimizer.amsgrad",
+    "arena": "system.arena",
     "betas": "optimizer.betas",
     "buckets": "system.bucket_elems",
     "buffers by group": "system.buffers_by",

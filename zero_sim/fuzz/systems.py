@@ -156,7 +156,7 @@ def systems(
         if swarm.on("summed to all", fits=not across)
         else "reduce-scatter",
         gather_after_step=swarm.on("gathered after step", fits=stage == 3),
-        **draw(_through_buffers(sizes, buffered=buffered, in_chunks=in_chunks, swarm=swarm)),
+        **draw(_through_buffers(sizes, stage, buffered=buffered, chunks=in_chunks, swarm=swarm)),
         prefetch=draw(st.sampled_from(_PREFETCHES))
         if swarm.on("prefetch", fits=stage == 3)
         else None,
@@ -173,14 +173,21 @@ def systems(
 
 @st.composite
 def _through_buffers(
-    draw: st.DrawFn, sizes: Sequence[int], *, buffered: bool, in_chunks: bool, swarm: Swarm
+    draw: st.DrawFn,
+    sizes: Sequence[int],
+    stage: Stage,
+    *,
+    buffered: bool,
+    chunks: bool,
+    swarm: Swarm,
 ) -> dict[str, Any]:
     """Through which buffers gradients go, and in which chunks params come."""
     return {
         "reduce_buffer_elems": draw(bucket_sizes(sizes)) if buffered else None,
+        "arena": swarm.on("arena", fits=stage > 1 and not buffered),
         "contiguous_grads": not swarm.on("not contiguous", fits=buffered),
         "offload_state": swarm.on("offloaded"),
-        "gather_chunk_elems": draw(st.integers(1, max(2, sum(sizes)))) if in_chunks else None,
+        "gather_chunk_elems": draw(st.integers(1, max(2, sum(sizes)))) if chunks else None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zero_sim.layout.arena import ArenaPlan, plan_arena
 from zero_sim.layout.grad_plan import GradUnitPlan, plan_grad_units
 from zero_sim.layout.integers import ceil_div, exact_div, round_up
 from zero_sim.layout.partition import Partition, PartitionRule
@@ -11,6 +12,7 @@ from zero_sim.layout.request import LayoutPolicy, ParamOrder, ParamSpec
 from zero_sim.layout.span import Span
 
 __all__ = [
+    "ArenaPlan",
     "BucketPlan",
     "BufferKey",
     "BufferPlan",
@@ -25,6 +27,7 @@ __all__ = [
     "Span",
     "ceil_div",
     "exact_div",
+    "plan_arena",
     "plan_buffers",
     "plan_grad_units",
     "round_up",

@@ -19,6 +19,7 @@ from zero_sim.mutants import (
     partitions,
     places,
     reductions,
+    residual,
     scales,
     sending,
     shards,
@@ -52,6 +53,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         whole_params,
         sending,
         giving_back,
+        residual,
     )
     for one in _in(module)
 )

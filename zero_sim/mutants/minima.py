@@ -366,6 +366,12 @@ _NUMBERS = {
     "K05": (1, 2, 2, 1, 0),
     "K06": (1, 1, 1, 1, 1),
     "K07": (1, 1, 1, 1, 2),
+    # Arenas: an arena needs stage 2 or 3, neighbours in it two buckets or two micro-batches.
+    "F01": (1, 2, 2, 1, 3),
+    "F02": (1, 1, 1, 1, 4),
+    "F03": (1, 1, 1, 1, 4),
+    "F04": (1, 1, 1, 1, 3),
+    "F05": (1, 2, 2, 1, 4),
 }
 """Ranks, params, elements, steps, features."""
 

@@ -222,7 +222,25 @@ def _memory() -> Node:
         "rows": _list(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
         "measured": _measured(),
+        "allocator": _allocator(),
     }
+
+
+def _allocator() -> Node:
+    moment = _object(
+        {
+            "arena": _FLAG,
+            **dict.fromkeys(("moment", "phase"), _TEXT),
+            **dict.fromkeys(
+                ("rank", "allocated", "reserved", "free", "largest_free", "fragmented"), _COUNT
+            ),
+        }
+    )
+    return _described(
+        _or_null(_list(_list(moment))),
+        "With --allocator: of each row what a caching allocator has when most is in use, when most "
+        "is fragmented and between steps.",
+    )
 
 
 def _traffic() -> Node:

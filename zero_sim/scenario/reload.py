@@ -56,6 +56,8 @@ def after_reload(scenario: Scenario) -> Scenario:
             system = dataclasses.replace(
                 system, reduce_buffer_elems=None, contiguous_grads=True, gather_chunk_elems=None
             )
+        if system.stage < 2 or system.reduce_buffer_elems is not None:
+            system = dataclasses.replace(system, arena=False)
         if not system.stage:
             system = dataclasses.replace(system, state_over="block", sum_by="reduce-scatter")
         tables["system"] = system

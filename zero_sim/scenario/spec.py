@@ -258,6 +258,9 @@ class SystemSpec:
     gather_chunk_elems: int | None = None
     """With stages 1 and 2: most elements, over all ranks, that one call gathers of a bucket; absent
     for all of it."""
+    arena: bool = False
+    """With stages 2 and 3: whether whole gradients, which come and go within a step, lie in memory
+    that is taken once, so that none of them leaves a hole."""
     buffers_by: Literal["dtype", "param-group"] = "dtype"
     """What params of one flat buffer have in common: kind and dtype, or their group in
     `optimizer.groups` as well."""

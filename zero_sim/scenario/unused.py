@@ -178,6 +178,19 @@ UNUSED = (
         ),
     ),
     Unused(
+        path="system.arena",
+        reads=("system.stage", "system.reduce_buffer_elems", "reload"),
+        is_used=lambda scenario: (
+            scenario.system.stage > 1 and scenario.system.reduce_buffer_elems is None
+        ),
+        why=lambda scenario: (
+            "expected whole gradients that come and go bucket by bucket, at stages 2 and 3",
+            "system.reduce_buffer_elems has buffers of its own"
+            if scenario.system.stage > 1
+            else f"at stage {scenario.system.stage} they stay",
+        ),
+    ),
+    Unused(
         path="system.buffers_by",
         reads=("optimizer.groups",),
         is_used=lambda scenario: bool(scenario.optimizer.groups),

@@ -84,6 +84,7 @@ def _staged(stage: Literal[0, 1, 2]) -> Change:
             reshard_after_forward=True,
             reshard_ranks=None,
             gather_after_step=False,
+            arena=scenario.system.arena and stage > 1,
             sum_by=scenario.system.sum_by if stage else "reduce-scatter",
             **({} if stage else _WITHOUT_BUFFERS),
         )

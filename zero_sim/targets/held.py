@@ -10,9 +10,10 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
+from zero_sim.zero.arena import Arena
 
 _OWN_MODULES = "zero_sim.zero"
-_LASTING = ("gradients", "sums", "params", "masters")
+_LASTING = ("gradients", "sums", "params", "masters", "arena")
 _WITHIN_STEP = ("whole_gradients", "gathered")
 
 
@@ -39,7 +40,7 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
         for param in ddp.module.parameters()
         if param not in freed or param.untyped_storage().nbytes() <= param.element_size()
     }
-    held = dict.fromkeys(("gradients", "sums", "params", "masters", "state", "other"), 0)
+    held = dict.fromkeys((*_LASTING, "state", "other"), 0)
     seen: set[int] = set()
     for tensor, storage in _tensors([ddp, optimizer]):
         address = storage.data_ptr()
@@ -66,7 +67,8 @@ def memory_of(
         optimizer: Their masters and state.
 
     Returns:
-        `gradients`, `sums` of them, `params`, `masters`, states under torch's names; and what
+        `gradients`, `sums` of them, `params`, `masters`, states under torch's names, the `arena` of
+        what comes and goes; and what
         stages 2 and 3 have for a while, `whole_gradients` and `gathered` params.
     """
     for buffer in ddp.buffers:
@@ -92,6 +94,8 @@ def memory_of(
         for param in () if grad_unit.grads_stay else grad_unit.params:
             if param.grad is not None:
                 yield "whole_gradients", param.grad
+    if ddp.arena is not None:
+        yield "arena", ddp.arena.memory
     yield from (("masters", shard) for shard in optimizer.master_shards.values())
     for state in optimizer.inner.state.values():
         for name, value in state.items():
@@ -125,12 +129,37 @@ def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
             if unit.frees_grads:
                 grads = [getattr(param, "main_grad", None) for param in params]
                 grads += [member.main_grad for member in unit.members]
-                yield "gradients", name, _bytes_of([*grads, *vars(unit.grad_storage).values()])
+                grads += vars(unit.grad_storage).values()
+                inside = _within(ddp.arena, grads)
+                outside = _bytes_of(g for g in grads if not _is_in(ddp.arena, g))
+                yield "gradients", name, inside + outside
+                if ddp.arena is not None:
+                    yield "gradients outside the arena", name, outside
             if unit.frees_params:
                 assert unit.param_storage is not None
                 # What stands for a param that is not there holds one element.
                 there = [param for param in params if not _is_placeholder(param)]
                 yield "params", name, _bytes_of([*there, *vars(unit.param_storage).values()])
+
+
+def _is_in(arena: Arena | None, item: object) -> bool:
+    return (
+        arena is not None and isinstance(item, Tensor) and _address(item) == _address(arena.memory)
+    )
+
+
+def _within(arena: Arena | None, items: Iterable[object]) -> int:
+    """Bytes of an arena that tensors in it cover, each once."""
+    ends = sorted(
+        (item.data_ptr(), item.data_ptr() + item.nbytes)
+        for item in items
+        if isinstance(item, Tensor) and _is_in(arena, item)
+    )
+    covered = reached = 0
+    for start, stop in ends:
+        covered += max(0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return covered
 
 
 def _is_placeholder(param: Tensor) -> bool:

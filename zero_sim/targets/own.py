@@ -154,6 +154,7 @@ class ZeroSimEngine:
             reduce_buffer_elems=system.reduce_buffer_elems,
             contiguous_grads=system.contiguous_grads,
             gather_chunk_elems=system.gather_chunk_elems,
+            arena=system.arena,
         )
         by_group = system.buffers_by == "param-group"
         group_of = partial(group_index, spec) if spec.groups else None

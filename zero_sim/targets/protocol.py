@@ -237,8 +237,8 @@ class CostedEngine(Protocol):
 
         Returns:
             `gradients`, and `sums` of them over micro-batches; flat `params`; `masters`; `state`;
-            and `other`, whatever else the engine keeps that grows with the model. The module's own
-            tensors do not count.
+            the `arena` of whole gradients, where there is one; and `other`, whatever else the
+            engine keeps that grows with the model. The module's own tensors do not count.
         """
         ...
 
@@ -253,6 +253,7 @@ class PeakEngine(CostedEngine, Protocol):
         Returns:
             `gradients` or `params`; the name of a param of the bucket; and the bytes of all memory
             that holds them, each once. A bucket of which nothing is whole may be left out. With
+            `system.arena` also `gradients outside the arena`, those bytes of them. With
             `reduce_buffer_elems` gradients by what is reduced together, and all `reduce buffers`.
         """
         ...

@@ -85,6 +85,9 @@ class ZeroConfig:
     gather_chunk_elems: int | None = None
     """With whole params: most elements that one call gathers, over all ranks; None for all of a
     unit."""
+    arena: bool = False
+    """With sharded gradients: whether whole ones, which come and go, lie in memory that is taken
+    once; see `zero_sim.zero.arena`."""
     prefetch: int = 1
     """With sharded params: how many further units are gathered ahead, forward and backward."""
     reshard_after_forward: bool | int = True
@@ -160,6 +163,8 @@ class ZeroConfig:
             unused |= {"overlap_params": False}
         if sharding.params or not sharding.state:
             unused |= {"reduce_buffer_elems": None, "gather_chunk_elems": None}
+        if not sharding.grads:
+            unused |= {"arena": False}
         if sharding.params:
             unused |= {"overlap_params": False}
         else:
@@ -170,6 +175,8 @@ class ZeroConfig:
                 why = "shards nothing" if not sharding.state else "gathers params as they are used"
                 if name in ("prefetch", "reshard_after_forward", "gather_after_step"):
                     why = "keeps params whole"
+                if name == "arena":
+                    why = "keeps gradients whole in memory that stays"
                 raise UsageError(
                     f"expected {name}={default!r} with stage={stage}, which {why}, "
                     f"got {value!r}. Try leaving it out, or another stage."
@@ -177,6 +184,11 @@ class ZeroConfig:
 
     def _check_buffers(self) -> None:
         """Refuse what reduce buffers and chunks do not go with."""
+        if self.arena and self.reduce_buffer_elems is not None:
+            raise UsageError(
+                "expected arena=False with reduce_buffer_elems, as gradients do not fill units of "
+                "their params then, got True. Try leaving either out."
+            )
         if self.reduce_buffer_elems is None:
             if not self.contiguous_grads:
                 raise UsageError(

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
+from zero_sim.zero.arena import Arena, move_grads
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import SUMS_OF_ALL, broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
@@ -92,6 +93,8 @@ class DistributedDataParallel:
     divisor: Tensor  # 0D fp32
     """What gradients are divided by: the count of the step once it is known, before the world size.
     """
+    arena: Arena | None
+    """Where whole gradients lie; None where each unit's have memory of their own."""
     shard_group: dist.ProcessGroup | None
     """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
     nothing is sharded."""
@@ -155,7 +158,7 @@ class DistributedDataParallel:
             for param in buffer.memory
             if param.numel() and (unit := buffer.unit_of(param)) is not None
         }
-        self._reduce_buffers = None
+        self._reduce_buffers = self.arena = None
         if config.reduce_buffer_elems is not None:
             self._reduce_buffers = ReduceBuffers(
                 self.buffers, params=self.params, config=config, groups_of=self.groups_of
@@ -458,6 +461,8 @@ class DistributedDataParallel:
         config, sharding = self.config, self.config.sharding
         forward_order = order_by_forward(self.buffers, params=list(self.params.values()))
         grads = params = on_use = None
+        if config.arena:
+            self.arena = move_grads(self.buffers, order=forward_order[::-1], config=config)
         buffers = self._reduce_buffers
         reduced_by: Mapping[nn.Parameter, ReducedUnit] = (
             self._unit_of if buffers is None else buffers.unit_of

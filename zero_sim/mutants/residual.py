@@ -1,0 +1,68 @@
+"""Faults of residual memory, what is beside model states: arenas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zero_sim.layout import Span
+from zero_sim.mutants.patching import Patches
+from zero_sim.mutants.records import mutant
+from zero_sim.zero import arena as arenas
+from zero_sim.zero.arena import Arena, ArenaStorage
+from zero_sim.zero.unit import Unit
+
+
+@mutant("F01", "VOLUME", "B2 AS Z2", seen_in="class VOLUME", kill="memory", core=True)
+def all_places_at_the_front(patch: Patches) -> None:
+    """Every unit's place begins at the front, so that the second has memory of its own again."""
+
+    @patch(arenas, "plan_arena")
+    def wrong(right, sizes, *, at_a_time):
+        plan = right(sizes, at_a_time=at_a_time)
+        return replace(plan, places=tuple(Span(0, place.numel) for place in plan.places))
+
+
+@mutant("F02", "ALIAS", "B2 Z2", seen_in="class ALIAS", core=True)
+def place_is_not_zeroed(patch: Patches) -> None:
+    """Gradients are added to what the place in the arena was left with."""
+
+    @patch(ArenaStorage, "acquire")
+    def wrong(right, self):
+        place = self._arena.take(self._place, dtype=self._dtype) if self._whole is None else None
+        if place is None:
+            return right(self)
+        self._whole = place
+        return place
+
+
+@mutant("F03", "VOLUME", "Z2", seen_in="class VOLUME", kill="memory")
+def place_is_never_given_back(patch: Patches) -> None:
+    """What was taken once stays taken, so that the next has memory of its own."""
+
+    @patch(Arena, "take_back")
+    def wrong(right, self, span):
+        return None
+
+
+@mutant("F04", "ASYNC", "AS B2 Z2", seen_in="class ASYNC", kill="race")
+def place_is_given_back_while_reduced(patch: Patches) -> None:
+    """The place is zeroed for its next user as soon as the sum is issued."""
+
+    @patch(Unit, "start_reduce")
+    def wrong(right, self):
+        right(self)
+        if isinstance(self.grad_storage, ArenaStorage):
+            self.grads.zero_()
+
+
+@mutant("F05", "ALIAS", "B2 Z2", seen_in="class ALIAS")
+def taken_twice(patch: Patches) -> None:
+    """A stretch is given out once more while it is in use, as gradients come in another order."""
+
+    @patch(Arena, "take")
+    def wrong(right, self, span, *, dtype):
+        in_use, self._in_use = self._in_use, []
+        try:
+            return right(self, span, dtype=dtype)
+        finally:
+            self._in_use = [*in_use, span]

@@ -1,0 +1,124 @@
+"""Arena: memory taken once, in which whole gradients lie that come and go within a step.
+
+Gradients that live from their backward to their sum have activations born and freed around them;
+where each asks the allocator for memory, holes of many sizes are left between them (ZeRO, arXiv
+1910.02054, section 6.3, M_D). In an arena each unit has a place of its own from the start.
+
+[Note: places]
+Units are reduced in one order, one fills while at most one is in flight. So those at even places of
+that order begin at the front of the arena, those at odd ones end at its back, and it is as long as
+the longest two in a row. Where all gradients stay until the last micro-batch each has a stretch of
+its own. Gradients that come in another order can find their place in use: that unit then has memory
+of its own, once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero_sim.layout import Span, plan_arena
+from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.config import ZeroConfig
+from zero_sim.zero.storage import Storage
+from zero_sim.zero.unit import Unit
+
+
+class Arena:
+    """Memory taken once, of which stretches are given out.
+
+    Args:
+        size: Its bytes.
+        device: Where it lies.
+    """
+
+    memory: Tensor  # 1D uint8
+
+    def __init__(self, size: int, *, device: torch.device) -> None:
+        self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._in_use: list[Span] = []
+
+    def take(self, span: Span, *, dtype: torch.dtype) -> Tensor | None:
+        """Return a stretch as 1D of a dtype, as it was left; None where some of it is in use.
+
+        Args:
+            span: In bytes.
+            dtype: Of which it begins at a multiple, and has a whole number.
+        """
+        if any(not span.intersect(other).empty for other in self._in_use):
+            return None
+        self._in_use.append(span)
+        return self.memory[span.start : span.stop].view(dtype)
+
+    def take_back(self, span: Span) -> None:
+        """Note that a stretch is not used any more."""
+        self._in_use.remove(span)
+
+
+class ArenaStorage:
+    """The whole memory of a unit at its place in an arena; see [Note: places].
+
+    Args:
+        arena: Where its place is.
+        place: In bytes.
+        dtype: Of the elements.
+        otherwise: Where they lie while others use the place.
+    """
+
+    def __init__(
+        self, arena: Arena, *, place: Span, dtype: torch.dtype, otherwise: Storage
+    ) -> None:
+        self._arena = arena
+        self._place = place
+        self._dtype = dtype
+        self._otherwise = otherwise
+        self._whole: Tensor | None = None
+        self.is_outside = False
+        """Whether the elements are in memory of their own."""
+
+    @property
+    def whole(self) -> Tensor | None:
+        """All elements, or None between a release and the next use."""
+        return self._whole
+
+    def acquire(self) -> Tensor:
+        """Zero its place, or take memory that is zero, unless it has some."""
+        if self._whole is None:
+            place = self._arena.take(self._place, dtype=self._dtype)
+            self.is_outside = place is None
+            self._whole = self._otherwise.acquire() if place is None else place.zero_()
+        return self._whole
+
+    def release(self) -> None:
+        """Leave the place to others."""
+        if self._whole is None:
+            return
+        if self.is_outside:
+            self._otherwise.release()
+        else:
+            self._arena.take_back(self._place)
+        self._whole, self.is_outside = None, False
+
+
+def move_grads(buffers: Sequence[Buffer], *, order: Sequence[Unit], config: ZeroConfig) -> Arena:
+    """Give the whole gradients of all units places in a new arena.
+
+    Args:
+        buffers: All buffers, whose whole gradients are to come and go.
+        order: Their units, in the order in which they are reduced.
+        config: Says how many are in memory at a time.
+    """
+    dtypes = {unit: buffer.grad_dtype for buffer in buffers for unit in buffer.units}
+    stay = config.sync == "last" and config.micro_batches != 1
+    plan = plan_arena(
+        [unit.plan.span.numel * dtypes[unit].itemsize for unit in order],
+        at_a_time=None if stay else 1 + config.overlap_grads,
+    )
+    arena = Arena(plan.size, device=buffers[0].device)
+    for unit, place in zip(order, plan.places, strict=True):
+        unit.grad_storage = ArenaStorage(
+            arena, place=place, dtype=dtypes[unit], otherwise=unit.grad_storage
+        )
+    return arena
