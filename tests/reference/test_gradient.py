@@ -11,11 +11,10 @@ from zero_sim.reference.gradient import (
     flatten_wide,
     measure,
     measure_together,
-    norm_of_params,
-    norm_of_rows,
     root_of_squares,
     unflatten,
 )
+from zero_sim.reference.norms import norm_of_params, norm_of_rows
 
 
 class TestMeasure:

@@ -7,10 +7,12 @@ import torch
 
 from zero_sim.errors import ScenarioError
 from zero_sim.reference.placement import MemoryLayout
-from zero_sim.reference.ranks import Ranks
+from zero_sim.reference.ranks import Adding, Ranks
 from zero_sim.reference.replay import isolated
 from zero_sim.scenario.spec import FreezeSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.workloads import build_workload
+
+LINEAR = Adding(order="linear")
 
 
 def case(**changed):
@@ -28,10 +30,6 @@ def contributions(ranks, step=0):
         return ranks.replay(step, scale=None)
 
 
-def add(terms, *, spans):
-    return torch.stack(terms).sum(0)
-
-
 def test_every_rank_has_a_loss_a_micro_batch():
     local = contributions(ranks_of(case(run=RunSpec(micro_batches=2))))
     assert local.losses.keys() == {(rank, micro) for rank in range(3) for micro in range(2)}
@@ -39,9 +37,10 @@ def test_every_rank_has_a_loss_a_micro_batch():
 
 def test_a_sum_is_over_all_ranks():
     local = contributions(ranks_of(case(system=SystemSpec(divide="none"))))
-    grads = local.reduce(add, orders={})
+    grads = local.reduce(LINEAR, orders={})
     for name, grad in grads.items():
-        assert torch.equal(grad, add([each.rounds[0][name] for each in local.replays], spans=None))
+        first, second, third = (each.rounds[0][name] for each in local.replays)
+        assert torch.equal(grad, first + second + third)
 
 
 def test_what_is_frozen_sums_to_zeros():
@@ -49,7 +48,7 @@ def test_what_is_frozen_sums_to_zeros():
     spans = (FreezeSpec(param=name, start=0, stop=1),)
     local = contributions(ranks_of(case(model={"freeze": spans})))
     assert name not in local.active
-    assert not local.reduce(add, orders={})[name].any()
+    assert not local.reduce(LINEAR, orders={})[name].any()
 
 
 def test_to_freeze_what_is_not_there_is_refused():

@@ -200,7 +200,6 @@ WRONG = {
     "a stop of None": ({"parts": placed(stop=None)}, "`parts`", "got (0, None)"),
     "a master of None": ({"parts": changed(master=None)}, "`parts`", "a tensor as the master"),
     "a master on meta": ({"parts": changed(master=META)}, "`parts`", "on cpu"),
-    "a gradient of None": ({"parts": changed(grad=None)}, "`parts`", "a tensor as the grad"),
     "a gradient as a list": ({"parts": changed(grad=[1.0])}, "`parts`", "a tensor as the grad"),
     "state of None": ({"parts": changed(state=None)}, "`parts`", "a mapping of torch's keys"),
     "state of numbers": ({"parts": changed(state={"step": 1})}, "`parts`", "state 'step'"),

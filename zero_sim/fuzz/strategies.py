@@ -27,6 +27,7 @@ from zero_sim.scenario.spec import (
     ExpectSpec,
     FaultSpec,
     ModelName,
+    ModelSpec,
     OptimizerSpec,
     RunSpec,
     Scenario,
@@ -35,7 +36,14 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.scenario.unused import without_unused
 from zero_sim.shrink.size import params_of
-from zero_sim.targets import EVERYTHING, Capabilities, Target, capabilities_of, refusals
+from zero_sim.targets import (
+    EVERYTHING,
+    Capabilities,
+    Target,
+    capabilities_of,
+    numerics_of,
+    refusals,
+)
 
 RANKS_MAX = 12
 STEPS_MAX = 4
@@ -72,6 +80,7 @@ def scenarios(
         steps_max=steps_max,
         models_from=models_from,
         reload=reload,
+        skips=target is not None and _skips(target, able),
     )
     if target is None:
         return drawn
@@ -88,6 +97,7 @@ def _cases(
     steps_max: int,
     models_from: Sequence[ModelName],
     reload: bool,
+    skips: bool = False,
 ) -> Scenario:
     # What goes wrong among many ranks, or in many steps, mostly does in few, where a case costs a
     # fraction: broken systems are found sooner for it.
@@ -123,7 +133,7 @@ def _cases(
     )
     system = _fitted(system, scenario.optimizer, swarm=swarm)
     scenario = replace(scenario, system=system)
-    if scenario.optimizer.loss_scale is not None and swarm.on("overflow", fits=steps_max > 1):
+    if (skips or scenario.optimizer.loss_scale) and swarm.on("overflow", fits=steps_max > 1):
         scenario = draw(_overflowing(scenario, steps_max=steps_max))
     if reload and scenario.run.steps > 1 and swarm.on("reload"):
         after = draw(
@@ -149,6 +159,12 @@ def _cases(
     scenario = replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
     names = [name for name, _ in params_of(model)]
     return without_unused(with_known_names(scenario, names))
+
+
+def _skips(target: Target, able: Capabilities) -> bool:
+    """Whether it skips steps that are not finite, whatever losses are multiplied by."""
+    plain = Scenario(schema=1, model=ModelSpec(name=next(iter(able.models), "mlp")))
+    return numerics_of(target, plain).nonfinite == "skipped"
 
 
 def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:

@@ -37,6 +37,11 @@ from zero_sim.scenario.copies import state_copies
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
 
+_NOT_TOLD = (
+    "the order of addition is not known, so that an update can only be followed from the gradient "
+    "that was reduced, and the target does not tell its {what}"
+)
+
 
 class BoundedComparison:
     """Holds a group to what every order of addition gives.
@@ -85,6 +90,13 @@ class BoundedComparison:
             addresses: By rank.
         """
         self._reference.set_addresses(addresses)
+
+    def note_told(self, norm: Tensor | None) -> None:
+        """Nothing: what a rank says of its norm is read where it is compared.
+
+        Args:
+            norm: What it says.
+        """
 
     def advance(self, peers: Sequence[BoundedComparison]) -> Sequence[BoundedStep]:
         """Replay the next step from the params that were shown after the last one.
@@ -145,10 +157,7 @@ class BoundedComparison:
     def _why_not_followed(self, taken: BoundedStep) -> str:
         """Why what comes of a step cannot be judged; empty where it can."""
         if PARTS in self._group.unobserved:
-            return (
-                "the order of addition is not known, so that an update can only be followed from "
-                f"the gradient that was reduced, and the target does not tell its {PARTS}"
-            )
+            return _NOT_TOLD.format(what=PARTS)
         narrow = any(grad.dtype is not torch.float32 for grad in taken.grads.values())
         if self._tells_divided(taken) and narrow:
             return (
@@ -210,7 +219,10 @@ class BoundedComparison:
         """
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
-        assert part.grad is not None, "gradients are told after a step"
+        if part.grad is None:
+            self._unfollowed = _NOT_TOLD.format(what="reduced gradients")
+            self.uncertified_step = step
+            return
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
         wanted = expected.grads[name].reshape(-1)[start:stop]
         self._comparer.elems += wanted.numel()

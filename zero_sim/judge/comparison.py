@@ -22,10 +22,9 @@ from zero_sim.reference import (
     Addresses,
     BoundedReference,
     BoundedStep,
-    ClipForm,
-    Norm,
     Reference,
     ReferenceStep,
+    Rules,
 )
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
@@ -59,6 +58,10 @@ class Comparison(Protocol):
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Tell where each rank's working params lie, before the first step."""
+        ...
+
+    def note_told(self, norm: Tensor | None) -> None:
+        """Note the norm that a rank tells of the step that is about to be compared."""
         ...
 
     def advance(self, peers: Sequence[Self]) -> Sequence[AnyStep]:
@@ -122,8 +125,7 @@ def take_reference(
     workload: Workload,
     uncounted: Sequence[str] = (),
     weights_only: bool = False,
-    norm: Norm = "of-elements",
-    clip: ClipForm = "fp32-division",
+    rules: Rules | None = None,
 ) -> AnyReference:
     """Build the reference that fits what is known of the order, or go on with the one there is.
 
@@ -133,8 +135,8 @@ def take_reference(
         workload: The case's workload.
         uncounted: As for `Reference`.
         weights_only: As for `Reference.continue_as`.
-        norm: As for `Reference`; where the order is not known, of all elements.
-        clip: As for `Reference`; where the order is not known, not a form that takes the root.
+        rules: As for `Reference`; where the order is not known, of these only how it clips is read,
+            which is no form that takes the root.
 
     Raises:
         ModelError: The model has nothing to train.
@@ -142,12 +144,12 @@ def take_reference(
     """
     if before is None:
         if scenario.world.order_known:
-            return Reference(scenario, workload=workload, uncounted=uncounted, norm=norm, clip=clip)
-        return BoundedReference(scenario, workload=workload, clip=clip)
+            return Reference(scenario, workload=workload, uncounted=uncounted, rules=rules)
+        return BoundedReference(scenario, workload=workload, rules=rules)
     if isinstance(before, BoundedReference):
         raise UsageError(
             "expected a known order of addition in a case that goes on in another world, got "
             "world.order_known = false. Try leaving out one of the two."
         )
-    before.continue_as(scenario, workload=workload, weights_only=weights_only)
+    before.continue_as(scenario, workload=workload, weights_only=weights_only, rules=rules)
     return before

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ from zero_sim.reference import (
 )
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
-from zero_sim.targets.adapt import PARTS
+from zero_sim.targets.adapt import GRADIENTS, PARTS
+from zero_sim.targets.numerics import GradsTold, ToldDtype
 
 
 class ExactComparison:
@@ -49,6 +51,7 @@ class ExactComparison:
         self._order_seed = order_seed
         self.steps: dict[int, ReferenceStep] = {}
         self.uncertified_step: int | None = None if reference.certified else group.first_step
+        self._told: Tensor | None = None
         self._rules = RulesTrial()
 
     def follows(self, step: int) -> bool:
@@ -62,6 +65,16 @@ class ExactComparison:
             addresses: By rank.
         """
         self._reference.set_addresses(addresses)
+        if self._group.numerics.norm in ("of-own-params", "of-shards"):
+            self._reference.set_holdings(self._group.ownership.holdings())
+
+    def note_told(self, norm: Tensor | None) -> None:
+        """Note the norm that a rank tells of the step that is about to be compared.
+
+        Args:
+            norm: 0-D fp32; None where it tells none.
+        """
+        self._told = norm
 
     def advance(self, peers: Sequence[ExactComparison]) -> Sequence[ReferenceStep]:
         """Take the next step of all references that share a norm.
@@ -71,7 +84,10 @@ class ExactComparison:
         """
         orders = [each._prepare() for each in peers]
         taken = step_together(
-            [each._reference for each in peers], orders, order_seed=self._order_seed
+            [each._reference for each in peers],
+            orders,
+            order_seed=self._order_seed,
+            told=self._told,
         )
         for each, own in zip(peers, taken, strict=True):
             each._take(own)
@@ -129,6 +145,9 @@ class ExactComparison:
         """
         expected = self.steps[step]
         norm = result.norm if expected.norm_certified else None
+        if self._group.numerics.norm == "told":
+            self._group.unobserved.add("norm")
+            norm = None
         if norm is not None and self._comparer.differs(expected.norm, norm):
             yield self._group.differing(findings.norm(step, rank), expected.norm, norm)
         if result.zeros is not None and result.zeros != expected.zeros:
@@ -152,13 +171,8 @@ class ExactComparison:
             flat = tensor.reshape(-1)
             return flat if whole else flat[start:stop]
 
-        grad = cut(self._as_reported(expected, name))
-        assert part.grad is not None, "gradients are told after a step"
-        if self._comparer.differs(grad, part.grad):
-            at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
-            known = partial(self._known_grads, expected, rank=rank, name=name, start=start)
-            yield self._group.differing(at, grad, part.grad, known=known)
-        if expected.one_device is not None:
+        yield from self._compare_grad(part, expected, rank=rank, step=step, cut=cut)
+        if expected.one_device is not None and part.grad is not None:
             one = cut(expected.one_device[name])
             yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
         want = expected.state[name]
@@ -176,8 +190,36 @@ class ExactComparison:
         pick, got = part_picked(part)
         self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
 
+    def _compare_grad(
+        self,
+        part: OwnedPart,
+        expected: ReferenceStep,
+        *,
+        rank: int,
+        step: int,
+        cut: Callable[[Tensor], Tensor],
+    ) -> Iterator[Finding]:
+        """Compare a part's reduced gradient, where it is told."""
+        name, wanted = part.place.param, self._as_reported(expected, part.place.param)
+        if wanted is None:
+            return  # Nothing was stepped, so that nobody was given anything.
+        grad = cut(wanted)
+        at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, part.place)
+        if part.grad is None:
+            if not self._group.telling[rank]:
+                self._group.unobserved.add(GRADIENTS)
+            elif grad.any():
+                yield findings.missing(at, "the system has no gradient of this param")
+        elif self._comparer.differs(grad, part.grad):
+            known = partial(
+                self._known_grads, expected, rank=rank, name=name, start=part.place.start
+            )
+            found = self._group.differing(at, grad, part.grad, known=known)
+            side = self._told_otherwise(expected, name, part.grad, cut)
+            yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
+
     def _compare_with_one(
-        self, one: Tensor, part: OwnedPart, *, divisor: int, at: tuple[int, int]
+        self, one: Tensor, part: OwnedPart, *, divisor: float, at: tuple[int, int]
     ) -> Iterator[Finding]:
         """Compare a part's mean over the ranks with the gradient of one device."""
         assert part.grad is not None
@@ -204,15 +246,17 @@ class ExactComparison:
             step: Index of the step, from 0.
         """
         group, spec = self._group, self._group.scenario.optimizer
-        changed = spec.clip_norm or spec.clip_value or spec.loss_scale
-        if not group.numerics.grads_in_params or changed:
+        changed = (spec.clip_norm or spec.clip_value) and group.numerics.grads_told != "after-clip"
+        if not group.numerics.grads_in_params or changed or spec.loss_scale:
             if PARTS in group.unobserved:
-                group.unobserved.add("reduced gradients")
+                group.unobserved.add(GRADIENTS)
             return
         reported = engine.gradients()
         # In the order of the params: that of a set is another one in every process.
         for name in (each for each in self.steps[step].grads if each in group.ownership.held[rank]):
             wanted, got = self._as_reported(self.steps[step], name), reported.get(name)
+            if wanted is None:
+                continue
             if got is None:
                 if wanted.any():
                     at = findings.gradient(step, rank, name)
@@ -221,7 +265,7 @@ class ExactComparison:
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self.steps[step], rank=rank, name=name, start=0)
                 found = self._group.differing(at, wanted, got, known=known)
-                side = self._other_side(self.steps[step], name, got)
+                side = self._told_otherwise(self.steps[step], name, got, _whole)
                 yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _known_grads(
@@ -233,34 +277,48 @@ class ExactComparison:
                 whose = "this rank" if other == rank else f"rank {self._group.world_ranks[other]}"
                 yield Known(
                     what=f"the gradient of {whose} alone, not reduced",
-                    values=self._divided(brought[name], expected.divisor),
+                    values=self._as_told(brought[name], expected, name),
                     start=start,
                 )
-        yield from _of_params(
-            {each: self._as_reported(expected, each) for each in expected.grads}, start=start
-        )
+        told = {each: self._as_reported(expected, each) for each in expected.grads}
+        yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
 
-    def _other_side(self, expected: ReferenceStep, name: str, got: Tensor) -> str:
-        """What to declare, if a gradient is shown from the other side of the division."""
-        grad, divisor = expected.grads[name], expected.divisor
-        side = "before" if self._group.tells_divided else "after"
-        other = grad if side == "before" else quotient(grad, divisor)
-        alike = other.shape == got.shape and other.dtype == got.dtype
-        if divisor == 1 or not (alike and same_bits(other, got)):
-            return ""
-        return (
-            f"these are its bits {side} the division by {divisor}: where the system shows "
-            f"gradients then, declare Numerics(grads_told='{side}-division')"
-        )
+    def _told_otherwise(
+        self,
+        expected: ReferenceStep,
+        name: str,
+        got: Tensor,
+        cut: Callable[[Tensor], Tensor],
+    ) -> str:
+        """What to declare, if a gradient is told at another point or in another dtype."""
+        numerics = self._group.numerics
+        for point in get_args(GradsTold):
+            for dtype in get_args(ToldDtype):
+                other = _told_as(expected, name, point=point, dtype=dtype)
+                is_declared = (point, dtype) == (numerics.grads_told, numerics.told_dtype)
+                if other is None or is_declared or not _is(cut(other), got):
+                    continue
+                said = [f"grads_told='{point}'"] if point != numerics.grads_told else []
+                said += [f"told_dtype='{dtype}'"] if dtype != numerics.told_dtype else []
+                where = point.replace("-", " the ")
+                where += f" by {expected.divisor:g}" if point != "after-clip" else ""
+                where += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
+                return (
+                    f"these are its bits {where}: where the system shows gradients so, declare "
+                    f"Numerics({', '.join(said)})"
+                )
+        return ""
 
-    def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor:
-        """A reduced gradient as the target is to tell it."""
-        grad = expected.grads[name]
-        return self._divided(grad, expected.divisor)
+    def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
+        """A reduced gradient as the target is to tell it; None where it is given none."""
+        numerics = self._group.numerics
+        return _told_as(expected, name, point=numerics.grads_told, dtype=numerics.told_dtype)
 
-    def _divided(self, grad: Tensor, divisor: int) -> Tensor:
-        undivided = divisor == 1 or not self._group.tells_divided
-        return grad if undivided else quotient(grad, divisor)
+    def _as_told(self, grad: Tensor, expected: ReferenceStep, name: str) -> Tensor:
+        """What a rank alone brought, as the target would tell it."""
+        numerics = self._group.numerics
+        point, dtype = numerics.grads_told, numerics.told_dtype
+        return _in_dtype(grad, expected, name, divided=point != "before-division", dtype=dtype)
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
@@ -296,6 +354,50 @@ class ExactComparison:
             judged: The judge's report so far.
         """
         return replace(judged, rules=self._rules.of_step(judged.bad_step))
+
+
+_IN: Mapping[ToldDtype, str] = {
+    "sum": "the dtype of the sum",
+    "param": "the dtype of the param",
+    "fp32": "fp32",
+}
+
+
+def _told_as(
+    expected: ReferenceStep, name: str, *, point: GradsTold, dtype: ToldDtype
+) -> Tensor | None:
+    """A reduced gradient at a point and in a dtype; None where there is none at that point."""
+    if point != "after-clip":
+        divided = point == "after-division"
+        return _in_dtype(expected.grads[name], expected, name, divided=divided, dtype=dtype)
+    if name in expected.stepped:
+        like = {"sum": expected.grads, "param": expected.params}.get(dtype)
+        stepped = expected.stepped[name]
+        return stepped if like is None else stepped.to(like[name].dtype)
+    return None if expected.skipped else torch.zeros_like(expected.masters[name])
+
+
+def _in_dtype(
+    grad: Tensor, expected: ReferenceStep, name: str, *, divided: bool, dtype: ToldDtype
+) -> Tensor:
+    """A gradient, divided where that comes after the sum; in fp32 it is divided as fp32."""
+    division = expected.division
+    if dtype == "fp32" and not division.is_rounded:
+        grad = grad.to(torch.float32)
+    if divided and expected.divisor != 1:
+        grad = division.after(grad)
+    if dtype == "sum":
+        return grad
+    return grad.to(torch.float32 if dtype == "fp32" else expected.params[name].dtype)
+
+
+def _is(other: Tensor, got: Tensor) -> bool:
+    alike = other.numel() == got.numel() and other.dtype == got.dtype
+    return alike and same_bits(other.reshape(-1), got.reshape(-1))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _of_params(values: Mapping[str, Tensor], *, start: int) -> Iterator[Known]:
@@ -340,5 +442,6 @@ def _frozen(step: ReferenceStep) -> ReferenceStep:
         masters=copied(step.masters),
         params=copied(step.params),
         scales=copied(step.scales),
+        stepped=copied(step.stepped),
         state={name: copied(state) for name, state in step.state.items()},
     )

@@ -272,6 +272,7 @@ class Judge:
         if self._bad_step is not None and step > self._bad_step:
             return
         if self._comparison.follows(step):
+            self._comparison.note_told(result.norm)
             expected = self._expected(step)
             if self._comparison.uncertified_step is None:
                 self._report(step, self._compare_result(rank, step, result, expected))
@@ -447,6 +448,7 @@ class Judge:
         # Views of live state, looked at once more when the params are there.
         self._parts[rank] = list(engine.parts())
         owned = [part.place for part in self._parts[rank]]
+        self._group.telling[rank] = any(part.grad is not None for part in self._parts[rank])
         yield from invariants.check_same_places(
             self._ownership.places[rank], owned, step=step, rank=rank
         )

@@ -52,6 +52,8 @@ class JudgedGroup:
     comparer: Comparer = field(default_factory=Comparer)
     unobserved: set[str] = field(default_factory=set)
     """What the engine could tell and does not, so that nothing is known of it; grows."""
+    telling: dict[int, bool] = field(default_factory=dict)
+    """By rank: whether it tells the reduced gradient of any of its parts, in the step it is at."""
     _guessed: set[tuple[str, int | None, int | None]] = field(default_factory=set)
     """Check, step and rank of the findings that were looked at for what came instead."""
 

@@ -11,7 +11,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.judge import invariants
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans
-from zero_sim.reference import Addresses, Orders, SumSite
+from zero_sim.reference import Addresses, Holding, Orders, SumSite
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
@@ -126,6 +126,14 @@ class Ownership:
             )
         return orders
 
+    def holdings(self) -> list[list[Holding]]:
+        """What each rank of one replica owns, for norms that ranks take of that."""
+        by_rank: dict[int, list[Holding]] = {}
+        for ranks, names in self.sharings:
+            for rank, places in self._replicas(ranks, names)[0].items():
+                by_rank.setdefault(rank, []).extend(map(_holding, places))
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
     def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
         """The calls that add gradients: the ranks of the communicator, and a site in each call."""
         replica_count = self._scenario.system.redundancy
@@ -160,3 +168,19 @@ class Ownership:
             }
             for start in range(0, len(ranks), share)
         ]
+
+
+def _holding(place: Place) -> Holding:
+    offset = elems = None
+    if place.flat_start is not None and place.shard_start is not None:
+        offset = place.flat_start - place.shard_start
+    if place.shard_start is not None and place.shard_stop is not None:
+        elems = place.shard_stop - place.shard_start
+    return Holding(
+        param=place.param,
+        start=place.start,
+        stop=place.stop,
+        shard=(place.buffer, place.bucket or 0),
+        offset=offset,
+        shard_elems=elems,
+    )

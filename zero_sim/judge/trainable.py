@@ -23,8 +23,9 @@ def check_trainable(
         UntrainableError: A gradient is not finite and nothing skips the step, or a master is not
             finite that another step goes on from.
     """
-    # With loss scaling an overflow is expected to be skipped.
-    if taken.nonfinite is not None and scenario.optimizer.loss_scale is None:
+    # With loss scaling, or where a target declares so, an overflow is expected to be skipped.
+    may_skip = scenario.optimizer.loss_scale is not None or taken.skipped
+    if taken.nonfinite is not None and not may_skip:
         raise UntrainableError(_of_gradient(taken.nonfinite, taken.step, scenario, world_ranks))
     # After the last step nothing goes on from a master, and an overflow is compared as any value.
     goes_on = taken.step + 1 < scenario.run.steps
@@ -41,8 +42,8 @@ def _of_gradient(
 ) -> str:
     planted = scenario.data.nan
     advice = (
-        "data.nan plants it: try optimizer.loss_scale, with which such a step is skipped, or leave "
-        "data.nan out."
+        "data.nan plants it: try optimizer.loss_scale, with which such a step is skipped, a target "
+        "that skips it and declares Numerics(nonfinite='skipped'), or leave data.nan out."
         if planted is not None and planted.step <= step
         else f"Try a smaller optimizer.lr than {scenario.optimizer.lr:g}, fewer run.steps, or "
         "optimizer.loss_scale, with which such a step is skipped."

@@ -7,39 +7,61 @@ from zero_sim.reference.arrangement import Arrangement
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
-from zero_sim.reference.division import AVERAGES, quotient
+from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, quotient
 from zero_sim.reference.following import Follower
-from zero_sim.reference.gradient import Norm
+from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm
 from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
 from zero_sim.reference.otherwise import OtherUpdate, Otherwise
 from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.ranks import Orders
 from zero_sim.reference.replay import NonFinite
+from zero_sim.reference.rules import (
+    ClipFunction,
+    DivideEach,
+    GradDtype,
+    NonFiniteRule,
+    Rules,
+    Sync,
+    Unused,
+)
 
 __all__ = [
     "AVERAGES",
     "CLIP_FORMS",
+    "DIVIDE_RULES",
+    "NORMS",
     "POSITION_FREE",
+    "ROOTED",
     "AddOrder",
     "Addresses",
     "Arrangement",
     "BoundedReference",
     "BoundedStep",
     "ClipForm",
+    "ClipFunction",
+    "DivideEach",
+    "DivideRule",
     "Follower",
+    "GradDtype",
+    "Holding",
+    "Holdings",
     "Interval",
     "MemoryLayout",
     "NonFinite",
+    "NonFiniteRule",
     "Norm",
     "Orders",
     "OtherUpdate",
     "Otherwise",
     "Reference",
     "ReferenceStep",
+    "Rules",
     "Standing",
     "SumSite",
     "SumSpan",
+    "Sync",
+    "Unused",
     "encode",
     "memory_layout_of",
     "quotient",

@@ -106,8 +106,27 @@ def add_replicas(
     """
     if replica_count == 1:
         return add_ranks(contributions, order=order, spans=spans, seed=seed)
+    sums = add_blocks(
+        contributions, replica_count=replica_count, order=order, spans=spans, seed=seed
+    )
+    return add_block_sums(sums, order=order, spans=spans, seed=seed)
+
+
+def add_blocks(
+    contributions: Sequence[Tensor],
+    *,
+    replica_count: int,
+    order: AddOrder,
+    spans: Sequence[SumSpan] | None = None,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Add the contributions of each replica's ranks; arguments as for `add_replicas`.
+
+    Returns:
+        One sum a replica.
+    """
     share = len(contributions) // replica_count
-    sums = [
+    return [
         add_ranks(
             contributions[block * share : (block + 1) * share],
             order=order,
@@ -117,6 +136,16 @@ def add_replicas(
         )
         for block in range(replica_count)
     ]
+
+
+def add_block_sums(
+    sums: Sequence[Tensor],
+    *,
+    order: AddOrder,
+    spans: Sequence[SumSpan] | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Add the sums of all replicas; arguments as for `add_replicas`."""
     if spans is not None and order not in POSITION_FREE:
         spans = [
             SumSpan(start=span.start, stop=span.stop, site=span.replica_site)

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from zero_sim.reference.adding import add_replicas
 from zero_sim.reference.bounding import Interval, bound_sum, divide_ends, known_sum
-from zero_sim.reference.clipping import ClipForm
 from zero_sim.reference.division import Division
 from zero_sim.reference.following import Follower, Update
 from zero_sim.reference.gradient import root_of_bounds
 from zero_sim.reference.placement import Addresses
-from zero_sim.reference.ranks import Contributions, Ranks
+from zero_sim.reference.ranks import Adding, Contributions, Ranks
 from zero_sim.reference.replay import NonFinite, isolated
+from zero_sim.reference.rules import Rules
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import lr_factor
 from zero_sim.scenario.spec import Scenario
@@ -47,7 +45,7 @@ class BoundedStep:
     """By param, of `grads`."""
     order_free: Mapping[str, Tensor]  # each ND, bool
     """By param: which elements of `grads` come out the same in every order of addition."""
-    divisor: int
+    divisor: float
     """What `grads` are yet to be divided by: 1 but for `post`."""
     active: frozenset[str]
     """Names of the params that are trained in this step."""
@@ -82,17 +80,17 @@ class BoundedReference:
     Args:
         scenario: The case, without experts, params in fp8 or a reload.
         workload: Its workload. Forward must not change the module: one module plays all ranks.
-        clip: How a gradient is clipped by its norm; not a form that takes the root.
+        rules: Of these only how a gradient is clipped by its norm; not a form that takes the root.
 
     Raises:
         ModelError: The module has no param to train, or not one that is to be frozen.
     """
 
     def __init__(
-        self, scenario: Scenario, *, workload: Workload, clip: ClipForm = "fp32-division"
+        self, scenario: Scenario, *, workload: Workload, rules: Rules | None = None
     ) -> None:
         self._scenario = scenario
-        self._clip: ClipForm = clip
+        self._rules = rules or Rules()
         self._ranks = Ranks(scenario, workload=workload)
         self._starts = {
             name: weight.to(torch.float32, copy=True)
@@ -121,10 +119,10 @@ class BoundedReference:
         """Replay all ranks from the current params and bound what they reduce to."""
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        add = partial(add_replicas, replica_count=scenario.system.redundancy, order="linear")
+        adding = Adding(order="linear", block_count=scenario.system.redundancy)
         with isolated():
             local = self._ranks.replay(step, scale=scale)
-            grads = local.reduce(add, orders={})
+            grads = local.reduce(adding, orders={})
             bounds = self._bound(local, grads=grads)
             overflow = _overflow([bounds[name] for name in local.active])
             nonfinite = None
@@ -181,7 +179,7 @@ class BoundedReference:
             self._scenario.optimizer,
             name=name,
             master=master,
-            clip=self._clip,
+            rules=self._rules,
             on_host=self._scenario.system.offload_state,
         )
 

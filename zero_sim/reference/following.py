@@ -7,14 +7,14 @@ does with them is. It is done element by element, so that a part can be stepped 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from zero_sim.reference.clipping import ClipForm, clip_by_norm_
 from zero_sim.reference.division import Division, quotient
 from zero_sim.reference.gradient import Measure, measure
+from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.stepping import Stepper
 from zero_sim.scenario.spec import OptimizerSpec
 
@@ -36,7 +36,7 @@ class Follower:
         spec: Optimizer, clipping and their settings.
         name: Name of the param, which decides its group.
         master: 1D; initial values, copied.
-        clip: How a gradient is clipped by its norm; not a form that takes the root.
+        rules: Of these only how a gradient is clipped by its norm; not a form that takes the root.
         on_host: As in `Stepper`.
     """
 
@@ -46,11 +46,11 @@ class Follower:
         *,
         name: str,
         master: Tensor,
-        clip: ClipForm = "fp32-division",
+        rules: Rules | None = None,
         on_host: bool = False,
     ) -> None:
         self._spec, self._name = spec, name
-        self._clip: ClipForm = clip
+        self._rules = rules or Rules()
         self._stepper = Stepper(spec, params={name: master}, on_host=on_host)
 
     @property
@@ -86,6 +86,7 @@ class Follower:
         if self._spec.clip_value is not None:
             wide.clamp_(-self._spec.clip_value, self._spec.clip_value)
         if self._spec.clip_norm is not None and norm is not None:
-            clip_by_norm_(wide, norm=norm, norm_max=self._spec.clip_norm, form=self._clip)
+            told = replace(measured, norm=norm)
+            clip_by_rule_(wide, measured=told, norm_max=self._spec.clip_norm, rules=self._rules)
         self._stepper.step({self._name: wide}, factor=update.lr_factor)
         return measured

@@ -13,18 +13,11 @@ certified.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-from zero_sim.reference.adding import AddOrder, add_ranks
-
-Norm = Literal["of-elements", "of-params", "of-rows"]
-"""What a norm is rounded from: one fp64 sum over all elements; or, as in torch's clip_grad_norm_,
-the fp32 norms of whole params, or of each rank's rows of them."""
 
 _ROUNDING = 2.0**-53
 _SLACK_ROUNDINGS = 4  # the root, the bounds themselves, and the sum over ranks
@@ -120,38 +113,6 @@ def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tup
     ends = [squares_min * (1 - margin), squares_max * (1 + margin)]
     low, high = torch.tensor(ends, dtype=torch.float64).sqrt_().to(torch.float32).unbind()
     return low, high
-
-
-def norm_of_params(grads: Iterable[Tensor]) -> Tensor:
-    """Return the 0-D fp32 norm of whole gradients as torch.nn.utils.get_total_norm has it.
-
-    Each gradient's norm is rounded to fp32, then that of these norms: a function of the gradients
-    alone, without an order that ranks could change.
-
-    Args:
-        grads: fp32, contiguous, in the order of the params.
-    """
-    norms = [torch.linalg.vector_norm(grad) for grad in grads]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
-
-
-def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -> Tensor:
-    """Return the same norm as torch has it for gradients whose rows are dealt out to ranks.
-
-    Each rank takes the norm of its rows of each gradient; one call adds the squares of these over
-    the ranks; their roots are the norms of whole gradients.
-
-    Args:
-        grads: As for `norm_of_params`; one without dimensions is a row by itself.
-        rank_count: Number of ranks; each has as many rows as the first, the last ones fewer.
-        order: In which that call adds; not one that depends on positions.
-    """
-    norms = torch.zeros(rank_count, len(grads), device=grads[0].device if grads else None)
-    for index, grad in enumerate(grads):
-        for rank, rows in enumerate(torch.atleast_1d(grad).chunk(rank_count)):
-            norms[rank, index] = torch.linalg.vector_norm(rows)
-    squares = add_ranks(norms.square().unbind(), order=order)
-    return torch.linalg.vector_norm(squares.sqrt())
 
 
 def flatten_wide(grads: Mapping[str, Tensor], *, names: Sequence[str]) -> Tensor:

@@ -8,36 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
-from zero_sim.reference.adding import add_replicas
 from zero_sim.reference.certificate import certify
-from zero_sim.reference.clipping import (
-    ClipForm,
-    clip_by_norm_,
-    clip_is_certified,
-)
-from zero_sim.reference.division import quotient
+from zero_sim.reference.clipping import clip_is_certified
+from zero_sim.reference.division import Division, quotient
 from zero_sim.reference.gradient import (
     Measure,
-    Norm,
     flatten_wide,
     measure,
     measure_together,
-    norm_of_params,
-    norm_of_rows,
     unflatten,
 )
+from zero_sim.reference.norms import Holdings, measure_by
 from zero_sim.reference.one_device import OneDevice
 from zero_sim.reference.otherwise import Otherwise
 from zero_sim.reference.placement import Addresses
 from zero_sim.reference.quantization import scale_for
-from zero_sim.reference.ranks import Contributions, Orders, Ranks
+from zero_sim.reference.ranks import Adding, Contributions, Orders, Ranks
 from zero_sim.reference.replay import NonFinite, isolated
+from zero_sim.reference.rules import Rules, clip_by_rule_
 from zero_sim.reference.scaling import LossScale
 from zero_sim.reference.stepping import Stepper, lr_factor
 from zero_sim.scenario.spec import Scenario
@@ -61,8 +54,13 @@ class ReferenceStep:
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
     """Gradients of one device that sees the data once, where the case says that all ranks together
     compute these; scaled as `grads`."""
-    divisor: int
-    """What `grads` are yet to be divided by: 1 but for `post`."""
+    divisor: float
+    """What `grads` are yet to be divided by: 1 where nothing comes after the sum."""
+    division: Division
+    """How they are."""
+    stepped: Mapping[str, Tensor]  # each ND, fp32
+    """What the optimizer was given, by param that it stepped: divided, unscaled and clipped; empty
+    where the step was skipped."""
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
     """The working params: the masters, cast; of all ranks, also those that only some hold."""
@@ -158,8 +156,7 @@ class Reference:
         *,
         workload: Workload,
         uncounted: Sequence[str] = (),
-        norm: Norm = "of-elements",
-        clip: ClipForm = "fp32-division",
+        rules: Rules | None = None,
     ) -> None:
         """Build the module and one fp32 master per trained param.
 
@@ -168,17 +165,16 @@ class Reference:
             workload: Its workload. Forward must not change the module: one module plays all ranks.
             uncounted: Endings of names that norm and zeros leave out, as another part of the model
                 counts them.
-            norm: What the norm is rounded from.
-            clip: How a gradient is clipped by it; a form that takes the root, only of elements.
+            rules: By which rules it computes what the scenario leaves open.
 
         Raises:
             ModelError: The module has no param to train, or not one that is to be frozen.
         """
         self._scenario = scenario
         self._uncounted = tuple(uncounted)
-        self._norm = norm
-        self._clip: ClipForm = clip
-        self._ranks = Ranks(scenario, workload=workload)
+        self._rules = rules or Rules()
+        self._holdings: Holdings = ()
+        self._ranks = Ranks(scenario, workload=workload, rules=self._rules)
         self._scales = self._ranks.scales()
         spec = scenario.optimizer
         on_host = scenario.system.offload_state
@@ -208,12 +204,21 @@ class Reference:
             self._one_device.set_address(addresses[0])
         self._write_params()
 
+    def set_holdings(self, holdings: Holdings) -> None:
+        """Tell what each rank of one replica owns, for norms that are taken of that.
+
+        Args:
+            holdings: By rank; see `norms.Holding`.
+        """
+        self._holdings = holdings
+
     def continue_as(
         self,
         scenario: Scenario,
         *,
         workload: Workload | None = None,
         weights_only: bool = False,
+        rules: Rules | None = None,
     ) -> None:
         """Go on in another world: masters, optimizer state, loss scale and step index stay.
 
@@ -222,6 +227,7 @@ class Reference:
             workload: Its workload; built from it where left out.
             weights_only: Whether masters and step index alone stay: the optimizer has yet to make
                 its state, and the loss scale is the first one again.
+            rules: By which rules it goes on; the same ones where left out.
 
         Raises:
             UsageError: The model or the optimizer is another one.
@@ -234,6 +240,7 @@ class Reference:
                     "Try changing only `world`, `system`, `data` and `run`."
                 )
         self._scenario = scenario
+        self._rules = self._ranks.rules = rules or self._rules
         workload = build_workload(scenario) if workload is None else workload
         self._ranks.move(scenario, workload=workload)
         self._one_device = self._build_one_device()
@@ -285,17 +292,16 @@ class Reference:
         """
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        add = partial(
-            add_replicas,
-            replica_count=scenario.system.redundancy,
+        adding = Adding(
             order=scenario.world.order,
             seed=order_seed,
+            block_count=scenario.system.redundancy,
         )
         is_exact = scenario.model.name in EXACT_MODELS
         with isolated():
             local = self._ranks.replay(step, scale=scale, keep_micro=is_exact)
-            grads = local.reduce(add, orders=orders or {})
-            flat = flatten_wide(grads, names=local.active)
+            grads = local.reduce(adding, orders=orders or {})
+            flat = self._flatten(grads, local)
             one_device = None
             if self._one_device is not None:
                 one_device = self._one_device.gradients(
@@ -304,7 +310,8 @@ class Reference:
             nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
             if scale is not None:
                 flat = quotient(flat, scale)
-            local.division.after_(flat)
+            if local.divisor != 1:
+                local.division.after_(flat)
             measured = self._measure(flat, active=local.active)
             # Before the optimizer moves the weights: the search replays this step.
             nonfinite = None if measured.finite else self._ranks.find_nonfinite(step, scale=scale)
@@ -319,12 +326,21 @@ class Reference:
             nonfinite=nonfinite,
         )
 
-    def finish(self, begun: BegunStep, *, measured: Measure) -> ReferenceStep:
+    def _flatten(self, grads: Mapping[str, Tensor], local: Contributions) -> Tensor:
+        """Join what is trained in a step, divided already where that rounds to the sums' dtype."""
+        if local.division.is_rounded and local.divisor != 1:
+            grads = {name: local.division.after(grads[name]) for name in local.active}
+        return flatten_wide(grads, names=local.active)
+
+    def finish(
+        self, begun: BegunStep, *, measured: Measure, told: Tensor | None = None
+    ) -> ReferenceStep:
         """Clip and update, or skip, as the measure of the whole gradient says.
 
         Args:
             begun: From `begin`.
             measured: Its own measure; where it is one part of a model, that of all parts.
+            told: 0-D fp32, the norm that the system tells, where it is to be taken from it.
 
         Raises:
             UntrainableError: torch's optimizer cannot take the step.
@@ -332,7 +348,11 @@ class Reference:
         step, local = self._next_step, begun.local
         scale = None if self._loss_scale is None else self._loss_scale.scale
         factor = lr_factor(self._scenario.optimizer, step=step)
-        skipped = self._loss_scale is not None and not measured.finite
+        skips = self._loss_scale is not None or self._rules.nonfinite == "skipped"
+        skipped = skips and not measured.finite
+        if self._rules.norm == "told" and told is not None:
+            measured = replace(measured, norm=told, norm_certified=True)
+        stepped: Mapping[str, Tensor] = {}
         norm_max, otherwise = self._scenario.optimizer.clip_norm, None
         keeps = self._elems * len(local.replays) <= KEPT_ELEMS_MAX
         masters_before = _copied(self._stepper.masters) if keeps else {}
@@ -342,13 +362,13 @@ class Reference:
                 # Where no form clips, there is only one rule.
                 if norm_max is not None and not bool(measured.norm < norm_max / 2):
                     otherwise = self._otherwise(begun, measured=measured, factor=factor)
-                self._update(begun.flat, measured=measured, active=local.active, factor=factor)
+                stepped = self._update(
+                    begun.flat, measured=measured, active=local.active, factor=factor
+                )
         if self._loss_scale is not None:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
-        clip_certified = norm_max is None or clip_is_certified(
-            measured, norm_max=norm_max, form=self._clip
-        )
+        clip_certified = norm_max is None or self._clip_is_certified(measured, norm_max)
         self.certified &= clip_certified
         return ReferenceStep(
             step=step,
@@ -356,6 +376,8 @@ class Reference:
             grads=begun.grads,
             one_device=begun.one_device,
             divisor=local.divisor,
+            division=local.division,
+            stepped=stepped,
             masters=self._stepper.masters,
             params=self._ranks.params(),
             scales=dict(self._scales),
@@ -384,24 +406,30 @@ class Reference:
         device = next(iter(self._stepper.masters.values())).device
         return OneDevice(self._scenario, device=str(device))
 
+    def _clip_is_certified(self, measured: Measure, norm_max: float) -> bool:
+        form = self._rules.known_clip
+        if form is None or self._rules.norm != "of-elements":
+            return measured.norm_certified
+        return clip_is_certified(measured, norm_max=norm_max, form=form)
+
     def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
         """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
         whole = measure(flat)
-        if self._norm != "of-elements":
-            norm = self._norm_as_torch(flat, active=active)
-            return replace(whole, norm=norm, norm_certified=True)
+        if self._rules.norm not in ("of-elements", "told"):
+            grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
+            return measure_by(
+                self._rules.norm,
+                whole,
+                grads=grads,
+                rank_count=self._scenario.world.size,
+                order=self._scenario.world.order,
+                holdings=self._holdings,
+            )
         if not any(name.endswith(self._uncounted) for name in active):
             return whole
         pieces = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
         counted = [name for name in active if not name.endswith(self._uncounted)]
         return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
-
-    def _norm_as_torch(self, flat: Tensor, *, active: Sequence[str]) -> Tensor:
-        grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
-        if self._norm == "of-params":
-            return norm_of_params(grads.values()).to(flat.device)
-        world = self._scenario.world
-        return norm_of_rows(list(grads.values()), rank_count=world.size, order=world.order)
 
     def _otherwise(self, begun: BegunStep, *, measured: Measure, factor: float) -> Otherwise:
         """Keep what the update starts from, before it does."""
@@ -412,8 +440,7 @@ class Reference:
             flat=begun.flat.clone(),
             measured=measured,
             norm_max=norm_max,
-            clip=self._clip,
-            has_root=self._norm == "of-elements",
+            followed=self._rules,
             factor=factor,
             active=tuple(begun.local.active),
             dtypes={name: param.dtype for name, param in self._ranks.params().items()},
@@ -422,28 +449,27 @@ class Reference:
 
     def _update(
         self, flat: Tensor, *, measured: Measure, active: Sequence[str], factor: float
-    ) -> None:
+    ) -> Mapping[str, Tensor]:
         """Clip the master gradient, step the masters and cast them into the working params.
 
         Params in fp8 get new scales; those that are frozen keep theirs.
+
+        Returns:
+            What the masters were stepped with.
         """
         spec, masters = self._scenario.optimizer, self._stepper.masters
         if spec.clip_value is not None:
             flat.clamp_(-spec.clip_value, spec.clip_value)
         if spec.clip_norm is not None:
-            clip_by_norm_(
-                flat,
-                norm=measured.norm,
-                norm_max=spec.clip_norm,
-                form=self._clip,
-                root=measured.squares**0.5,
-            )
+            clip_by_rule_(flat, measured=measured, norm_max=spec.clip_norm, rules=self._rules)
         like = {name: masters[name] for name in active}
-        self._stepper.step(unflatten(flat, like=like), factor=factor)
+        stepped = unflatten(flat, like=like)
+        self._stepper.step(stepped, factor=factor)
         working = self._ranks.params() if self._scales else {}
         for name in self._scales.keys() & like.keys():
             self._scales[name] = scale_for(masters[name], dtype=working[name].dtype)
         self._write_params()
+        return stepped
 
     def _write_params(self) -> None:
         """Cast the masters into the working params of all ranks."""
@@ -451,7 +477,11 @@ class Reference:
 
 
 def step_together(
-    references: Sequence[Reference], orders: Sequence[Orders | None], *, order_seed: int = 0
+    references: Sequence[Reference],
+    orders: Sequence[Orders | None],
+    *,
+    order_seed: int = 0,
+    told: Tensor | None = None,
 ) -> list[ReferenceStep]:
     """Run the next step of all parts of one model.
 
@@ -462,6 +492,7 @@ def step_together(
         references: One a part.
         orders: For each, as in `Reference.step`.
         order_seed: As in `Reference.step`.
+        told: As in `Reference.finish`.
 
     Raises:
         UsageError: As `Reference.step`.
@@ -472,7 +503,7 @@ def step_together(
     ]
     measured = measure_together([each.measured for each in begun])
     return [
-        reference.finish(each, measured=measured)
+        reference.finish(each, measured=measured, told=told)
         for reference, each in zip(references, begun, strict=True)
     ]
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from zero_sim.reference.clipping import (
-    CLIP_FORMS,
-    ClipForm,
-    clip_by_norm_,
-    clip_factor,
-    takes_root,
-)
+from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, clip_factor, takes_root
 from zero_sim.reference.gradient import Measure, unflatten
+from zero_sim.reference.norms import ROOTED
 from zero_sim.reference.quantization import encode, scale_for
 from zero_sim.reference.replay import isolated
+from zero_sim.reference.rules import ClipFunction, Rules, clip_by_rule_
 from zero_sim.reference.stepping import Stepper
 
 
@@ -44,10 +40,8 @@ class Otherwise:
     """The master gradient, not clipped."""
     measured: Measure
     norm_max: float
-    clip: ClipForm
-    """The form that was assumed."""
-    has_root: bool
-    """Whether the norm is the root of the sum of squares, so that forms that take it apply."""
+    followed: Rules
+    """Those that were assumed."""
     factor: float
     """What learning rates are multiplied by."""
     active: Sequence[str]
@@ -60,7 +54,7 @@ class Otherwise:
     @property
     def assumed(self) -> str:
         """The rule that the reference followed."""
-        return _declared(self.clip)
+        return _declared(self.followed.clip)
 
     def rules(self) -> Sequence[str]:
         """All other rules that give other bits than the one that was assumed."""
@@ -72,17 +66,14 @@ class Otherwise:
         Args:
             rule: One of `rules`, or the one that was assumed.
         """
-        form = next(form for form in self._forms() if _declared(form) == rule)
+        form = self.followed.clip
+        if rule != self.assumed:
+            form = next(form for form in self._forms() if _declared(form) == rule)
         flat, stepper = self.flat.clone(), self.stepper.fork()
         like = {name: stepper.masters[name] for name in self.active}
         with isolated():
-            clip_by_norm_(
-                flat,
-                norm=self.measured.norm,
-                norm_max=self.norm_max,
-                form=form,
-                root=self.measured.squares**0.5,
-            )
+            rules = replace(self.followed, clip=form)
+            clip_by_rule_(flat, measured=self.measured, norm_max=self.norm_max, rules=rules)
             stepper.step(unflatten(flat, like=like), factor=self.factor)
             masters = stepper.masters
             params = {name: self._cast(name, masters[name]) for name in masters}
@@ -96,7 +87,9 @@ class Otherwise:
         return encode(master, scale=scale, dtype=dtype)
 
     def _forms(self) -> Sequence[ClipForm]:
-        return [form for form in CLIP_FORMS if self.has_root or not takes_root(form)]
+        # Of norms of norms no root is known that was not rounded.
+        has_root = self.followed.norm in ROOTED
+        return [form for form in CLIP_FORMS if has_root or not takes_root(form)]
 
     def _number(self, form: ClipForm) -> tuple[bool, float]:
         """What decides the bits: a number, and whether gradients are divided by it."""
@@ -111,8 +104,11 @@ class Otherwise:
 
     @property
     def _assumed(self) -> tuple[bool, float]:
-        return self._number(self.clip)
+        if callable(self.followed.clip):
+            factor = self.followed.clip(self.measured.norm.clone(), self.norm_max)
+            return False, float(torch.as_tensor(factor, dtype=torch.float32))
+        return self._number(self.followed.clip)
 
 
-def _declared(form: ClipForm) -> str:
-    return f"clip = {form!r}"
+def _declared(clip: ClipForm | ClipFunction) -> str:
+    return "clip, a function of its own" if callable(clip) else f"clip = {clip!r}"

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero_sim.errors import ModelError, ScenarioError, UsageError
-from zero_sim.reference.adding import SumSpan
+from zero_sim.reference.adding import AddOrder, SumSpan, add_block_sums, add_blocks, add_replicas
 from zero_sim.reference.division import Division, count_contributions
 from zero_sim.reference.placement import Addresses, MemoryLayout, move_params
 from zero_sim.reference.quantization import decode, encode, find_scales
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer
+from zero_sim.reference.rules import GradDtype, Rules, Sync, dtype_named
 from zero_sim.scenario.names import check_names
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Workload, build_module
 
 Orders = Mapping[str, Sequence[SumSpan]]
 """By param: spans that tile its flattened elements, each with its place in the calls that add."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adding:
+    """How the ranks' gradients are added: over blocks of ranks, then over these."""
+
+    order: AddOrder
+    seed: int = 0
+    """Seed of the world, from which `random-tree` draws."""
+    block_count: int = 1
+    """Number of blocks of consecutive ranks."""
+
+    def all(self, local: Sequence[Tensor], *, spans: Sequence[SumSpan] | None) -> Tensor:
+        """Add the gradients of all ranks; arguments as for `add_replicas`."""
+        return add_replicas(
+            local, replica_count=self.block_count, order=self.order, spans=spans, seed=self.seed
+        )
+
+    def in_blocks(
+        self, local: Sequence[Tensor], *, spans: Sequence[SumSpan] | None
+    ) -> list[Tensor]:
+        """Add those of each block; arguments as for `add_replicas`."""
+        return add_blocks(
+            local, replica_count=self.block_count, order=self.order, spans=spans, seed=self.seed
+        )
+
+    def over_blocks(self, sums: Sequence[Tensor], *, spans: Sequence[SumSpan] | None) -> Tensor:
+        """Add the sums of all blocks; arguments as for `add_replicas`."""
+        if len(sums) == 1:
+            return sums[0]
+        return add_block_sums(sums, order=self.order, spans=spans, seed=self.seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +65,12 @@ class Contributions:
     replays: Sequence[RankReplay]
     """By rank."""
     division: Division
+    across_last: bool = False
+    """Whether each round is summed within the blocks of ranks, and the last one over them, too."""
+    reduce_dtypes: Mapping[str, torch.dtype] | None = None
+    """By param: in which ranks are summed; None for the dtype of what they accumulated."""
+    sum_dtypes: Mapping[str, torch.dtype] | None = None
+    """By param: in which the sums of several rounds are added; None for the dtype of these."""
 
     @property
     def losses(self) -> dict[tuple[int, int], Tensor]:
@@ -49,9 +87,9 @@ class Contributions:
         return {rank: replay.data_digest for rank, replay in enumerate(self.replays)}
 
     @property
-    def divisor(self) -> int:
-        """What sums are yet to be divided by: 1 but for `post`."""
-        return self.division.count if self.division.how == "post" else 1
+    def divisor(self) -> float:
+        """What the sums are yet to be divided by: 1 where nothing is."""
+        return 1 if self.division.each_round else self.division.rest
 
     def brought(self) -> list[dict[str, Tensor]]:
         """What each rank adds to the last sum of the step, by param, divided where that is before.
@@ -60,35 +98,74 @@ class Contributions:
             By rank.
         """
         last = [replay.rounds[-1] for replay in self.replays]
-        if not self.division.is_before:
+        if not self.division.is_before and self.reduce_dtypes is None:
             return last
-        return [{name: self.division.before(g) for name, g in grads.items()} for grads in last]
+        return [{name: self._brought(name, g) for name, g in grads.items()} for grads in last]
 
-    def reduce(self, add: Callable[..., Tensor], *, orders: Orders) -> dict[str, Tensor]:
-        """Add the ranks' gradients round by round, divided first where the scenario says so.
+    def _brought(self, name: str, grad: Tensor) -> Tensor:
+        """What a rank brings to a sum, of what it accumulated."""
+        if self.reduce_dtypes is not None:
+            grad = grad.to(self.reduce_dtypes[name])
+        return self.division.before(grad) if self.division.is_before else grad
+
+    def reduce(self, adding: Adding, *, orders: Orders) -> dict[str, Tensor]:
+        """Add the ranks' gradients round by round, divided first where a rule says so.
 
         Args:
-            add: Adds the gradients of all ranks, of one param in one round.
+            adding: How the gradients of all ranks, of one param in one round, are added.
             orders: By param, where it stands in the calls that add it, as far as that matters.
 
         Returns:
-            The sums of all params; zeros of those that are frozen.
+            The sums of all params; zeros of those that have no gradient.
         """
-        reduced: dict[str, Tensor] = {}
-        for rounds in zip(*(replay.rounds for replay in self.replays), strict=True):
-            for name in self.active:
-                local = [grads[name] for grads in rounds if name in grads]
-                if self.division.is_before:
-                    local = [self.division.before(grad) for grad in local]
-                try:
-                    total = add(local, spans=orders.get(name))
-                except UsageError as error:
-                    raise UsageError(f"param {name!r}: {error}") from error
-                reduced[name] = reduced[name] + total if name in reduced else total
-        zeros = {name: grad for replay in self.replays for name, grad in replay.rounds[0].items()}
-        return {
-            name: reduced[name] if name in reduced else zeros[name].clone() for name in self.names
+        reduced = {
+            name: self.reduce_param(name, adding, spans=orders.get(name)) for name in self.active
         }
+        zeros = {name: grad for replay in self.replays for name, grad in replay.rounds[0].items()}
+        dtypes = self.reduce_dtypes or self.sum_dtypes or {}
+        return {
+            name: reduced[name]
+            if name in reduced
+            # Of a param that is not used it may be no gradient of zeros.
+            else torch.zeros_like(zeros[name], dtype=dtypes.get(name))
+            for name in self.names
+        }
+
+    def reduce_param(self, name: str, adding: Adding, *, spans: Sequence[SumSpan] | None) -> Tensor:
+        """Add one param's gradients round by round.
+
+        Args:
+            name: The param, one of `active`.
+            adding: As for `reduce`.
+            spans: Where it stands in the calls that add it.
+
+        Raises:
+            UsageError: The order depends on positions, and they do not tile the param.
+        """
+        rounds = zip(*(replay.rounds for replay in self.replays), strict=True)
+        held = [[grads[name] for grads in each if name in grads] for each in rounds]
+        plain = not self.division.is_before and self.reduce_dtypes is None
+        brought = held
+        if not plain:
+            brought = [[self._brought(name, grad) for grad in each] for each in held]
+        try:
+            if not self.across_last:
+                return self._added(name, [adding.all(each, spans=spans) for each in brought])
+            blocks = zip(*(adding.in_blocks(each, spans=spans) for each in brought), strict=True)
+            return adding.over_blocks([self._added(name, sums) for sums in blocks], spans=spans)
+        except UsageError as error:
+            raise UsageError(f"param {name!r}: {error}") from error
+
+    def _added(self, name: str, sums: Sequence[Tensor]) -> Tensor:
+        """The sums of all rounds, one after the other."""
+        if self.division.each_round:
+            sums = [self.division.after(each) for each in sums]
+        if self.sum_dtypes is not None:
+            sums = [each.to(self.sum_dtypes[name]) for each in sums]
+        total = sums[0]
+        for each in sums[1:]:
+            total = total + each
+        return total
 
 
 class Ranks:
@@ -100,13 +177,17 @@ class Ranks:
     Args:
         scenario: The case that is replayed.
         workload: Its workload.
+        rules: How gradients are accumulated, divided and summed.
 
     Raises:
         ModelError: The module has no param to train.
         ScenarioError: It has none of a name that the scenario says something of.
     """
 
-    def __init__(self, scenario: Scenario, *, workload: Workload) -> None:
+    def __init__(
+        self, scenario: Scenario, *, workload: Workload, rules: Rules | None = None
+    ) -> None:
+        self.rules = rules or Rules()
         self._scenario = scenario
         self._workload = workload
         shares = self._build_shares()
@@ -196,21 +277,64 @@ class Ranks:
             scale: What losses are multiplied by; None for nothing.
             keep_micro: Whether to keep the gradients of each micro-batch, too.
         """
+        rules = self.rules
+        sync, accumulate, reduce = self._how(rules)
         active = self._freeze(step)
-        in_fp32 = self._scenario.system.grad_dtype == "fp32"
         replays = [
             replayer.replay_rank(
                 step=step,
                 rank=rank,
-                grad_dtype=torch.float32 if in_fp32 else None,
+                # Where each micro-batch is summed, nothing is accumulated before that.
+                grad_dtype=dtype_named(accumulate if sync == "last" else reduce),
                 scale=scale,
                 keep_micro=keep_micro,
+                every=sync != "last",
             )
             for rank, replayer in enumerate(self._replayer_of_rank)
         ]
+        if rules.unused == "left-alone":
+            used = frozenset[str]().union(*(replay.reached for replay in replays))
+            active = [name for name in active if name in used]
+        return self.contributions(active, replays, rules)
+
+    def contributions(
+        self, active: Sequence[str], replays: Sequence[RankReplay], rules: Rules
+    ) -> Contributions:
+        """What replayed ranks bring to a step by some rules.
+
+        Args:
+            active: Names of the params that have a gradient.
+            replays: By rank.
+            rules: How gradients are divided and summed; accumulated they are already.
+        """
+        sync, accumulate, reduce = self._how(rules)
+        differ = accumulate != reduce
         return Contributions(
-            names=self._names, active=active, replays=replays, division=self._division(replays)
+            names=self._names,
+            active=active,
+            replays=replays,
+            division=self._division(replays, rules),
+            across_last=sync == "every-in-block",
+            reduce_dtypes=self._grad_dtypes(reduce) if differ and sync == "last" else None,
+            sum_dtypes=self._grad_dtypes(accumulate) if differ and sync == "every" else None,
         )
+
+    def _how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:
+        """When ranks are summed, and the dtypes in which gradients are accumulated and reduced."""
+        system = self._scenario.system
+        return (
+            rules.sync or system.sync,
+            rules.accumulate_dtype or system.grad_dtype,
+            rules.reduce_dtype or system.grad_dtype,
+        )
+
+    def _grad_dtypes(self, dtype: GradDtype) -> dict[str, torch.dtype]:
+        named = dtype_named(dtype)
+        return {
+            name: named or param.grad_dtype or param.dtype
+            for replayer in self._replayers
+            for name, param in replayer.params.items()
+        }
 
     def find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
         """Name the first rank's gradient that is not finite, by replaying a step once more.
@@ -258,12 +382,19 @@ class Ranks:
             replayer.freeze(frozen)
         return [name for name in self._names if name not in frozen]
 
-    def _division(self, replays: Sequence[RankReplay]) -> Division:
+    def _division(self, replays: Sequence[RankReplay], rules: Rules) -> Division:
         system = self._scenario.system
-        count = count_contributions(
-            system.divide_by,
-            rank_count=len(replays),
-            micro_batches=self._scenario.run.micro_batches,
-            rows=sum(replay.rows for replay in replays),
+        count: float | None = rules.divide_by
+        if count is None:
+            count = count_contributions(
+                system.divide_by,
+                rank_count=len(replays),
+                micro_batches=self._scenario.run.micro_batches,
+                rows=sum(replay.rows for replay in replays),
+            )
+        return Division(
+            how=rules.divide or system.divide,
+            count=count,
+            first=rules.predivide_by,
+            each_round=rules.divide_each == "round",
         )
-        return Division(how=system.divide, count=count)

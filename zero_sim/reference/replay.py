@@ -42,6 +42,8 @@ class RankReplay:
     micro_grads: tuple[dict[str, Tensor], ...]  # each ND, grad dtype
     """The gradients of every micro-batch by itself, by param, without those that its loss does not
     reach; empty where they were not asked for."""
+    reached: frozenset[str]
+    """Names of the params that the loss of some micro-batch reaches."""
     rows: int
     """Rows of all its micro-batches."""
     data_digest: bytes
@@ -100,6 +102,7 @@ class Replayer:
         grad_dtype: torch.dtype | None,
         scale: float | None,
         keep_micro: bool = False,
+        every: bool | None = None,
     ) -> RankReplay:
         """Run all micro-batches of one rank and accumulate their gradients, in order.
 
@@ -112,8 +115,9 @@ class Replayer:
                 for what each param's own gradient has.
             scale: What losses are multiplied by before backward; None for nothing.
             keep_micro: Whether to return the gradients of each micro-batch, too.
+            every: Whether each micro-batch is a round by itself; None for what the scenario says.
         """
-        every = self.scenario.system.sync == "every"
+        every = self.scenario.system.sync == "every" if every is None else every
         rounds: list[dict[str, Tensor]] = []
         replays: list[MicroReplay] = []
         for micro in range(self.scenario.run.micro_batches):
@@ -145,6 +149,7 @@ class Replayer:
             )
             if keep_micro
             else (),
+            reached=frozenset().union(*(replay.grads for replay in replays)),
             rows=sum(replay.rows for replay in replays),
             data_digest=_join([replay.digest for replay in replays]),
         )

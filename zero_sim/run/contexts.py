@@ -38,9 +38,10 @@ def build_contexts(
         ModelError: The model has nothing to train.
         UsageError: A reference cannot go on in this world.
     """
-    numerics, contexts = numerics_of(target), []
+    contexts: list[GroupContext] = []
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
         # What the target computes, in the reference's words; the target gets the case as it is.
+        numerics = numerics_of(target, dp_cp_group.scenario)
         replayed = numerics.replayed(dp_cp_group.scenario, added_in=added_in)
         workload = on_device(build_workload(dp_cp_group.scenario), device)
         reference = references[index] = take_reference(
@@ -49,8 +50,7 @@ def build_contexts(
             workload=workload,
             uncounted=dp_cp_group.uncounted,
             weights_only=segment.weights_only,
-            norm=numerics.norm,
-            clip=numerics.clip,
+            rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
         shown = (
             None

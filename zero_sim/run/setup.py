@@ -60,7 +60,7 @@ class Setup:
         """Whether what ranks bring is rounded, which no model's budget of bits has room for."""
         if scenario.system.target not in (*target_names(), *library_target_names()):
             return False
-        numerics = numerics_of(find_target(scenario.system.target))
+        numerics = numerics_of(find_target(scenario.system.target), scenario)
         system = numerics.replayed(scenario, added_in=OWN_ORDERS[self.backend]).system
         if system.divide not in ("pre", "premul"):
             return False

@@ -7,13 +7,13 @@ from zero_sim.targets.declared import (
     OPTIMIZER_SETTINGS,
     PLAIN_MODELS,
     Capabilities,
-    Numerics,
     capabilities_of,
     check_asked,
     numerics_of,
     refusals,
 )
 from zero_sim.targets.imported import check_target
+from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.protocol import (
     CostedEngine,
     Engine,

@@ -30,6 +30,7 @@ from zero_sim.workloads.fp8 import SCALE_SUFFIX
 _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
 
 PARTS = "masters and optimizer state"
+GRADIENTS = "reduced gradients"
 STRAY_GRADIENTS = "gradients between steps and their padding"
 STRAY_PADDING = "padding of params and masters"
 
@@ -175,9 +176,7 @@ class CompletedEngine:
                     f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad "
                     "is None."
                 ) from error
-            checked = answers.check_parts(
-                reported, engine=self._engine, model=self._model, has_stepped=self._has_stepped
-            )
+            checked = answers.check_parts(reported, engine=self._engine, model=self._model)
             return list(checked)
 
     def settings(self) -> Settings | None:

@@ -190,30 +190,23 @@ def check_sizes(params: Mapping[str, Tensor], *, engine: object, model: Model) -
             )
 
 
-def check_parts(
-    answer: object, *, engine: object, model: Model | None, has_stepped: bool
-) -> list[OwnedPart]:
+def check_parts(answer: object, *, engine: object, model: Model | None) -> list[OwnedPart]:
     """Return the parts that an engine tells, flattened.
 
     Args:
         answer: What came.
         engine: The engine that answered, for messages.
         model: As for `check_params`.
-        has_stepped: Whether a step was taken, after which gradients are told.
 
     Raises:
         ProtocolError: They are no parts of params of the model.
     """
     if not isinstance(answer, Iterable):
         raise _wrong(engine, "parts", "an iterable of zero_sim.targets.OwnedPart", answer)
-    return [
-        _check_part(part, engine=engine, model=model, has_stepped=has_stepped) for part in answer
-    ]
+    return [_check_part(part, engine=engine, model=model) for part in answer]
 
 
-def _check_part(
-    part: object, *, engine: object, model: Model | None, has_stepped: bool
-) -> OwnedPart:
+def _check_part(part: object, *, engine: object, model: Model | None) -> OwnedPart:
     if not isinstance(part, OwnedPart):
         raise _wrong(engine, "parts", "zero_sim.targets.OwnedPart for each part", part)
     place = part.place
@@ -239,7 +232,7 @@ def _check_part(
         for key, value in part.state.items()
         if isinstance(value, Tensor) and not value.dim()
     }
-    if part.grad is not None or has_stepped:
+    if part.grad is not None:
         tensors["grad"] = part.grad
     for what, value in tensors.items():
         if not isinstance(value, Tensor):

@@ -11,11 +11,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Literal, get_args
 
 from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
-from zero_sim.reference import AVERAGES, CLIP_FORMS, POSITION_FREE, ClipForm, Norm, takes_root
+from zero_sim.reference import AVERAGES, POSITION_FREE
 from zero_sim.scenario.fields import show
 from zero_sim.scenario.reload import after_reload, placed_in_reload
 from zero_sim.scenario.spec import (
@@ -30,6 +29,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
 )
 from zero_sim.targets.answers import shown
+from zero_sim.targets.numerics import Numerics, check_word, check_words, value_of
 from zero_sim.targets.protocol import Target
 
 PLAIN_MODELS: tuple[ModelName, ...] = (
@@ -135,8 +135,7 @@ class Capabilities:
                     f"got {show(shape)}.",
                 )
         yield from self._unfollowed(scenario, numerics)
-        if scenario.optimizer.clip_norm is not None:
-            yield from _not_clipped(scenario, numerics)
+        yield from numerics.problems(scenario)
 
     def _unfollowed(self, scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:
         for path, value, default in _options(scenario):
@@ -144,7 +143,7 @@ class Capabilities:
                 continue
             # What the target does anyway, a scenario may say.
             table, _, name = path.partition(".")
-            if table == "system" and value == getattr(numerics, name, None):
+            if table == "system" and value == value_of(numerics, name):
                 continue
             yield Problem(
                 path=path,
@@ -153,94 +152,6 @@ class Capabilities:
                 f"follows=({path!r},).",
             )
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Numerics:
-    """By which rules a target computes; None where it does as the scenario says."""
-
-    divide: Literal["none", "pre", "post", "premul", "avg"] | None = None
-    """How the sum over the ranks becomes a mean, as `system.divide` has it; or `avg`: by AVG of the
-    collective, which is a division after the sum (`post`) everywhere but on NCCL, whose rings
-    multiply with the rounded reciprocal before it (`premul`)."""
-    divide_by: Literal["ranks", "micro-batches", "tokens"] | None = None
-    """What it is divided by."""
-    sync: Literal["last", "every"] | None = None
-    """The accumulation rule: whether ranks are summed after the last micro-batch or every one."""
-    grad_dtype: Literal["param", "fp32"] | None = None
-    """Dtype in which gradients are accumulated and reduced."""
-    grads_told: Literal["before-division", "after-division"] = "before-division"
-    """Whether the reduced gradients that it tells are as the collective left them, or already
-    divided where the division comes after the sum."""
-    norm: Norm = "of-elements"
-    """What a norm is rounded from. `of-elements`: the root of one fp64 sum over all ranks, rounded
-    to fp32 once. `of-params`: the fp32 norm of the fp32 norms of whole gradients, as
-    `torch.nn.utils.clip_grad_norm_` computes it on every rank by itself. `of-rows`: the same where
-    each rank has rows of them, and one call adds the squares of their norms. A target with a norm
-    of norms cannot be asked to clip by it over several cells, or in an unknown order."""
-    clip: ClipForm = "fp32-division"
-    """How gradients are clipped by that norm; all forms are one in mathematics and a few units in
-    the last place apart. The first word says where the coefficient is computed: `fp32`, in fp32
-    tensors, from the fp32 norm; `fp64`, from the fp32 norm in Python's floats, rounded once;
-    `fp64-root`, likewise from a root that was never rounded to fp32. The second one says how:
-    `division`, min(1, bound / (norm + 1e-6)); `reciprocal`, bound times (1 / (norm + 1e-6));
-    `inverse`, 1 / ((norm + 1e-6) / bound); `quotient`, gradients divided by
-    max(1, (norm + 1e-6) / bound). With `-without-eps` behind it, 1e-6 is not added.
-
-    `torch.nn.utils.clip_grad_norm_` and FSDP: `fp32-reciprocal`; `torch.clamp(bound / (norm +
-    1e-6), max=1.0)` with a Python number for the bound is that, and with a tensor for it, as in
-    fairscale, `fp32-division`. Megatron-LM: `fp64-division`, or `fp64-root-division` where the
-    root is taken in Python. DeepSpeed and ColossalAI: `fp32-inverse` where the norm is a tensor,
-    `fp64-inverse` or `fp64-root-inverse` where it is a Python number. The LAMB kernels of apex:
-    `fp32-quotient-without-eps`."""
-    grads_in_params: bool = False
-    """Whether the tensors that `params` gives have the reduced gradient in `.grad` after a step:
-    not clipped, not unscaled."""
-
-    def __post_init__(self) -> None:
-        """Refuse what is no known rule.
-
-        Raises:
-            UsageError: A word that is none, or a form of clipping that the norm does not have.
-        """
-        for name, choices in _WORDS.items():
-            check_word(f"Numerics.{name}", getattr(self, name), choices)
-        if takes_root(self.clip) and self.norm != "of-elements":
-            raise UsageError(
-                f"expected norm = 'of-elements' with clip = {self.clip!r}, which takes the root of "
-                f"one fp64 sum, got norm = {self.norm!r}. Try clip = "
-                f"{self.clip.replace('fp64-root', 'fp64')!r}."
-            )
-
-    def replayed(self, scenario: Scenario, *, added_in: str | None = None) -> Scenario:
-        """The case that the reference replays in place of the one that the target is given.
-
-        Args:
-            scenario: As the target is given it.
-            added_in: The order in which the backend adds; None for the one that the case names.
-        """
-        system, divide = scenario.system, self.divide
-        if divide == "avg":
-            divide = AVERAGES.get(added_in or scenario.world.order, "post")
-        declared = replace(
-            system,
-            divide=divide or system.divide,
-            divide_by=self.divide_by or system.divide_by,
-            sync=self.sync or system.sync,
-            grad_dtype=self.grad_dtype or system.grad_dtype,
-        )
-        return replace(scenario, system=declared)
-
-
-_WORDS: dict[str, tuple[object, ...]] = {
-    "divide": (None, "none", "pre", "post", "premul", "avg"),
-    "divide_by": (None, "ranks", "micro-batches", "tokens"),
-    "sync": (None, "last", "every"),
-    "grad_dtype": (None, "param", "fp32"),
-    "grads_told": ("before-division", "after-division"),
-    "norm": get_args(Norm),
-    "clip": CLIP_FORMS,
-}
-"""What each of the numerics can be."""
 
 _CAPABLE: dict[str, tuple[object, ...]] = {
     "models": get_args(ModelName),
@@ -252,17 +163,32 @@ _CAPABLE: dict[str, tuple[object, ...]] = {
 """What each of the capabilities can name."""
 
 
-def numerics_of(target: Target) -> Numerics:
-    """What a target declares of its numerics; what the scenario says, where it declares nothing.
+def numerics_of(target: Target, scenario: Scenario) -> Numerics:
+    """By which rules a target computes a case; as the scenario says, where it declares nothing.
+
+    Args:
+        target: Whose `numerics` are one record, or a function of the case that gives one.
+        scenario: The case.
 
     Raises:
         ProtocolError: It declares something else.
     """
     declared: object = getattr(target, "numerics", None)
+    what = "numerics"
+    if callable(declared) and not isinstance(declared, type):
+        what = "numerics(scenario)"
+        try:
+            declared = declared(scenario)
+        # Code of the target's own may raise anything.
+        except Exception as error:
+            raise ProtocolError(
+                f"expected `numerics` of target {target.name!r} to give the rules of a case, got "
+                f"{type(error).__name__}: {error}."
+            ) from error
     if declared is None:
         return Numerics()
     if not isinstance(declared, Numerics):
-        raise _misdeclared(target, "numerics", "zero_sim.targets.Numerics or None", declared)
+        raise _misdeclared(target, what, "zero_sim.targets.Numerics or None", declared)
     return declared
 
 
@@ -282,32 +208,6 @@ def capabilities_of(target: Target) -> Capabilities:
             target, "capabilities", "zero_sim.targets.Capabilities or None", declared
         )
     return declared
-
-
-def check_word(what: str, value: object, choices: tuple[object, ...]) -> None:
-    """Check that something is one of the words that there are for it.
-
-    Raises:
-        UsageError: It is none; names them all.
-    """
-    # True is 1 to Python, and no stage.
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        names = ", ".join(map(repr, choices))
-        near = get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-        hint = f" Try {near[0]!r}." if near else ""
-        raise UsageError(f"expected {what} to be one of {names}, got {value!r}.{hint}")
-
-
-def check_words(what: str, values: object, choices: tuple[object, ...]) -> None:
-    """Check that something is a tuple of such words.
-
-    Raises:
-        UsageError: It is none, or has another one among them.
-    """
-    if not isinstance(values, tuple | list):
-        raise UsageError(f"expected {what} to be a tuple, got {values!r}. Try ({values!r},).")
-    for value in values:
-        check_word(f"every entry of {what}", value, choices)
 
 
 def followed() -> tuple[str, ...]:
@@ -351,7 +251,7 @@ def check_asked(target: Target, scenario: Scenario) -> None:
 
 
 def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
-    declared = capabilities_of(target).problems(scenario, numerics=numerics_of(target))
+    declared = capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
     return (*declared, *_own_refusals(target, scenario))
 
 
@@ -375,30 +275,6 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
             f"for nothing, got {shown(reported)}."
         )
     return reported
-
-
-def _not_clipped(scenario: Scenario, numerics: Numerics) -> Iterator[Problem]:
-    """Where nothing is known of a gradient that is clipped by such a norm."""
-    by_norms, by_root = numerics.norm != "of-elements", takes_root(numerics.clip)
-    if by_norms and scenario.topology.tp * scenario.topology.pp > 1:
-        yield Problem(
-            path="optimizer.clip_norm",
-            message="this target takes the norm of the params that a rank has, which with tp or pp "
-            "are not all.",
-            suggestion="Leave it out, or tp and pp.",
-        )
-    if (by_norms or by_root) and not scenario.world.order_known:
-        why = (
-            "rounds the norm in fp32, for which no bound is proven"
-            if by_norms
-            else "clips by a root that it tells rounded to fp32 alone"
-        )
-        yield Problem(
-            path="world.order_known",
-            message=f"this target {why}, got "
-            f"clip_norm = {show(scenario.optimizer.clip_norm)} and an order that is not known.",
-            suggestion="Leave one of them out.",
-        )
 
 
 def _one_of(path: str, value: object, choices: tuple[object, ...]) -> Iterator[Problem]:

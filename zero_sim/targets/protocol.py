@@ -75,8 +75,8 @@ class OwnedPart:
 
     place: Place
     grad: Tensor | None  # 1D, gradient dtype
-    """The reduced gradient, as the collective left it; None may stand for it before the first
-    step."""
+    """The reduced gradient, at the point that the target's numerics declare; None before the first
+    step, for what has no gradient, and always in an engine that does not keep them."""
     master: Tensor  # 1D, fp32
     state: Mapping[str, Tensor]  # 1D, or 0-D for counters
     """torch's per-param optimizer state."""

@@ -1,0 +1,242 @@
+"""Each rule that can be declared: right where it is, and wrong where another one is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.judge.ruled import Target, fp32
+from zero_sim.backends import WorldPool
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import Numerics
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CASE = Scenario(
+    schema=1,
+    name="ruled",
+    model=ModelSpec(name="mlp", hidden=3, blocks=1),
+    world=WorldSpec(size=3),
+    system=SystemSpec(stage=0),
+    run=RunSpec(steps=2, micro_batches=3),
+)
+NARROW = replace(CASE, model=replace(CASE.model, dtype="bf16"))
+CLIPPED = replace(CASE, optimizer=OptimizerSpec(clip_norm=0.01))
+UNUSED = replace(CASE, model=ModelSpec(name="unusual"), optimizer=OptimizerSpec(weight_decay=0.1))
+OVERFLOW = replace(CASE, data=DataSpec(nan=NanSpec(step=0, rank=1)))
+BLOCKS = replace(CASE, world=WorldSpec(size=4), system=SystemSpec(stage=1, redundancy=2))
+
+
+def norm_of_own(engine, wide):
+    """As fairscale's OSS: of this rank's norms."""
+    own = [torch.linalg.vector_norm(wide[name]) for name in engine.owned()]
+    squares = torch.linalg.vector_norm(torch.stack(own)) ** 2 if own else fp32(0.0)
+    dist.all_reduce(squares, group=engine.group)
+    return squares.sqrt()
+
+
+def norm_of_shard(engine, wide):
+    """Of a whole shard in fp32."""
+    own = torch.cat([wide[name].reshape(-1) for name in engine.owned()])
+    squares = torch.linalg.vector_norm(own).square()
+    dist.all_reduce(squares, group=engine.group)
+    return squares.sqrt()
+
+
+def norm_of_nobody(engine, wide):
+    """By a rule of its own."""
+    return fp32(sum(float(grad.abs().sum()) for grad in wide.values()))
+
+
+def own_clip(norm, bound):
+    return 1.0 / (1.0 + norm / bound)
+
+
+# By name: the case, what the system does, what it declares, and what it can be asked besides.
+RULES = {
+    "pre": (NARROW, {"divide": "pre"}, Numerics(divide="pre"), {}),
+    "premul": (NARROW, {"divide": "premul"}, Numerics(divide="premul"), {}),
+    "premul by an fp32 scalar": (
+        NARROW,
+        {"divide": "premul-fp32"},
+        Numerics(divide="premul-fp32"),
+        {},
+    ),
+    "in the sum's dtype": (
+        NARROW,
+        {"divide": "post-rounded"},
+        Numerics(divide="post-rounded"),
+        {},
+    ),
+    "avg": (NARROW, {"divide": "post-rounded"}, Numerics(divide="avg"), {}),
+    "times the reciprocal": (CASE, {"divide": "postmul"}, Numerics(divide="postmul"), {}),
+    "times the reciprocal, rounded": (
+        NARROW,
+        {"divide": "postmul-rounded"},
+        Numerics(divide="postmul-rounded"),
+        {},
+    ),
+    "a free factor": (CASE, {"by": 7.0}, Numerics(divide_by=7.0), {}),
+    "before and after": (
+        NARROW,
+        {"divide": "post-rounded", "predivide": 1.5},
+        Numerics(divide="post-rounded", predivide_by=1.5),
+        {},
+    ),
+    "before and after, as products": (
+        NARROW,
+        {"divide": "postmul-rounded", "predivide": 1.7},
+        Numerics(divide="postmul-rounded", predivide_by=1.7),
+        {},
+    ),
+    "every micro-batch": (NARROW, {"sync": "every"}, Numerics(sync="every"), {}),
+    "every micro-batch divided": (
+        NARROW,
+        {"sync": "every", "divide": "post-rounded", "each": "round"},
+        Numerics(sync="every", divide="post-rounded", divide_each="round"),
+        {},
+    ),
+    "accumulated in fp32": (
+        NARROW,
+        {"accumulate": FP32, "reduce": BF16},
+        Numerics(accumulate_dtype="fp32"),
+        {},
+    ),
+    "reduced in fp32": (
+        NARROW,
+        {"reduce": FP32},
+        Numerics(reduce_dtype="fp32"),
+        {},
+    ),
+    "a narrow wire": (CASE, {"reduce": BF16}, Numerics(reduce_dtype="bf16"), {}),
+    "narrow sums added in fp32": (
+        NARROW,
+        {"sync": "every", "sum": FP32},
+        Numerics(sync="every", accumulate_dtype="fp32"),
+        {},
+    ),
+    "told after the division": (
+        NARROW,
+        {"told": "after-division"},
+        Numerics(grads_told="after-division"),
+        {},
+    ),
+    "told after it in fp32": (
+        NARROW,
+        {"told": "after-division", "told in": FP32},
+        Numerics(grads_told="after-division", told_dtype="fp32"),
+        {},
+    ),
+    "told in fp32": (NARROW, {"told in": FP32}, Numerics(told_dtype="fp32"), {}),
+    "told after the clip": (CLIPPED, {"told": "after-clip"}, Numerics(grads_told="after-clip"), {}),
+    "norm of own params": (
+        CLIPPED,
+        {"norm": norm_of_own, "shards": True},
+        Numerics(norm="of-own-params"),
+        {"stages": (1,)},
+    ),
+    "norm of shards": (
+        CLIPPED,
+        {"norm": norm_of_shard, "shards": True},
+        Numerics(norm="of-shards"),
+        {"stages": (1,)},
+    ),
+    "a norm of nobody's": (CLIPPED, {"norm": norm_of_nobody}, Numerics(norm="told"), {}),
+    "a clip of its own": (CLIPPED, {"clip": own_clip}, Numerics(clip=own_clip), {}),
+    "unused params left alone": (
+        UNUSED,
+        {"leaves unused": True},
+        Numerics(unused="left-alone"),
+        {},
+    ),
+    "scatters every round": (
+        BLOCKS,
+        {"sync": "every-in-block"},
+        Numerics(sync="every-in-block"),
+        {"stages": (1,)},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool() as worlds:
+        yield worlds
+
+
+def staged(case, able):
+    return replace(case, system=replace(case.system, stage=able.get("stages", (0,))[0]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_system_that_follows_a_rule_is_right_with_it_and_wrong_without(pool, rule):
+    case, does, declared, able = RULES[rule]
+    case = staged(case, able)
+    right = run_case(case, pool=pool, target=Target(does, declared, **able))
+    assert right.verdict == "pass", right.findings or right
+    wrong = run_case(case, pool=pool, target=Target(does, **able))
+    assert wrong.verdict == "fail", wrong
+
+
+def test_a_step_that_is_skipped_needs_no_loss_scale(pool):
+    skips, declared = {"skips": True}, Numerics(nonfinite="skipped")
+    result = run_case(OVERFLOW, pool=pool, target=Target(skips, declared))
+    assert result.verdict == "pass", result.findings or result
+    never = run_case(OVERFLOW, pool=pool, target=Target({}, declared))
+    assert never.findings[0].check == "equality.skipped"
+
+
+def test_masters_are_compared_without_gradients(pool):
+    silent = Target({"told": "not"})
+    result = run_case(CASE, pool=pool, target=silent)
+    assert result.verdict == "pass"
+    assert "reduced gradients" in result.unobserved
+    off = Target({"told": "not", "by": 2, "tells no norm": True})
+    wrong = run_case(CASE, pool=pool, target=off)
+    assert wrong.findings[0].check in ("equality.master", "equality.state")
+
+
+def test_a_gradient_that_alone_is_not_told_is_missing(pool, monkeypatch):
+    told = Target()
+    build = told.build
+
+    def forgetful(module, *, scenario, group):
+        engine = build(module, scenario=scenario, group=group)
+        parts = engine.parts
+
+        def without_first():
+            for index, part in enumerate(parts()):
+                yield part if index else replace(part, grad=None)
+
+        engine.parts = without_first
+        return engine
+
+    monkeypatch.setattr(told, "build", forgetful)
+    found = run_case(CASE, pool=pool, target=told).findings[0]
+    assert (found.check, "no gradient" in found.message) == ("equality.grad", True)
+
+
+def test_numerics_may_be_a_function_of_the_case(pool):
+    does = {"divide": "premul-fp32"}
+
+    class ByDtype(Target):
+        def __init__(self):
+            super().__init__(does)
+            self.numerics = self.rules
+
+        def rules(self, scenario):
+            narrow = scenario.model.dtype == "bf16"
+            return Numerics(divide="premul-fp32" if narrow else "premul")
+
+    for case in (CASE, NARROW):
+        assert run_case(case, pool=pool, target=ByDtype()).verdict == "pass"
