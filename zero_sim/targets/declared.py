@@ -168,7 +168,7 @@ def numerics_of(target: Target, scenario: Scenario) -> Numerics:
 
     Args:
         target: Whose `numerics` are one record, or a function of the case that gives one.
-        scenario: The case.
+        scenario: The case, as the target is given it.
 
     Raises:
         ProtocolError: It declares something else.
