@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zero_sim.cli.options import own_options, parse_own_options
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     EXIT_NOTHING_SELECTED,
@@ -65,6 +66,7 @@ class _Shard(click.ParamType):
     f"{DEFAULT_SECONDS:.0f} if --cases is not given either.",
 )
 @device_option
+@own_options
 @click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases of all shards.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")
@@ -94,6 +96,7 @@ def fuzz(
     target: str,
     seconds: float | None,
     device: str,
+    said: tuple[str, ...],
     cases: int | None,
     seed: int,
     jobs: int | None,
@@ -123,6 +126,7 @@ def fuzz(
     plan = Plan(
         target=target,
         device=device,
+        options=tuple(parse_own_options(said).items()),
         seed=seed,
         cases=cases,
         seconds=DEFAULT_SECONDS if seconds is None and cases is None else seconds,

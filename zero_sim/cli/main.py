@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +30,14 @@ from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
 from zero_sim.cli.kept import tell_kept_names
 from zero_sim.cli.mutants import mutants
-from zero_sim.cli.options import check_options, chosen_options, chosen_world
+from zero_sim.cli.options import (
+    check_options,
+    chosen_options,
+    chosen_world,
+    own_options,
+    own_options_again,
+    parse_own_options,
+)
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     a_number,
@@ -160,6 +168,7 @@ def main() -> None:
     help="System to judge, whatever the scenarios say: a registered name, or module:name, which "
     "is imported.",
 )
+@own_options
 @bundles_option
 @click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
 @click.option(
@@ -202,6 +211,7 @@ def run(
     native: bool,
     device: str,
     target: str | None,
+    said: tuple[str, ...],
     bundles: Path,
     no_bundles: bool,
     trace: Path | None,
@@ -222,7 +232,7 @@ def run(
     if not found.cases and not found.errors:
         have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
         ctx.exit(Session(as_json=as_json, junit=junit).finish_empty(have))
-    imported = target is not None and ":" in target
+    imported, own = target is not None and ":" in target, parse_own_options(said)
     session = Session(
         as_json=as_json,
         errors=found.errors,
@@ -234,7 +244,10 @@ def run(
         junit=junit,
         stall_seconds=stall_seconds,
         world=chosen_world(order, backend=backend),
-        options=chosen_options(backend=backend, order=order, native=native, device=device),
+        options=[
+            *chosen_options(backend=backend, order=order, native=native, device=device),
+            *own_options_again(own),
+        ],
         verbose=verbose,
     )
     check_options(
@@ -244,7 +257,7 @@ def run(
         traced=trace is not None,
         jobs=jobs,
     )
-    cases = [of_target(case, target) for case in found.cases]
+    cases = [of_target(case, target, options=own) for case in found.cases]
     if backend == "sim":
         chosen = session.select(cases, lambda scenario: "")
         asked = session.as_asked(chosen)
@@ -291,6 +304,7 @@ def _open_judge(
 @click.option(
     "--device", metavar="NAME", help="Where it computes, in place of where the bundle says it did."
 )
+@own_options
 @json_option
 @click.pass_context
 def replay(
@@ -303,6 +317,7 @@ def replay(
     force: bool,
     target: str | None,
     device: str | None,
+    said: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Repeat the case of a bundle, turn by turn: FIXED, FAILED or ERROR.
@@ -317,8 +332,10 @@ def replay(
 
     with packages_needed():
         from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
-        from zero_sim.targets import import_target
+        from zero_sim.targets import import_target, with_options
     bundle = read_bundle(find_bundle(name, folder=bundles))
+    if own := parse_own_options(said):
+        bundle = replace(bundle, scenario=with_options(bundle.scenario, own))
     system = None if target is None else import_target(target)
     path = None
     if frozen:
@@ -330,6 +347,7 @@ def replay(
         replayed = replay_bundle(bundle, target=system, device=device)
     on = device or bundle.ran.device_named
     again = replay_command(name, bundles=bundles, target=target, device=on)
+    again = " ".join([again, *own_options_again(own)])
     if as_json:
         where = {"frozen": None if path is None else str(path), "replay": again}
         echo_report({**replayed.as_dict(), **where})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
+
+import click
 
 from zero_sim.errors import UsageError
 
@@ -11,6 +13,37 @@ ANY_ORDER = "any"
 """Instead of an order's name: one that the judge is not told."""
 _OWN_ORDERS = {"sim": "random-tree", "gloo": "gloo", "nccl": "nccl-ring"}
 """The order that each backend then adds in, or is said to."""
+
+
+own_options = click.option(
+    "--option",
+    "said",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of the target's own, whatever the case says; several times for several.",
+)
+
+
+def parse_own_options(said: Sequence[str]) -> dict[str, str]:
+    """What `--option` says, by name.
+
+    Raises:
+        UsageError: One has no name, or no value.
+    """
+    parsed: dict[str, str] = {}
+    for each in said:
+        name, equals, value = each.partition("=")
+        if not name or not equals:
+            raise UsageError(
+                f"expected --option NAME=VALUE, got {each!r}. Try --option {name or 'NAME'}=VALUE."
+            )
+        parsed[name] = value
+    return parsed
+
+
+def own_options_again(said: Mapping[str, str]) -> list[str]:
+    """What has to be said again to set the same options."""
+    return [word for name, value in said.items() for word in ("--option", f"{name}={value}")]
 
 
 def chosen_world(order: str | None, *, backend: str) -> Mapping[str, Any]:

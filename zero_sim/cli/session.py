@@ -359,12 +359,21 @@ class Session:
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]
 
 
-def of_target(case: Case, target: str | None) -> Case:
-    """The case of a registered target, so that its bundle names it; of another, as it is."""
-    if target is None or ":" in target:
-        return case
-    system = dataclasses.replace(case.scenario.system, target=target)
-    return dataclasses.replace(case, scenario=dataclasses.replace(case.scenario, system=system))
+def of_target(case: Case, target: str | None, *, options: Mapping[str, str]) -> Case:
+    """The case of a registered target, so that its bundle names it, with options of its own.
+
+    Args:
+        case: As its file has it.
+        target: What `--target` says; one that is imported a case does not name.
+        options: What `--option` says, by name.
+    """
+    from zero_sim.scenario.own_options import with_options
+
+    scenario = with_options(case.scenario, options) if options else case.scenario
+    if target is not None and ":" not in target:
+        system = dataclasses.replace(scenario.system, target=target)
+        scenario = dataclasses.replace(scenario, system=system)
+    return case if scenario is case.scenario else dataclasses.replace(case, scenario=scenario)
 
 
 def _gravest(statuses: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zero_sim.cli.options import own_options, parse_own_options
 from zero_sim.cli.parts import a_number, bundles_option, echo_report, json_option
 from zero_sim.cli.session import coloured, progress
 from zero_sim.errors import UsageError, ZeroSimError
@@ -42,6 +43,7 @@ DEFAULT_SECONDS = 60.0
     metavar="NAME|MODULE:NAME",
     help="System to judge, whatever the case says: a registered one, or one to import.",
 )
+@own_options
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
@@ -71,6 +73,7 @@ def shrink(
     name: str,
     expression: str,
     target: str | None,
+    said: tuple[str, ...],
     device: str | None,
     seconds: float,
     bundles: Path,
@@ -94,8 +97,9 @@ def shrink(
     with packages_needed():
         from zero_sim.bundle import Ran
         from zero_sim.host.device import check_device
-        from zero_sim.targets import import_target
+        from zero_sim.targets import import_target, with_options
     check_device(device)
+    scenario = with_options(scenario, parse_own_options(said)) if said else scenario
     if target is not None and ":" not in target:
         scenario = replace(scenario, system=replace(scenario.system, target=target))
     system = import_target(target or scenario.system.target)

@@ -37,7 +37,8 @@ from zero_sim.shrink import (
     right_judge,
     shrink_finding,
 )
-from zero_sim.targets import Target, import_target, refusals
+from zero_sim.targets import Target, import_target, refusals, with_options
+from zero_sim.targets.options import check_said
 
 Judge = Callable[[Scenario], CaseResult]
 Render = Callable[[CaseResult], str]
@@ -68,6 +69,9 @@ def run_batch(
     stop = Stop(deadline=deadline)
     with interrupts_ask(stop), WorldPool() as pool:
         drawn = scenarios(target) if cases_from is None else cases_from
+        if options := dict(job.options):
+            check_said(target, options)
+            drawn = drawn.map(lambda scenario: with_options(scenario, options))
         batch = _Batch(
             job=job,
             render=render,

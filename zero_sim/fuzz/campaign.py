@@ -35,6 +35,8 @@ class Plan:
     target: str = "zero_sim"
     device: str = "cpu"
     """Where ranks and reference compute."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Options of the target's own that all cases have, by name."""
     seed: int = 0
     cases: int | None = None
     """Cases of all shards together; absent for no limit."""
@@ -304,6 +306,7 @@ class _Run:
                 cases=cases,
                 target=self.plan.target,
                 device=self.plan.device,
+                options=self.plan.options,
                 bundles=str(self.plan.bundles),
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),

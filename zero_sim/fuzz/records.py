@@ -92,6 +92,8 @@ class Job:
     """Name of a registered target, or `module:name`."""
     device: str = "cpu"
     """Where ranks and reference compute."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Options of the target's own that all cases have, by name."""
     bundles: str
     """Folder in which findings go."""
     known: tuple[Found, ...] = ()

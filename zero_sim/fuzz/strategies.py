@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from zero_sim.fuzz.models import BARE, MODELS, feeds, models, overflows
 from zero_sim.fuzz.optimizers import optimizers
+from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
@@ -42,6 +43,7 @@ from zero_sim.targets import (
     Target,
     capabilities_of,
     numerics_of,
+    options_of,
     refusals,
 )
 
@@ -85,6 +87,8 @@ def scenarios(
     if target is None:
         return drawn
     aimed = drawn.map(lambda case: replace(case, system=replace(case.system, target=target.name)))
+    if options_of(target):
+        aimed = aimed.flatmap(lambda case: with_drawn_options(case, target=target))
     return aimed.filter(lambda case: not refusals(target, case))
 
 

@@ -118,6 +118,7 @@ LISTS = {
     "topology.shared": ENTRIES_MAX,
     "topology.tied": ENTRIES_MAX,
     "optimizer.groups": ENTRIES_MAX,
+    "system.options": ENTRIES_MAX,
     "faults": ENTRIES_MAX,
 }
 """Most entries of each list."""

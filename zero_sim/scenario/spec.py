@@ -203,6 +203,18 @@ class TopologySpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OptionSpec:
+    """An option of the target's own, which no other field speaks of."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    name: str
+    """Name of the option, as the target declares it."""
+    value: str
+    """Its value as text: `true`, `2.5`, `sum`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SystemSpec:
     """The system under test and how it is configured."""
 
@@ -210,6 +222,8 @@ class SystemSpec:
 
     target: str = "zero_sim"
     """Name of a registered target."""
+    options: tuple[OptionSpec, ...] = ()
+    """Options of the target's own that are not as by default."""
     stage: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 0 is plain data parallelism, 1 shards the optimizer state, 2 the gradients too, 3
     the params too."""

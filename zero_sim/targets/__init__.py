@@ -1,5 +1,6 @@
 """Systems under test behind one small protocol."""
 
+from zero_sim.scenario.own_options import with_options
 from zero_sim.targets.adapt import CompletedEngine, complete
 from zero_sim.targets.declared import (
     ADAMW_SETTINGS,
@@ -14,6 +15,7 @@ from zero_sim.targets.declared import (
 )
 from zero_sim.targets.imported import check_target
 from zero_sim.targets.numerics import Numerics
+from zero_sim.targets.options import Option, chosen_options, options_of
 from zero_sim.targets.protocol import (
     CostedEngine,
     Engine,
@@ -55,6 +57,7 @@ __all__ = [
     "LearningRates",
     "Library",
     "Numerics",
+    "Option",
     "OwnedPart",
     "PeakEngine",
     "Place",
@@ -65,6 +68,7 @@ __all__ = [
     "capabilities_of",
     "check_asked",
     "check_target",
+    "chosen_options",
     "class_of",
     "complete",
     "find_target",
@@ -73,6 +77,7 @@ __all__ = [
     "library_target_names",
     "name_of",
     "numerics_of",
+    "options_of",
     "own_settings",
     "param_groups",
     "rank_local_of",
@@ -80,4 +85,5 @@ __all__ = [
     "settings_of",
     "target_names",
     "why_missing",
+    "with_options",
 ]

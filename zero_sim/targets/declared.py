@@ -30,6 +30,7 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.targets.answers import shown
 from zero_sim.targets.numerics import Numerics, check_word, check_words, value_of
+from zero_sim.targets.options import option_problems
 from zero_sim.targets.protocol import Target
 
 PLAIN_MODELS: tuple[ModelName, ...] = (
@@ -53,7 +54,7 @@ OPTIMIZER_SETTINGS = (
 )
 """What an engine follows that steps with a class of torch and the settings of the scenario."""
 
-_FREE = ("optimizer.name", "optimizer.lr", "system.target", "system.stage")
+_FREE = ("optimizer.name", "optimizer.lr", "system.target", "system.stage", "system.options")
 """Fields that are no option, or that a field of their own speaks of."""
 
 
@@ -213,7 +214,7 @@ def capabilities_of(target: Target) -> Capabilities:
 def followed() -> tuple[str, ...]:
     """All paths that a target can declare to follow."""
     case = Scenario(schema=1, model=ModelSpec(name="mlp"))
-    return tuple(path for path, _, _ in _options(case))
+    return tuple(path for path, _, _ in _options(case) if path != "system.options")
 
 
 def _misdeclared(target: Target, name: str, wanted: str, got: object) -> ProtocolError:
@@ -252,7 +253,8 @@ def check_asked(target: Target, scenario: Scenario) -> None:
 
 def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     declared = capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
-    return (*declared, *_own_refusals(target, scenario))
+    options = option_problems(target, scenario)
+    return (*declared, *options, *_own_refusals(target, scenario))
 
 
 def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
