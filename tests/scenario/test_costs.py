@@ -60,6 +60,7 @@ def test_every_list_has_an_end(path: str) -> None:
         "model.shapes": [1],
         "model.freeze": {"param": "p0", "start": 0, "stop": 1},
         "optimizer.groups": {"match": "x"},
+        "system.options": {"name": "x", "value": "y"},
         "faults": {"kind": "drop", "rank": 0},
     }.get(path, "x")
     (raw.setdefault(table, {}) if table else raw)[name] = [entry] * (most + 1)
