@@ -146,3 +146,20 @@ def test_it_says_how_many_params_would_fit():
     # 20 bytes a param with the gradients as fp32, on four ranks, and a quarter to spare.
     with pytest.raises(EnvironmentProblem, match="Try about 10,000 params"):
         check_fits(model, available=10**6)
+
+
+@pytest.mark.parametrize("buffer", [16, 100])
+def test_staging_by_ledger_does_not_grow_with_the_model(buffer):
+    """Seen at the norm's collective: the buffer and its three numbers, whatever was made before."""
+
+    def staged(blocks, buffer):
+        one = case(size=2, step_buffer_elems=buffer)
+        deep = replace(one, model=replace(one.model, blocks=blocks, hidden=4))
+        measured = measure(deep)
+        assert list(measured.differences()) == []
+        owed = footprint_of(measured.sizes[0], scenario=deep, rank=0).moments["step"]["staging"]
+        return owed, measured.ledgers[0].peak_of("staging").bytes["staging"] - 24
+
+    assert staged(2, buffer) == staged(8, buffer)
+    assert staged(8, buffer)[1] == 4 * buffer
+    assert staged(8, None)[1] == staged(8, None)[0] > staged(2, None)[0] == staged(2, None)[1]

@@ -15,6 +15,7 @@ from zero_sim.cost.arena import keeps_grads
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
 from zero_sim.cost.memory import bytes_held
+from zero_sim.cost.staging import staging_peak
 from zero_sim.cost.state import STATE_BYTES, state_names
 from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
@@ -33,7 +34,7 @@ class Footprint:
     moments: Mapping[str, Mapping[str, int]]
     """What comes on top at most in `forward`, `backward` and `step`: `gathered` params and what few
     ranks keep of them, `whole_gradients`, and `staging`, the gradients of what the rank owns as
-    fp32."""
+    fp32, or of as much of it as a step buffer takes."""
 
     @property
     def total(self) -> int:
@@ -76,6 +77,9 @@ def footprint_of(
     owned = sum(form.owned_elems for form in forms)
     held |= dict.fromkeys(state_names(scenario.optimizer), owned * STATE_BYTES)
     needs_copies = has_masters or any(form.grad_bytes != _FP32_BYTES for form in forms)
+    staged = owned * _FP32_BYTES
+    if scenario.system.step_buffer_elems is not None:
+        staged = staging_peak(sizes, scenario=scenario, rank=rank)
     return Footprint(
         held=held,
         moments={
@@ -83,7 +87,7 @@ def footprint_of(
             "backward": _in_backward(
                 forms, grad_forms(sizes, scenario=scenario, rank=rank), scenario=scenario
             ),
-            "step": {"staging": owned * _FP32_BYTES if needs_copies else 0},
+            "step": {"staging": staged if needs_copies else 0},
         },
     )
 

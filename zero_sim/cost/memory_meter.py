@@ -25,7 +25,11 @@ from torch.utils._pytree import tree_leaves
 from zero_sim.cost.hook_trace import tell_arrival
 from zero_sim.cost.ledger import BETWEEN, MemoryEvent, Sample
 
-_TORCH = str(Path(torch.__file__).parent)
+_BETWEEN_CALLS = (
+    str(Path(torch.__file__).parent),
+    # Stands between torch and who calls it; see there.
+    str(Path(__file__).parents[1] / "host" / "dynamo.py"),
+)
 _WORLD = str(Path(__file__).parents[1] / "sim")
 _NAMED_BY_BIRTH = {"forward": "activations", "backward": "autograd", "step": "staging"}
 _COUNTER_BYTES = 8
@@ -147,7 +151,7 @@ class _Watch(TorchDispatchMode):
 def _is_of_world() -> bool:
     """Whether the simulated world called an operation: it carries data in the rank's thread."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN_CALLS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_WORLD)
 

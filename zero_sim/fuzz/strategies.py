@@ -179,7 +179,7 @@ def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
 def _fitted(system: SystemSpec, optimizer: OptimizerSpec, *, swarm: Swarm) -> SystemSpec:
     """The system with what its optimizer allows and makes possible."""
     if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
-        system = replace(system, offload_state=False)
+        system = replace(system, offload_state=False, step_buffer_elems=None)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")
     return system

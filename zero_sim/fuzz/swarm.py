@@ -60,6 +60,7 @@ _PATHS = {
     "shared": "topology.shared",
     "state over all": "system.state_over",
     "summed to all": "system.sum_by",
+    "step buffer": "system.step_buffer_elems",
     "sync every": "system.sync",
     "tied": "topology.tied",
     "tp": "topology.tp",

@@ -185,6 +185,7 @@ def _through_buffers(
     return {
         "reduce_buffer_elems": draw(bucket_sizes(sizes)) if buffered else None,
         "arena": swarm.on("arena", fits=stage > 1 and not buffered),
+        "step_buffer_elems": draw(bucket_sizes(sizes)) if swarm.on("step buffer") else None,
         "contiguous_grads": not swarm.on("not contiguous", fits=buffered),
         "offload_state": swarm.on("offloaded"),
         "gather_chunk_elems": draw(st.integers(1, max(2, sum(sizes)))) if chunks else None,

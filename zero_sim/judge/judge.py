@@ -21,6 +21,7 @@ from zero_sim.cost.grad_peaks import GradPeakWatch
 from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory import bytes_held, check_memory
 from zero_sim.cost.peaks import PeakWatch
+from zero_sim.cost.staging import StagingWatch
 from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
@@ -89,7 +90,7 @@ class Judge:
         self.sizes: dict[int, Sequence[ParamSize]] = {}
         """What each rank trains, if it is one that closed forms hold for."""
         self.hook_traces: dict[int, HookTrace] = {}
-        self._peaks: dict[int, PeakWatch | GradPeakWatch] = {}
+        self._peaks: dict[int, Sequence[PeakWatch | GradPeakWatch | StagingWatch]] = {}
         """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
         self._observed = dict.fromkeys(ranks, first_step - 1)
@@ -217,6 +218,7 @@ class Judge:
         *,
         hook_trace: HookTrace | None = None,
         peaks: PeakWatch | GradPeakWatch | None = None,
+        staging: StagingWatch | None = None,
     ) -> None:
         """Hold a rank to the closed forms of its stage.
 
@@ -225,10 +227,10 @@ class Judge:
             sizes: What it trains, as it was before its engine had it.
             hook_trace: What it will do between its calls; left out where that is not looked at.
             peaks: What it will hold within `weighed_step`; left out likewise.
+            staging: What its optimizer will be given in that; left out likewise.
         """
         self.sizes[rank] = sizes
-        if peaks is not None:
-            self._peaks[rank] = peaks
+        self._peaks[rank] = [each for each in (peaks, staging) if each is not None]
         if hook_trace is not None:
             self.hook_traces[rank] = hook_trace
         self._calls_seen[rank] = self._call_count()
@@ -508,5 +510,5 @@ class Judge:
         if PARTS in self._group.unobserved:
             del owed["state"]  # How much of it an element has only parts tell.
         yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)
-        if rank in self._peaks:
-            yield from self._peaks[rank].found
+        for watch in self._peaks.get(rank, ()):
+            yield from watch.found

@@ -372,6 +372,12 @@ _NUMBERS = {
     "F03": (1, 1, 1, 1, 4),
     "F04": (1, 1, 1, 1, 3),
     "F05": (1, 2, 2, 1, 4),
+    # A step buffer: two turns, or two gradients in one, need two params.
+    "F06": (1, 1, 1, 1, 1),
+    "F07": (1, 2, 2, 1, 1),
+    "F08": (1, 2, 2, 1, 1),
+    "F09": (1, 2, 2, 1, 1),
+    "F10": (1, 2, 2, 1, 2),
 }
 """Ranks, params, elements, steps, features."""
 

@@ -1,4 +1,4 @@
-"""Faults of residual memory, what is beside model states: arenas."""
+"""Faults of residual memory, what is beside model states: arenas, step buffers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero import arena as arenas
 from zero_sim.zero.arena import Arena, ArenaStorage
+from zero_sim.zero.norm import root_of_squares
+from zero_sim.zero.optimizer import DistributedOptimizer
+from zero_sim.zero.step_buffer import StepBuffer
 from zero_sim.zero.unit import Unit
 
 
@@ -66,3 +69,52 @@ def taken_twice(patch: Patches) -> None:
             return right(self, span, dtype=dtype)
         finally:
             self._in_use = [*in_use, span]
+
+
+@mutant("F06", "OPTST", "", seen_in="class OPTST", core=True)
+def last_turn_is_not_stepped(patch: Patches) -> None:
+    """What is left behind the last full step buffer is measured and never stepped."""
+
+    @patch(DistributedOptimizer, "_step_in_turns")
+    def wrong(right, self, turns, *, norm):
+        right(self, turns[:-1], norm=norm)
+
+
+@mutant("F07", "NORM", "CL", seen_in="class NORM")
+def norm_of_the_last_turn(patch: Patches) -> None:
+    """The norm is that of the gradients which passed the step buffer last."""
+
+    @patch(DistributedOptimizer, "_measure_in_turns")
+    def wrong(right, self, turns):
+        return right(self, turns[-1:])
+
+
+@mutant("F08", "ALIAS", "", seen_in="class ALIAS", core=True)
+def turn_overwrites_itself(patch: Patches) -> None:
+    """Every gradient is copied to the front of the step buffer, over those before it."""
+
+    @patch(StepBuffer, "copy")
+    def wrong(right, self, grad):
+        self._used = 0
+        return right(self, grad)
+
+
+@mutant("F09", "VOLUME", "", seen_in="class VOLUME", kill="memory")
+def all_turns_at_once(patch: Patches) -> None:
+    """All gradients are made at once, whatever the step buffer holds."""
+
+    @patch(StepBuffer, "turns")
+    def wrong(right, self, masters):
+        self.elems = max(self.elems, sum(master.leaf.numel() for master in masters))
+        return right(self, masters)
+
+
+@mutant("F10", "NORM", "CL", seen_in="class NORM")
+def turns_clipped_by_their_own_norm(patch: Patches) -> None:
+    """Each turn is clipped by the norm of what it holds on this rank."""
+
+    @patch(DistributedOptimizer, "_step_in_turns")
+    def wrong(right, self, turns, *, norm):
+        for turn in turns:
+            own = self._measure_own(turn, self._upcast_turn(turn))
+            right(self, [turn], norm=root_of_squares(own[0]))

@@ -20,6 +20,7 @@ from zero_sim.cost.forms import ParamSize, sizes_of
 from zero_sim.cost.grad_peaks import GradPeakWatch, watch_grad_peaks
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
 from zero_sim.cost.peaks import PeakWatch, watch_peaks
+from zero_sim.cost.staging import StagingWatch, staged_bytes
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
@@ -156,7 +157,11 @@ def build_program(
                 context.judge.observe_load(group.rank(), engine)
         if engine.costed is not None:
             context.judge.hold_to_costs(
-                group.rank(), built.sizes, hook_trace=built.hook_trace, peaks=built.peaks
+                group.rank(),
+                built.sizes,
+                hook_trace=built.hook_trace,
+                peaks=built.peaks,
+                staging=built.staging,
             )
         _train(
             segment,
@@ -188,6 +193,8 @@ class _Built:
     """Hooks of the harness."""
     peaks: PeakWatch | GradPeakWatch | None
     """What it holds within a step, where gradients come and go and it tells."""
+    staging: StagingWatch | None
+    """What its optimizer is given in a step, where that goes through a buffer."""
 
 
 def _build(
@@ -241,6 +248,10 @@ def _build(
             )
     with harness_time(pause_clock):
         own_hooks = hooks_of(module) - hooks
+    staging = None
+    if scenario.system.step_buffer_elems is not None and engine.costed is not None:
+        owed = staged_bytes(sizes, scenario=scenario, rank=group.rank())
+        staging = StagingWatch(owed=owed, rank=group.rank())
     return _Built(
         engine=engine,
         names=frozenset(names.values()),
@@ -249,6 +260,7 @@ def _build(
         note=note,
         own_hooks=own_hooks,
         peaks=peaks,
+        staging=staging,
     )
 
 
@@ -292,7 +304,9 @@ def _train(
             if deferred and micro == 0 and step > segment.start:
                 with harness_time(pause_clock):
                     judge.observe_params(rank, step - 1, engine)
-        result = engine.step(lr_factor=lr_factor(scenario, step))
+        is_weighed = built.staging is not None and step == judge.weighed_step
+        with built.staging.watching(step) if built.staging and is_weighed else nullcontext():
+            result = engine.step(lr_factor=lr_factor(scenario, step))
         if hook_trace is not None:
             hook_trace.end(step)
         if built.peaks is not None:

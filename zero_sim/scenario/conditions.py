@@ -471,6 +471,15 @@ CONDITIONS = (
         suggestion="Leave it out, or write an elementwise optimizer.",
     ),
     Condition(
+        reads=("system.step_buffer_elems", "optimizer.name"),
+        broken=lambda s: (
+            s.system.step_buffer_elems is not None and s.optimizer.name in WHOLE_PARAM_OPTIMIZERS
+        ),
+        message="optimizers 'muon' and 'lamb' step whole params, all of which they bring together, "
+        "got {got}.",
+        suggestion="Leave it out, or write an elementwise optimizer.",
+    ),
+    Condition(
         reads=("reload.step", "run.steps"),
         broken=lambda s: s.reload is not None and not 1 <= s.reload.step < s.run.steps,
         message="expected at least one step before the checkpoint and one after it, got {got}.",

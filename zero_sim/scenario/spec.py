@@ -281,6 +281,10 @@ class SystemSpec:
     offload_state: bool = False
     """Whether fp32 masters and optimizer state are on the CPU, which takes the step, wherever the
     model is."""
+    step_buffer_elems: int | None = None
+    """Elements of the buffer through which gradients go as fp32, to be unscaled, measured, clipped
+    and stepped, as many at a time as fit; a longer part of a param goes by itself. Absent for all
+    that a rank owns at once."""
     prefetch: int | None = None
     """With stage 3: how many further buckets are gathered ahead of their use, forward and backward;
     absent for 1."""

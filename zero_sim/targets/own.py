@@ -197,6 +197,7 @@ class ZeroSimEngine:
             ),
             is_counted=lambda name: is_counted(scenario.topology, name, place=place),
             state_device=torch.device("cpu") if system.offload_state else None,
+            step_buffer_elems=system.step_buffer_elems,
         )
         self._places: dict[str, Place] = {}
 

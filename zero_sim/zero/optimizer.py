@@ -26,6 +26,7 @@ from zero_sim.zero.elementwise import check_groups, check_optimizer, check_state
 from zero_sim.zero.fp8 import ScaleUpdate
 from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
 from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.step_buffer import StepBuffer
 from zero_sim.zero.whole_params import Parts, WholeParamOptimizer
 
 OptimFactory = Callable[[ParamsT], Optimizer]
@@ -108,6 +109,8 @@ class DistributedOptimizer:
         elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
         state_device: Where masters and state are and the step is taken, such as the CPU, to which
             reduced gradients go and from which new params come; that of the params where left out.
+        step_buffer_elems: Length of the buffer that gradients as fp32 pass through, as many at a
+            time as fit; None where they are all made at once.
 
     Raises:
         UsageError: If the optimizer is not elementwise, is fused, or does not step what it was
@@ -137,6 +140,7 @@ class DistributedOptimizer:
         is_counted: Callable[[str], bool] | None = None,
         elementwise: bool = False,
         state_device: torch.device | None = None,
+        step_buffer_elems: int | None = None,
     ) -> None:
         _check_bounds(clip_norm=clip_norm, clip_value=clip_value)
         self.ddp = ddp
@@ -157,6 +161,12 @@ class DistributedOptimizer:
                     f"params' own collectives, got {str(self._state_device)!r}. Try leaving it out."
                 )
             self.inner.whole_of = self._whole_of
+            if step_buffer_elems is not None:
+                raise UsageError(
+                    f"expected no step_buffer_elems with {type(self.inner).__name__}, which steps "
+                    f"whole params, got {step_buffer_elems}. Try leaving it out."
+                )
+        self._step_buffer = _build_step_buffer(step_buffer_elems, device=self._state_device)
         self._unchecked = list(self.masters)
         self._scale_updates = _build_scale_updates(ddp)
 
@@ -178,20 +188,30 @@ class DistributedOptimizer:
                 "Try ddp.finish_grad_sync() after the last backward and before step()."
             )
         trained = [master for master in self.masters if master.param.requires_grad]
-        grads = [self._upcast_grad(master) for master in trained]
-        norm, zeros, overflowed = self._measure(trained, grads)
+        grads: list[Tensor] = []
+        if self._step_buffer is None:
+            grads = [self._upcast_grad(master) for master in trained]
+            norm, zeros, overflowed = self._measure(trained, grads)
+        else:
+            turns = self._step_buffer.turns(trained)
+            norm, zeros, overflowed = self._measure_in_turns(turns)
         loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale
         skipped = self.loss_scaler is not None and overflowed
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=overflowed)
         # All ranks agree on the overflow, so all of them leave out the gather, or none.
         if not skipped:
-            self._clip(grads, norm=norm)
-            self._step_masters(trained, grads)
+            if self._step_buffer is None:
+                self._clip(grads, norm=norm)
+                self._step_masters(trained, grads)
+            else:
+                self._step_in_turns(turns, norm=norm)
             # Gone before this rank waits for others, or the copies of all ranks would pile up.
             grads.clear()
+            self._release_step_buffer()
             # Outside any test of what this rank owns: with nothing it gathers like the others.
             self.ddp.start_param_gather()
+        self._release_step_buffer()
         return StepResult(norm=norm, zeros=zeros, skipped=skipped, loss_scale=loss_scale)
 
     def set_lr_factor(self, factor: float) -> None:
@@ -273,7 +293,10 @@ class DistributedOptimizer:
         reduced = master.buffer.get_grad_shard(master.param)
         # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), and
         # the buffer has to keep what was reduced.
-        grad = reduced.to(self._state_device, torch.float32, copy=True)
+        if self._step_buffer is None:
+            grad = reduced.to(self._state_device, torch.float32, copy=True)
+        else:
+            grad = self._step_buffer.copy(reduced)
         if self.loss_scaler is not None:
             scale = torch.full((), self.loss_scaler.scale, dtype=grad.dtype, device=grad.device)
             grad.div_(scale)
@@ -283,6 +306,17 @@ class DistributedOptimizer:
 
     def _measure(self, trained: list[Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
         """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
+        return self._agree_on(self._measure_own(trained, grads))
+
+    def _measure_in_turns(self, turns: list[list[Master]]) -> tuple[Tensor, int, bool]:
+        """The same of gradients that are made turn by turn."""
+        measured = measure_grads([], device=self._device)
+        for turn in turns:
+            measured += self._measure_own(turn, self._upcast_turn(turn))
+        return self._agree_on(measured)
+
+    def _measure_own(self, trained: list[Master], grads: list[Tensor]) -> Tensor:
+        """Return `measure_grads` of what this rank owns and counts; overflows of all it owns."""
         counted: list[Tensor] = []
         others: list[Tensor] = []
         for master, grad in zip(trained, grads, strict=True):
@@ -292,6 +326,10 @@ class DistributedOptimizer:
             # Copies that others count should overflow alike. Should they ever differ, then a step
             # that only some ranks take must not be what comes of it.
             measured[2] += measure_grads(others, device=self._device)[2]
+        return measured
+
+    def _agree_on(self, measured: Tensor) -> tuple[Tensor, int, bool]:
+        """Sum what ranks measured, and return norm, zeros and overflow."""
         all_reduce_sum(measured, group=self.ddp.group)
         if self._model_parallel_group is not None:
             all_reduce_sum(measured, group=self._model_parallel_group)
@@ -312,11 +350,37 @@ class DistributedOptimizer:
             clip_by_value_(grads, max_value=self._clip_value)
 
     def _step_masters(self, trained: list[Master], grads: list[Tensor]) -> None:
-        """Step masters and write them to the working params, which only their owners see yet."""
+        """Step masters and write them to the working params."""
         for master, grad in zip(trained, grads, strict=True):
             master.leaf.grad = grad
         self.inner.step()
         self._check_new_state()
+        self._write_back(trained)
+
+    def _step_in_turns(self, turns: list[list[Master]], *, norm: Tensor) -> None:
+        """Make gradients anew, as many at a time as fit, and step their masters; then write all."""
+        for turn in turns:
+            grads = self._upcast_turn(turn)
+            self._clip(grads, norm=norm)
+            for master, grad in zip(turn, grads, strict=True):
+                master.leaf.grad = grad
+            self.inner.step()
+            for master in turn:
+                master.leaf.grad = None
+        self._check_new_state()
+        self._write_back([master for turn in turns for master in turn])
+
+    def _upcast_turn(self, turn: list[Master]) -> list[Tensor]:
+        assert self._step_buffer is not None
+        self._step_buffer.begin_turn()
+        return [self._upcast_grad(master) for master in turn]
+
+    def _release_step_buffer(self) -> None:
+        if self._step_buffer is not None:
+            self._step_buffer.release()
+
+    def _write_back(self, trained: list[Master]) -> None:
+        """Write masters to the working params, which only their owners see yet."""
         # Outside any test of what this rank owns, too.
         for update in self._scale_updates:
             update.run((master.param, master.leaf.detach()) for master in trained)
@@ -355,6 +419,16 @@ class DistributedOptimizer:
             for key, state in self.inner.state.get(master.leaf, {}).items():
                 check_state(state, key=key, master=master.leaf, param=master.fragment.param)
         self._unchecked = stepless
+
+
+def _build_step_buffer(elems: int | None, *, device: torch.device) -> StepBuffer | None:
+    if elems is None:
+        return None
+    if type(elems) is not int or elems < 1:
+        raise UsageError(
+            f"expected step_buffer_elems to be an integer of at least 1, or None, got {elems!r}."
+        )
+    return StepBuffer(elems, device=device)
 
 
 def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...], slice]:
