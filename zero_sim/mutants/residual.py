@@ -118,3 +118,14 @@ def turns_clipped_by_their_own_norm(patch: Patches) -> None:
         for turn in turns:
             own = self._measure_own(turn, self._upcast_turn(turn))
             right(self, [turn], norm=root_of_squares(own[0]))
+
+
+@mutant("F11", "SCALE", "", seen_in="class SCALE")
+def second_time_unscaled_by_the_next_scale(patch: Patches) -> None:
+    """Gradients made anew to be stepped are unscaled by what the scaler has grown to meanwhile."""
+
+    @patch(DistributedOptimizer, "_step_in_turns")
+    def wrong(right, self, turns, *, norm):
+        if self.loss_scaler is not None:
+            self._scale_of_step = self.loss_scaler.scale
+        right(self, turns, norm=norm)

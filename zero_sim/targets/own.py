@@ -126,36 +126,42 @@ def _reshard_of(system: SystemSpec) -> bool | int:
     return system.reshard_ranks
 
 
+def config_of(scenario: Scenario) -> ZeroConfig:
+    """The configuration of our own system that a scenario asks for."""
+    system = scenario.system
+    return ZeroConfig(
+        stage=system.stage,
+        divide=system.divide,
+        divide_by=system.divide_by,
+        sync=system.sync,
+        micro_batches=scenario.run.micro_batches,
+        redundancy=system.redundancy,
+        state_over=system.state_over,
+        grad_dtype=system.grad_dtype,
+        bucket_elems=system.bucket_elems,
+        align_elems=system.align_elems,
+        align_bytes=system.align_bytes,
+        param_order=system.param_order,
+        partition=system.partition,
+        overlap_grads=overlaps_grads(system),
+        overlap_params=overlaps_params(system),
+        prefetch=1 if system.prefetch is None else system.prefetch,
+        reshard_after_forward=_reshard_of(system),
+        sum_by=system.sum_by,
+        gather_after_step=system.gather_after_step,
+        reduce_buffer_elems=system.reduce_buffer_elems,
+        contiguous_grads=system.contiguous_grads,
+        gather_chunk_elems=system.gather_chunk_elems,
+        arena=system.arena,
+    )
+
+
 class ZeroSimEngine:
     """One rank of the project's own system."""
 
     def __init__(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> None:
         system, spec = scenario.system, scenario.optimizer
-        config = ZeroConfig(
-            stage=system.stage,
-            divide=system.divide,
-            divide_by=system.divide_by,
-            sync=system.sync,
-            micro_batches=scenario.run.micro_batches,
-            redundancy=system.redundancy,
-            state_over=system.state_over,
-            grad_dtype=system.grad_dtype,
-            bucket_elems=system.bucket_elems,
-            align_elems=system.align_elems,
-            align_bytes=system.align_bytes,
-            param_order=system.param_order,
-            partition=system.partition,
-            overlap_grads=overlaps_grads(system),
-            overlap_params=overlaps_params(system),
-            prefetch=1 if system.prefetch is None else system.prefetch,
-            reshard_after_forward=_reshard_of(system),
-            sum_by=system.sum_by,
-            gather_after_step=system.gather_after_step,
-            reduce_buffer_elems=system.reduce_buffer_elems,
-            contiguous_grads=system.contiguous_grads,
-            gather_chunk_elems=system.gather_chunk_elems,
-            arena=system.arena,
-        )
+        config = config_of(scenario)
         by_group = system.buffers_by == "param-group"
         group_of = partial(group_index, spec) if spec.groups else None
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)

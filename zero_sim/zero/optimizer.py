@@ -167,6 +167,7 @@ class DistributedOptimizer:
                     f"whole params, got {step_buffer_elems}. Try leaving it out."
                 )
         self._step_buffer = _build_step_buffer(step_buffer_elems, device=self._state_device)
+        self._scale_of_step = 1.0
         self._unchecked = list(self.masters)
         self._scale_updates = _build_scale_updates(ddp)
 
@@ -188,6 +189,8 @@ class DistributedOptimizer:
                 "Try ddp.finish_grad_sync() after the last backward and before step()."
             )
         trained = [master for master in self.masters if master.param.requires_grad]
+        # Through a step buffer gradients are made once more behind the scaler's update.
+        self._scale_of_step = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         grads: list[Tensor] = []
         if self._step_buffer is None:
             grads = [self._upcast_grad(master) for master in trained]
@@ -195,7 +198,7 @@ class DistributedOptimizer:
         else:
             turns = self._step_buffer.turns(trained)
             norm, zeros, overflowed = self._measure_in_turns(turns)
-        loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale
+        loss_scale = None if self.loss_scaler is None else self._scale_of_step
         skipped = self.loss_scaler is not None and overflowed
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=overflowed)
@@ -298,7 +301,7 @@ class DistributedOptimizer:
         else:
             grad = self._step_buffer.copy(reduced)
         if self.loss_scaler is not None:
-            scale = torch.full((), self.loss_scaler.scale, dtype=grad.dtype, device=grad.device)
+            scale = torch.full((), self._scale_of_step, dtype=grad.dtype, device=grad.device)
             grad.div_(scale)
         if self.ddp.config.divide == "post":
             divide_(grad, divisor=self.ddp.divisor.to(grad.device))
