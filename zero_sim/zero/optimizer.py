@@ -192,6 +192,7 @@ class DistributedOptimizer:
         # Through a step buffer gradients are made once more behind the scaler's update.
         self._scale_of_step = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         grads: list[Tensor] = []
+        turns: list[list[Master]] = []
         if self._step_buffer is None:
             grads = [self._upcast_grad(master) for master in trained]
             norm, zeros, overflowed = self._measure(trained, grads)
