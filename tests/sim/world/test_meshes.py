@@ -49,18 +49,53 @@ def test_a_program_uses_no_group_of_the_one_before(world_of):
         assert world.run(program) == [([2.0 * i for i in range(8)], True)] * 4
 
 
-def test_nothing_is_kept_for_a_program_that_ended(world_of):
-    def program(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        distribute_tensor(torch.arange(2.0), mesh, [Shard(0)]).redistribute(
-            placements=[Replicate()]
-        )
-        kept = _gen_transform_infos.cache_info().currsize
-        dist.barrier()
-        return kept > 0
+def kept():
+    return _gen_transform_infos.cache_info().currsize
 
-    assert world_of(2).run(program) == [True, True]
-    assert _gen_transform_infos.cache_info().currsize == 0
+
+def redistribute(rank, shape):
+    mesh = init_device_mesh("cpu", shape)
+    sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)] * len(shape))
+    whole = sharded.redistribute(placements=[Replicate()] * len(shape))
+    seen = kept()
+    dist.barrier()
+    return whole.to_local().tolist(), seen > 0
+
+
+def test_nothing_is_kept_for_a_program_that_ended(world_of):
+    world = world_of(4)
+    assert world.run(lambda rank: redistribute(rank, (2, 2))) == [([*range(8)], True)] * 4
+    assert kept() == 0
+
+
+def test_what_is_kept_for_the_default_group_is_the_same_in_every_program(world_of):
+    world = world_of(4)
+    counts = []
+    for _ in range(3):
+        assert world.run(lambda rank: redistribute(rank, (4,))) == [([*range(8)], True)] * 4
+        counts.append(kept())
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3
+    world.close()
+    assert kept() == 0
+
+
+def test_what_is_kept_for_a_default_group_ends_with_it(world_of):
+    def program(rank):
+        found = redistribute(rank, (2,))
+        dist.destroy_process_group()
+        return found
+
+    world = world_of(2)
+    for _ in range(2):
+        assert world.run(program) == [([*range(8)], True)] * 2
+        assert kept() == 0
+
+
+def test_a_second_world_has_answers_of_its_own(world_of):
+    one, other = world_of(2), world_of(2, timing="hostile")
+    for world in (one, other, one, other):
+        assert world.run(lambda rank: redistribute(rank, (2,))) == [([*range(8)], True)] * 2
 
 
 @pytest.mark.parametrize("timing", ["eager", "hostile"])

@@ -231,6 +231,11 @@ def enter_rank_thread(
     meshes.begin_program()
 
 
+def leave_rank_thread() -> None:
+    """Forget what outlasted the programs of the calling rank."""
+    meshes.end_group()
+
+
 def use_one_compute_thread() -> None:
     """Make the calling thread compute alone; to be called in a rank, before every program.
 
@@ -288,5 +293,6 @@ def reset_rank(*, keep: bool) -> None:
         _answer_to(group, {"backend": "sim"})
         world.group_count = 1  # The default group took name 0; a new program's groups start at 1.
         return
+    meshes.end_group()
     c_bindings._unregister_all_process_groups()
     rank_state.c10d_world = RankC10dWorld()

@@ -375,6 +375,7 @@ class World:
         while True:
             self._gates[rank].acquire()
             if self._closed:
+                c10d.leave_rank_thread()
                 return
             self._run_program(rank)
 
