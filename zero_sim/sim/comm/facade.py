@@ -18,16 +18,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 """What torch's gloo says where nobody set another; a simulated call ends without one."""
 
 
-@dataclass(kw_only=True, slots=True)
-class BackendOptions:
-    """The fields of torch's `Backend.Options`."""
-
-    backend: str
-    group_name: str
-    global_ranks_in_group: list[int]
-    _timeout: timedelta
-
-
 class Members(Protocol):
     """What the face needs of the group behind it."""
 
@@ -40,6 +30,25 @@ class Members(Protocol):
     def world_ranks(self) -> tuple[int, ...]:
         """World ranks of its members."""
         ...
+
+
+@dataclass(kw_only=True, slots=True)
+class BackendOptions:
+    """The fields of torch's `Backend.Options`."""
+
+    backend: str
+    _group: Members
+    _timeout: timedelta
+
+    @property
+    def group_name(self) -> str:
+        """The name under which c10d knows the group."""
+        return self._group.group_name
+
+    @property
+    def global_ranks_in_group(self) -> list[int]:
+        """World ranks of its members; made when asked, since every rank has options."""
+        return list(self._group.world_ranks)
 
 
 class SimBackend:
@@ -64,8 +73,7 @@ class SimBackend:
         self._name = name
         self.options = BackendOptions(
             backend=name,
-            group_name=group.group_name,
-            global_ranks_in_group=list(group.world_ranks),
+            _group=group,
             _timeout=timeout,
         )
 

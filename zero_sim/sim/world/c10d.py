@@ -255,6 +255,13 @@ def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None
     finally:
         # torch chains one more excepthook at every call; with many ranks that would nest deeply.
         sys.excepthook = hook
+    # Every rank has a table as long as there are ranks: they share one.
+    c10d._world.pg_group_ranks[c10d._get_default_group()] = _ranks_themselves(world_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _ranks_themselves(world_size: int) -> dict[int, int]:
+    return {rank: rank for rank in range(world_size)}
 
 
 _NO_SUCH_GROUP = (

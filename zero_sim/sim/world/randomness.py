@@ -18,6 +18,7 @@ import ctypes
 import dataclasses
 import functools
 import random
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,7 @@ def _numpy_words() -> bytes:
 def _words_of(generator: random.Random) -> bytes:
     """The position, then the words, of a Python generator, through its accessor."""
     *words, position = generator.getstate()[1]
-    return b"".join(word.to_bytes(4, "little") for word in (position, *words))
+    return struct.pack("<625I", position, *words)
 
 
 def _read_words() -> bytes:
@@ -134,9 +135,7 @@ def _read_slowly() -> bytes:
 
 
 def _write_slowly(words: bytes) -> None:
-    position, *rest = (
-        int.from_bytes(words[i : i + 4], "little") for i in range(0, _STATE_BYTES, 4)
-    )
+    position, *rest = struct.unpack("<625I", words)
     _python_generator.setstate((3, (*rest, position), None))
 
 

@@ -278,12 +278,13 @@ class World:
         if self._closed:
             return
         self._closed = True
-        for gate in self._gates:
+        # One after another: thousands that wake up at once are in each other's way.
+        for rank, gate in enumerate(self._gates):
             # Open where a thread that was to wait there could not be started.
             if gate.locked():
                 gate.release()
-        for thread in self._threads:
-            thread.join(_UNWIND_SECONDS)
+            if rank < len(self._threads):
+                self._threads[rank].join(_UNWIND_SECONDS)
         process_ends.uninstall()
         c10d.uninstall()
 
