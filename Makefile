@@ -6,7 +6,7 @@ SCENARIOS ?= scenarios
 
 CASES ?= 2000
 
-.PHONY: run test nightly check fuzz device bench pytorch-suites scripts compat compat-lowest clean
+.PHONY: run test nightly check fuzz device bench bench-check pytorch-suites scripts compat compat-lowest clean
 
 # Runs a command; whatever comes of it, says how to go on without make.
 and_say_how = status=0; $(1) || status=$$?; echo; \
@@ -82,6 +82,10 @@ device: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/zero-sim bench
+
+# Fails where a ratio of the benchmark is 15 % worse than at BASE, measured on this machine before.
+bench-check: $(VENV)/.installed
+	.ci/bench $(BASE)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -107,7 +107,7 @@ class TestBench:
     def bench(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A benchmark that takes no time."""
         module = types.ModuleType("zero_sim.bench")
-        monkeypatch.setattr(module, "run_benchmarks", lambda: [ROW], raising=False)
+        monkeypatch.setattr(module, "run_benchmarks", lambda only: [ROW], raising=False)
         monkeypatch.setitem(sys.modules, "zero_sim.bench", module)
 
     def test_table(self) -> None:

@@ -29,7 +29,7 @@ def outputs(
 ) -> dict[str, list[str]]:
     """Outputs of each command, of a system that is broken."""
     row = Measurement(name="a", value=1.0, unit="s", goal=None, ok=None)
-    monkeypatch.setattr(bench, "run_benchmarks", lambda: [row])
+    monkeypatch.setattr(bench, "run_benchmarks", lambda only: [row])
     Path("bad.toml").write_text("schema = 1\n")
     broken(True)
     ran = invoke("run", "one.toml", "bad.toml", "--json").stdout

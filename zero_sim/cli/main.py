@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 import zero_sim
+from zero_sim.cli.bench import bench
 from zero_sim.cli.costs import advise, memory, traffic
 from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fingerprint import fingerprint
@@ -529,20 +529,8 @@ def _visit(path: Path, *, seconds: float, only: Sequence[str]) -> int:
     return 0 if all(step.ok for step in steps) else 1
 
 
-@main.command()
-@json_option
-def bench(as_json: bool) -> None:
-    """Measure speed and memory on this machine, beside the goals. Never fails for being slow."""
-    from zero_sim.report.text import render_measurements
-
-    measurements = importlib.import_module("zero_sim.bench").run_benchmarks()
-    if as_json:
-        echo_report({"measurements": [row.as_dict() for row in measurements]})
-    else:
-        click.echo(render_measurements(measurements))
-
-
 main.add_command(advise)
+main.add_command(bench)
 main.add_command(fingerprint)
 main.add_command(fuzz)
 main.add_command(memory)

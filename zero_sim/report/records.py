@@ -26,6 +26,20 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorseRatio:
+    """A ratio of a benchmark that got worse."""
+
+    name: str
+    value: float
+    before: float
+    """Median of the last runs on record."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
     """One thing found out about this machine."""
 

@@ -342,9 +342,12 @@ def _doctor() -> Node:
 
 
 def _bench() -> Node:
-    from zero_sim.report.records import Measurement
+    from zero_sim.report.records import Measurement, WorseRatio
 
-    return {"measurements": _list(_record(Measurement))}
+    return {
+        "measurements": _list(_record(Measurement)),
+        "worse": _described(_list(_record(WorseRatio)), "Empty without --check."),
+    }
 
 
 _COMMANDS: Mapping[Command, Callable[[], Node]] = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zero_sim.errors import ScenarioError
     from zero_sim.findings.records import BufferMap, CaseResult, Finding
     from zero_sim.report.explain import Explanation
-    from zero_sim.report.records import Fact, Measurement
+    from zero_sim.report.records import Fact, Measurement, WorseRatio
     from zero_sim.shrink import Reduced
     from zero_sim.sim import EventLog
 
@@ -329,6 +329,14 @@ def render_measurements(measurements: Sequence[Measurement]) -> str:
             "" if row.goal is None else f"goal {_goal(row)}",
         )
         for row in measurements
+    ]
+    return _columns(rows)
+
+
+def render_worse(found: Sequence[WorseRatio]) -> str:
+    """The ratios that got worse, a line each."""
+    rows = [
+        ("WORSE", one.name, f"{one.value:,.4g} x", f"{one.before:,.4g} x before") for one in found
     ]
     return _columns(rows)
 

@@ -1,0 +1,92 @@
+"""Memory: what a process takes beside what its ranks hold, and what many ranks take."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.backends import WorldPool
+from zero_sim.bench.cases import simulated_seconds, small_case
+from zero_sim.run import run_case
+from zero_sim.sim import World
+from zero_sim.workloads import build_workload
+
+
+def memory_ratio() -> float:
+    """Peak growth of a fresh process that trains 4 ranks, over the tensors that they keep."""
+    return float(_printed_by("print_memory()"))
+
+
+def many_ranks(world_size: int) -> tuple[float, float]:
+    """Processor seconds and growth in MB of a fresh process's world: opened, run once, closed.
+
+    Args:
+        world_size: Its ranks, of which every second one calls something else before all meet.
+    """
+    seconds, grown = _printed_by(f"print_many_ranks({world_size})").split()
+    return float(seconds), float(grown)
+
+
+def _printed_by(call: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"from zero_sim.bench.memory import *; {call}"],
+        check=True,
+        capture_output=True,
+        text=True,
+        # Without a fixed threshold glibc keeps freed tensors in its heap and fragments it; what is
+        # asked here is what is in use.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    return done.stdout
+
+
+def print_many_ranks(world_size: int) -> None:
+    """Body of the process that `many_ranks` starts."""
+    torch.set_num_threads(1)
+    with World(2) as world:
+        world.run(_branching)
+    before_bytes, began = _resident_bytes(), time.process_time()
+    with World(world_size) as world:
+        world.run(_branching)
+    seconds = time.process_time() - began
+    sys.stdout.write(f"{seconds} {(_peak_bytes() - before_bytes) / 1e6}\n")
+
+
+def _branching(rank: int) -> None:
+    if rank % 2:
+        torch.zeros(rank)
+    dist.all_reduce(torch.tensor([float(rank)]))
+
+
+def print_memory() -> None:
+    """Body of the process that `memory_ratio` starts."""
+    torch.set_num_threads(1)
+    with WorldPool() as pool:
+        run_case(small_case(), pool=pool)
+    scenario = small_case(hidden=1024, steps=2, rows=2)
+    workload = build_workload(scenario)
+    module = workload.build()
+    numel = sum(param.numel() for param in module.parameters())
+    size = scenario.world.size
+    held_bytes = size * 8 * numel + 12 * numel  # fp32 params and grads; masters and moments sharded
+    del module
+    before_bytes = _resident_bytes()
+    with World(size) as world:
+        simulated_seconds(world, scenario, workload)
+    sys.stdout.write(f"{(_peak_bytes() - before_bytes) / held_bytes}\n")
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _resident_bytes() -> int:
+    """Memory that the process holds right now; Linux."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()

@@ -1,0 +1,143 @@
+"""The rows of the benchmark, each a figure beside what it should be.
+
+All but a few are processor time, which a busy machine inflates by a tenth or two and not by what
+else runs; ratios compare what was done in turns. An absolute figure tells of the machine as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from zero_sim.bench import cases, layouts, memory, peers
+from zero_sim.report.records import Measurement
+from zero_sim.scenario.spec import WorldSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Figures that are taken together, beside their goals."""
+
+    figures: tuple[Measurement, ...]
+    """Without values yet."""
+    take: Callable[[], tuple[float, ...]]
+
+    def measure(self) -> Iterator[Measurement]:
+        """Take the figures."""
+        for figure, value in zip(self.figures, self.take(), strict=True):
+            goal, ok = figure.goal, None
+            if goal is not None:
+                ok = value >= goal if figure.at_least else value <= goal
+            yield replace(figure, value=round(value, 4), ok=ok)
+
+
+def _figure(
+    name: str, unit: str, *, most: float | None = None, least: float | None = None
+) -> Measurement:
+    goal = most if least is None else least
+    return Measurement(name=name, value=0.0, unit=unit, goal=goal, at_least=least is not None)
+
+
+def _one(figure: Measurement, take: Callable[[], float]) -> Row:
+    return Row(figures=(figure,), take=lambda: (take(),))
+
+
+def _peer(program: str, *, shown: str, peer: str, least: float | None, repeats: int) -> Row:
+    return _one(
+        _figure(f"{peer} over simulated, {shown}", "x", least=least),
+        lambda: peers.ratio_of(program, peer=peer, repeats=repeats),
+    )
+
+
+def _in_ms(take: Callable[[], float]) -> Callable[[], float]:
+    return lambda: take() * 1e3
+
+
+_WORLDS = (
+    ("lazy timing", WorldSpec(size=4, timing="lazy")),
+    ("hostile timing", WorldSpec(size=4, timing="hostile")),
+    ("race detector", WorldSpec(size=4, races=True)),
+)
+ROWS = (
+    _one(
+        _figure("warm all_reduce, 4 ranks", "ms", most=1.0),
+        _in_ms(lambda: cases.all_reduce_seconds(4, 200)),
+    ),
+    _one(
+        _figure("warm all_reduce, 1024 ranks", "s", most=1.0),
+        lambda: cases.all_reduce_seconds(1024, 5),
+    ),
+    Row(
+        figures=(
+            _figure("4096 ranks opened, run, closed", "s", most=3.0),
+            _figure("memory of 4096 ranks", "MB", most=600.0),
+        ),
+        take=lambda: memory.many_ranks(4096),
+    ),
+    _peer("all-reduce", shown="all_reduce", peer="threaded", least=None, repeats=100),
+    _peer("all-reduce", shown="all_reduce", peer="in-lock-step", least=None, repeats=100),
+    _peer("fsdp2", shown="3 steps of FSDP2", peer="threaded", least=4.0, repeats=8),
+    _peer("ddp", shown="3 steps of DDP", peer="threaded", least=2.0, repeats=20),
+    _one(_figure("case: 4 ranks, 3 steps, hidden 8", "ms", most=20.0), _in_ms(cases.case_seconds)),
+    _one(_figure("the case over its torch work", "x", most=2.5), cases.case_over_torch),
+    Row(
+        figures=(
+            _figure("the case on warm gloo workers", "ms", most=50.0),
+            _figure("gloo workers over simulated", "x"),
+            _figure("gloo workers over simulated, wall clock", "x", most=1.6),
+        ),
+        take=lambda: _first_in_ms(cases.gloo_figures()),
+    ),
+    *(
+        _one(
+            _figure(f"ranks over plain loop, hidden {hidden}", "x", most=most),
+            lambda hidden=hidden: cases.overhead(hidden),
+        )
+        for hidden, most in ((256, 1.15), (8, 2.0))
+    ),
+    _one(
+        _figure("mismatch named, 2 ranks", "ms", most=10.0),
+        _in_ms(lambda: cases.failing_seconds(2)),
+    ),
+    _one(
+        _figure("deadlock explained, 64 ranks", "ms", most=100.0),
+        _in_ms(lambda: cases.failing_seconds(64)),
+    ),
+    *(
+        _one(_figure(f"{name} over none, hidden 8", "x"), lambda world=world: cases.cost_of(world))
+        for name, world in _WORLDS
+    ),
+    _one(_figure("peak memory over what 4 ranks hold", "x", most=1.1), memory.memory_ratio),
+    Row(
+        figures=(
+            _figure("a drawn case, drawing included", "ms", most=30.0),
+            _figure("drawing a case", "ms", most=1.0),
+        ),
+        take=lambda: tuple(seconds * 1e3 for seconds in cases.drawn_seconds()),
+    ),
+    _one(_figure("drawn layouts", "a second", least=1000.0), lambda: layouts.layouts_rate(3000)),
+    _one(_figure("first verdict of a process", "s", most=2.2), cases.first_verdict_seconds),
+)
+
+
+def _first_in_ms(figures: tuple[float, float, float]) -> tuple[float, float, float]:
+    seconds, over, wall = figures
+    return seconds * 1e3, over, wall
+
+
+def run_benchmarks(*, only: str = "") -> Iterator[Measurement]:
+    """Take every measurement, one after another.
+
+    Args:
+        only: A part of the names of those to take; all where it is empty.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for row in ROWS:
+            if any(only in figure.name for figure in row.figures):
+                yield from row.measure()
+    finally:
+        torch.set_num_threads(threads)

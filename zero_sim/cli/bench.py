@@ -1,0 +1,67 @@
+"""`zero-sim bench`: what zero_sim costs on this machine, beside its goals and what it was."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+
+from zero_sim.cli.parts import echo_report, json_option
+
+
+@click.command()
+@click.option(
+    "--only", metavar="TEXT", default="", help="Only figures that have this in their names."
+)
+@click.option(
+    "--history",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Add this run to a file, a line of JSON for each.",
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="With --history: exit with 1 where a ratio is 15 % worse than the median of the last five "
+    "runs on record, also when it is measured again. Nothing is added then.",
+)
+@json_option
+def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int:
+    """Measure speed and memory on this machine, beside the goals, none of which must be met.
+
+    Figures are processor time, of all processes; ratios are taken in turns, so that they say the
+    same on a busy machine.
+    """
+    from zero_sim.report.text import render_measurements, render_worse
+
+    if check and history is None:
+        raise click.UsageError("--check compares with a history. Try --history FILE.")
+    module = importlib.import_module("zero_sim.bench")
+    earlier = module.read_history(history) if history is not None else []
+    if check and not earlier:
+        raise click.UsageError(f"--check compares with a history, and {history} has none.")
+    measurements = list(module.run_benchmarks(only=only))
+    worse = []
+    if check:
+        worse = module.find_worse(
+            measurements,
+            history=earlier,
+            again=lambda name: next(
+                each for each in module.run_benchmarks(only=name) if each.name == name
+            ),
+        )
+    if as_json:
+        echo_report(
+            {
+                "measurements": [row.as_dict() for row in measurements],
+                "worse": [each.as_dict() for each in worse],
+            }
+        )
+    else:
+        click.echo(render_measurements(measurements))
+        if worse:
+            click.echo(render_worse(worse))
+    if history is not None and not worse:
+        module.append_history(history, measurements)
+    return int(bool(worse))
