@@ -77,7 +77,7 @@ def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
     if case is None:
         raise UsageError(
             f"{path}: expected a file of one case, got {len(scenarios)} ({ids}). "
-            "Try case=... with one of them, or load_cases() for all."
+            "Try one of them, case=... or --case, or load_cases() for all."
         )
     raise UsageError(f"{path}: expected the id of one of its cases ({ids}), got case={case!r}.")
 
