@@ -1,5 +1,6 @@
 """Each rule that can be declared: right where it is, and wrong where another one is."""
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -168,6 +169,35 @@ RULES = {
 }
 
 
+NOT_KNOWN = {
+    "a free factor", "before and after", "before and after, as products", "a norm of nobody's",
+    "a clip of its own",
+}  # fmt: skip
+"""What no rule of a known name is: the finding says nothing of rules."""
+SAID = {
+    "avg": ["divide='post-rounded'"],
+    # By three ranks both round alike.
+    "premul by an fp32 scalar": ["divide='pre' or 'premul-fp32'"],
+    # What is divided each round is rounded to its dtype anyway.
+    "every micro-batch divided": ["sync='every'", "divide_each='round'"],
+}
+
+
+def said_by(declared):
+    """The fields of a declaration that are not as by default, as one declares them."""
+    plain = Numerics()
+    fields = [field.name for field in dataclasses.fields(plain)]
+    return [
+        f"{name}={getattr(declared, name)!r}"
+        for name in fields
+        if getattr(declared, name) != getattr(plain, name)
+    ]
+
+
+def hint_of(result):
+    return result.findings[0].detail.replace(" = ", "=")
+
+
 @pytest.fixture(scope="module")
 def pool():
     with WorldPool() as worlds:
@@ -186,6 +216,11 @@ def test_a_system_that_follows_a_rule_is_right_with_it_and_wrong_without(pool, r
     assert right.verdict == "pass", right.findings or right
     wrong = run_case(case, pool=pool, target=Target(does, **able))
     assert wrong.verdict == "fail", wrong
+    named = hint_of(wrong)
+    if rule in NOT_KNOWN:
+        assert "declare" not in named
+    else:
+        assert all(each in named for each in SAID.get(rule, said_by(declared))), named
 
 
 def test_a_step_that_is_skipped_needs_no_loss_scale(pool):
@@ -204,6 +239,33 @@ def test_masters_are_compared_without_gradients(pool):
     off = Target({"told": "not", "by": 2, "tells no norm": True})
     wrong = run_case(CASE, pool=pool, target=off)
     assert wrong.findings[0].check in ("equality.master", "equality.state")
+    assert "declare" not in hint_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ({"divide": "premul"}, "divide='premul'"),
+        ({"by": 9.0}, "divide_by='micro-batches'"),
+        ({"sync": "every"}, "sync='every'"),
+    ],
+)
+def test_rules_for_gradients_explain_updates_where_these_are_not_told(pool, does, said):
+    silent = {**does, "told": "not", "tells no norm": True}
+    result = run_case(NARROW, pool=pool, target=Target(silent))
+    assert result.findings[0].check in ("equality.master", "equality.state")
+    assert said in hint_of(result)
+
+
+def test_two_rules_at_once_are_named(pool):
+    result = run_case(NARROW, pool=pool, target=Target({"divide": "premul", "by": 9.0}))
+    assert "declare Numerics(divide='premul', divide_by='micro-batches')" in hint_of(result)
+
+
+def test_a_gradient_that_no_rule_gives_is_told_nothing_of(pool):
+    result = run_case(CASE, pool=pool, target=Target({"divide": "pre", "by": 7.5}))
+    assert result.findings[0].check == "equality.grad"
+    assert "known rule" not in hint_of(result)
 
 
 def test_a_gradient_that_alone_is_not_told_is_missing(pool, monkeypatch):

@@ -91,6 +91,9 @@ class BoundedComparison:
         """
         self._reference.set_addresses(addresses)
 
+    def watch_updates(self) -> None:
+        """Nothing: what does not tell its gradients is not followed."""
+
     def note_told(self, norm: Tensor | None) -> None:
         """Nothing: what a rank says of its norm is read where it is compared.
 

@@ -60,6 +60,10 @@ class Comparison(Protocol):
         """Tell where each rank's working params lie, before the first step."""
         ...
 
+    def watch_updates(self) -> None:
+        """Let updates be explained by rules for gradients, where these are not told."""
+        ...
+
     def note_told(self, norm: Tensor | None) -> None:
         """Note the norm that a rank tells of the step that is about to be compared."""
         ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from zero_sim.findings.records import Finding
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
-from zero_sim.judge.rules import RulesTrial, param_picked, part_picked
+from zero_sim.judge.rules import RulesTrial, grad_picked, param_picked, part_picked
+from zero_sim.judge.told import OtherGrads, in_told_dtype, told_as, told_otherwise
 from zero_sim.reference import (
     POSITION_FREE,
     Addresses,
@@ -30,7 +30,6 @@ from zero_sim.reference import (
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
-from zero_sim.targets.numerics import GradsTold, ToldDtype
 
 
 class ExactComparison:
@@ -53,6 +52,7 @@ class ExactComparison:
         self.uncertified_step: int | None = None if reference.certified else group.first_step
         self._told: Tensor | None = None
         self._rules = RulesTrial()
+        self._grad_rules = RulesTrial("gradient")
 
     def follows(self, step: int) -> bool:
         """Always: it needs nothing to be shown."""
@@ -65,8 +65,14 @@ class ExactComparison:
             addresses: By rank.
         """
         self._reference.set_addresses(addresses)
-        if self._group.numerics.norm in ("of-own-params", "of-shards"):
-            self._reference.set_holdings(self._group.ownership.holdings())
+        self._reference.set_holdings(self._group.ownership.holdings)
+        self.watch_updates()
+
+    def watch_updates(self) -> None:
+        """Let updates be explained by rules for gradients, where these are not told."""
+        silent = PARTS in self._group.unobserved and not self._group.numerics.grads_in_params
+        if silent or GRADIENTS in self._group.unobserved:
+            self._reference.tells_grads = False
 
     def note_told(self, norm: Tensor | None) -> None:
         """Note the norm that a rank tells of the step that is about to be compared.
@@ -114,6 +120,7 @@ class ExactComparison:
         """
         self.steps.pop(step, None)
         self._rules.forget(step)
+        self._grad_rules.forget(step)
 
     def scales(self, step: int) -> Mapping[str, Tensor]:
         """The scales of params in fp8 after a step.
@@ -149,7 +156,10 @@ class ExactComparison:
             self._group.unobserved.add("norm")
             norm = None
         if norm is not None and self._comparer.differs(expected.norm, norm):
-            yield self._group.differing(findings.norm(step, rank), expected.norm, norm)
+            found = self._group.differing(findings.norm(step, rank), expected.norm, norm)
+            yield replace(
+                found, detail="\n".join(filter(None, [found.detail, _norm_rule(expected, norm)]))
+            )
         if result.zeros is not None and result.zeros != expected.zeros:
             yield findings.misreported(
                 "zeros", step, rank, expected=expected.zeros, got=result.zeros
@@ -210,12 +220,15 @@ class ExactComparison:
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
                 yield findings.missing(at, "the system has no gradient of this param")
-        elif self._comparer.differs(grad, part.grad):
+            return
+        differs = self._comparer.differs(grad, part.grad)
+        self._look_at_grad(expected, name, part.grad, cut=cut, agrees=not differs)
+        if differs:
             known = partial(
                 self._known_grads, expected, rank=rank, name=name, start=part.place.start
             )
             found = self._group.differing(at, grad, part.grad, known=known)
-            side = self._told_otherwise(expected, name, part.grad, cut)
+            side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _compare_with_one(
@@ -261,11 +274,14 @@ class ExactComparison:
                 if wanted.any():
                     at = findings.gradient(step, rank, name)
                     yield findings.missing(at, "the system has no gradient of this param")
-            elif self._comparer.differs(wanted, got):
+                continue
+            differs = self._comparer.differs(wanted, got)
+            self._look_at_grad(self.steps[step], name, got, cut=_whole, agrees=not differs)
+            if differs:
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self.steps[step], rank=rank, name=name, start=0)
                 found = self._group.differing(at, wanted, got, known=known)
-                side = self._told_otherwise(self.steps[step], name, got, _whole)
+                side = told_otherwise(self.steps[step], name, _whole, got, numerics=group.numerics)
                 yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _known_grads(
@@ -277,48 +293,31 @@ class ExactComparison:
                 whose = "this rank" if other == rank else f"rank {self._group.world_ranks[other]}"
                 yield Known(
                     what=f"the gradient of {whose} alone, not reduced",
-                    values=self._as_told(brought[name], expected, name),
+                    values=in_told_dtype(brought[name], expected, name, self._group.numerics),
                     start=start,
                 )
         told = {each: self._as_reported(expected, each) for each in expected.grads}
         yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
 
-    def _told_otherwise(
+    def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
+        """A reduced gradient as the target is to tell it; None where it is given none."""
+        numerics = self._group.numerics
+        return told_as(expected, name, point=numerics.grads_told, dtype=numerics.told_dtype)
+
+    def _look_at_grad(
         self,
         expected: ReferenceStep,
         name: str,
         got: Tensor,
+        *,
         cut: Callable[[Tensor], Tensor],
-    ) -> str:
-        """What to declare, if a gradient is told at another point or in another dtype."""
-        numerics = self._group.numerics
-        for point in get_args(GradsTold):
-            for dtype in get_args(ToldDtype):
-                other = _told_as(expected, name, point=point, dtype=dtype)
-                is_declared = (point, dtype) == (numerics.grads_told, numerics.told_dtype)
-                if other is None or is_declared or not _is(cut(other), got):
-                    continue
-                said = [f"grads_told='{point}'"] if point != numerics.grads_told else []
-                said += [f"told_dtype='{dtype}'"] if dtype != numerics.told_dtype else []
-                where = point.replace("-", " the ")
-                where += f" by {expected.divisor:g}" if point != "after-clip" else ""
-                where += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
-                return (
-                    f"these are its bits {where}: where the system shows gradients so, declare "
-                    f"Numerics({', '.join(said)})"
-                )
-        return ""
-
-    def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
-        """A reduced gradient as the target is to tell it; None where it is given none."""
-        numerics = self._group.numerics
-        return _told_as(expected, name, point=numerics.grads_told, dtype=numerics.told_dtype)
-
-    def _as_told(self, grad: Tensor, expected: ReferenceStep, name: str) -> Tensor:
-        """What a rank alone brought, as the target would tell it."""
-        numerics = self._group.numerics
-        point, dtype = numerics.grads_told, numerics.told_dtype
-        return _in_dtype(grad, expected, name, divided=point != "before-division", dtype=dtype)
+        agrees: bool,
+    ) -> None:
+        """Let other rules explain a gradient that differs, at the point where it is told."""
+        if self._group.numerics.grads_told != "after-clip":
+            pick, shown = grad_picked(name, got, cut=cut)
+            sums = OtherGrads.of(expected, self._group.numerics)
+            self._grad_rules.look(expected.step, sums, pick=pick, got=shown, agrees=agrees)
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
@@ -353,47 +352,21 @@ class ExactComparison:
         Args:
             judged: The judge's report so far.
         """
-        return replace(judged, rules=self._rules.of_step(judged.bad_step))
+        bad = judged.bad_step
+        rules = self._grad_rules.of_step(bad) or self._rules.of_step(bad)
+        return replace(judged, rules=rules)
 
 
-_IN: Mapping[ToldDtype, str] = {
-    "sum": "the dtype of the sum",
-    "param": "the dtype of the param",
-    "fp32": "fp32",
-}
-
-
-def _told_as(
-    expected: ReferenceStep, name: str, *, point: GradsTold, dtype: ToldDtype
-) -> Tensor | None:
-    """A reduced gradient at a point and in a dtype; None where there is none at that point."""
-    if point != "after-clip":
-        divided = point == "after-division"
-        return _in_dtype(expected.grads[name], expected, name, divided=divided, dtype=dtype)
-    if name in expected.stepped:
-        like = {"sum": expected.grads, "param": expected.params}.get(dtype)
-        stepped = expected.stepped[name]
-        return stepped if like is None else stepped.to(like[name].dtype)
-    return None if expected.skipped else torch.zeros_like(expected.masters[name])
-
-
-def _in_dtype(
-    grad: Tensor, expected: ReferenceStep, name: str, *, divided: bool, dtype: ToldDtype
-) -> Tensor:
-    """A gradient, divided where that comes after the sum; in fp32 it is divided as fp32."""
-    division = expected.division
-    if dtype == "fp32" and not division.is_rounded:
-        grad = grad.to(torch.float32)
-    if divided and expected.divisor != 1:
-        grad = division.after(grad)
-    if dtype == "sum":
-        return grad
-    return grad.to(torch.float32 if dtype == "fp32" else expected.params[name].dtype)
-
-
-def _is(other: Tensor, got: Tensor) -> bool:
-    alike = other.numel() == got.numel() and other.dtype == got.dtype
-    return alike and same_bits(other.reshape(-1), got.reshape(-1))
+def _norm_rule(expected: ReferenceStep, norm: Tensor) -> str:
+    """What to declare, if a norm is what another known rule gives."""
+    others = {} if expected.otherwise is None else expected.otherwise.norms()
+    fitting = [said for said, other in others.items() if same_bits(other, norm)]
+    if not fitting:
+        return ""
+    return (
+        f"these are the bits of {' or '.join(fitting)}: declare "
+        f"Numerics({fitting[0].replace(' = ', '=')}), if that is the rule of the system"
+    )
 
 
 def _whole(tensor: Tensor) -> Tensor:

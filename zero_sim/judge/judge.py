@@ -42,7 +42,7 @@ from zero_sim.reference import SumSite, encode
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, StepResult
-from zero_sim.targets.adapt import PARTS
+from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 
 class Judge:
@@ -275,6 +275,7 @@ class Judge:
             return
         if self._comparison.follows(step):
             self._comparison.note_told(result.norm)
+            self._note_silence(rank, step, engine)
             expected = self._expected(step)
             if self._comparison.uncertified_step is None:
                 self._report(step, self._compare_result(rank, step, result, expected))
@@ -287,6 +288,15 @@ class Judge:
         else:
             self._skipped.setdefault(step, bool(result.skipped))
         self._close_window(rank, step)
+
+    def _note_silence(self, rank: int, step: int, engine: CompletedEngine) -> None:
+        """Note before the reference's first step whether gradients are told, which explain it."""
+        is_first = step == self.first_step and step not in self._comparison.steps
+        if is_first and PARTS not in self._group.unobserved:
+            parts = engine.parts()
+            if parts and all(part.grad is None for part in parts):
+                self._group.unobserved.add(GRADIENTS)
+                self._comparison.watch_updates()
 
     def _close_window(self, rank: int, step: int) -> None:
         """Note what the rank called since its last step ended."""

@@ -1,29 +1,53 @@
 """Rules of arithmetic that fit what a system shows, where the one that it declares does not.
 
 A right system whose rule is declared wrongly differs from the reference as a wrong one does. So
-where an update differs and other rules would have given other bits, each of them is tried on all
-that is observed of that step.
+where a gradient or an update differs and other rules would have given other bits, each of them is
+tried on all that is observed of that step: first those that differ in one thing, then, if none of
+these fits, in two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.records import Finding
-from zero_sim.reference import OtherUpdate, Otherwise
+from zero_sim.reference import OtherUpdate
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import OwnedPart
 
 _UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks of what comes of an update; what differs before it has another cause."""
 
-Pick = Callable[[OtherUpdate], Mapping[str, Tensor]]
-"""Takes from an update what is observed in one place, by what it is."""
+What = Literal["update", "gradient"]
+
+Pick = Callable[[Any], Mapping[str, Tensor]]
+"""Takes what is observed in one place, by what it is, from what a rule gives."""
+
+
+class Alternatives(Protocol):
+    """The rules by which something could have been computed."""
+
+    @property
+    def assumed(self) -> str:
+        """The rule that the reference followed, as a target declares it."""
+        ...
+
+    def singles(self) -> Sequence[str]:
+        """Those that differ in one thing."""
+        ...
+
+    def pairs(self) -> Sequence[str]:
+        """Those that differ in two."""
+        ...
+
+    def update(self, rule: str) -> object:
+        """What a rule gives, for `Pick`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,44 +60,65 @@ class RulesTried:
     """How many others give other bits."""
     fitting: tuple[str, ...]
     """Those that give all bits that were observed."""
+    what: What = "update"
+    """What is computed by them."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        return {"assumed": self.assumed, "tried": self.tried, "fitting": list(self.fitting)}
+        return {
+            "assumed": self.assumed,
+            "tried": self.tried,
+            "fitting": list(self.fitting),
+            "what": self.what,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RulesTried:
         """What `as_dict` gave."""
-        return cls(assumed=data["assumed"], tried=data["tried"], fitting=tuple(data["fitting"]))
+        return cls(
+            assumed=data["assumed"],
+            tried=data["tried"],
+            fitting=tuple(data["fitting"]),
+            what=data["what"],
+        )
 
     def in_words(self) -> str:
-        """A sentence for the reader of a finding."""
-        said = f"the reference computed the update with {self.assumed}"
+        """A sentence for the reader of a finding; empty where there is nothing to say."""
+        said = f"the reference computed the {self.what} with {self.assumed}"
         if not self.fitting:
+            # Most gradients that are wrong are so by no rule, and the reader knows that.
+            if not self.assumed.startswith("clip"):
+                return ""
             many = {0: "every known rule gives", 1: "the one other known rule does not give"}.get(
                 self.tried, f"none of the {self.tried} other known rules gives"
             )
             bits = "the same bits here" if not self.tried else "all the bits that the system has"
             return f"{said}; {many} {bits}"
-        first = self.fitting[0].replace(" ", "")
-        word = self.assumed.split()[0]
-        others = [rule.removeprefix(f"{word} = ") for rule in self.fitting]
+        first = self.fitting[0].replace(" = ", "=")
+        # Of one thing, its name is said once.
+        names = {rule.partition(" = ")[0] for rule in self.fitting}
+        is_one = len(names) == 1 and not any("," in rule for rule in self.fitting)
+        lead = f"{next(iter(names))} = " if is_one else ""
+        others = [rule.removeprefix(lead) for rule in self.fitting]
         which = " or ".join(filter(None, [", ".join(others[:-1]), others[-1]]))
         advice = "if that is" if len(others) == 1 else "or whichever of them is"
         return (
-            f"{said}; these are the bits of {word} = {which}: declare Numerics({first}), {advice} "
+            f"{said}; these are the bits of {lead}{which}: declare Numerics({first}), {advice} "
             "the rule of the system"
         )
 
 
 def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Finding, ...]:
-    """Return findings, the first one with what is known of rules, if an update is what differs.
+    """Return findings, the first one with what is known of rules, if that is what differs.
 
     Args:
         found: The earliest first.
         tried: What came of trying other rules; None where there is one only.
     """
-    if tried is None or not found or found[0].check not in _UPDATED:
+    if tried is None or not found:
+        return found
+    meant = _UPDATED if tried.what == "update" else (Check.EQUALITY_GRAD,)
+    if found[0].check not in meant or not tried.in_words():
         return found
     detail = "\n".join(filter(None, [found[0].detail, tried.in_words()]))
     return (replace(found[0], detail=detail), *found[1:])
@@ -85,10 +130,13 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
     Args:
         reported: By judge; None of one to whom nothing differed.
     """
-    first = next(filter(None, reported), None)
+    # A gradient comes before what is made of it.
+    said = sorted(filter(None, reported), key=lambda each: each.what)
+    first = next(iter(said), None)
     if first is None:
         return None
-    fitting = [set(each.fitting) if each else set[str]() for each in reported]
+    alike = [each if each and each.what == first.what else None for each in reported]
+    fitting = [set(each.fitting) if each else set[str]() for each in alike]
     return replace(first, fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)))
 
 
@@ -98,8 +146,8 @@ class _Step:
 
     agreed: list[Pick] = field(default_factory=list)
     """What was observed to be as expected, as long as all is."""
-    updates: dict[str, OtherUpdate] | None = None
-    """By rule that fits so far; None as long as nothing differs."""
+    updates: dict[str, object] | None = None
+    """What each rule that fits so far gives; None as long as nothing differs."""
     tried: RulesTried | None = None
 
     def keep(self, pick: Pick, got: Mapping[str, Tensor]) -> None:
@@ -111,26 +159,31 @@ class _Step:
 
 
 class RulesTrial:
-    """Tries all known rules on each step of which something differs."""
+    """Tries all known rules on each step of which something differs.
 
-    def __init__(self) -> None:
+    Args:
+        what: What is computed by these rules.
+    """
+
+    def __init__(self, what: What = "update") -> None:
+        self._what: What = what
         self._steps: dict[int, _Step] = {}
 
     def look(
         self,
         step: int,
-        otherwise: Otherwise | None,
+        otherwise: Alternatives | None,
         *,
         pick: Pick,
         got: Mapping[str, Tensor],
         agrees: bool,
     ) -> None:
-        """Note what was observed after an update.
+        """Note what was observed.
 
         Args:
             step: Index of the step, from 0.
             otherwise: How it could have gone on; None where there is one rule only.
-            pick: Takes the same from an update.
+            pick: Takes the same from what a rule gives.
             got: What the rank has, by the same names.
             agrees: Whether it is as the reference has it.
         """
@@ -141,14 +194,29 @@ class RulesTrial:
             state.agreed.append(pick)
             return
         if state.updates is None:
-            rules = otherwise.rules()
-            state.updates = {rule: otherwise.update(rule) for rule in rules}
-            state.tried = RulesTried(assumed=otherwise.assumed, tried=len(rules), fitting=())
+            self._begin(state, otherwise, pick=pick, got=got)
+        state.keep(pick, got)
+
+    def _begin(
+        self, state: _Step, otherwise: Alternatives, *, pick: Pick, got: Mapping[str, Tensor]
+    ) -> None:
+        """Try all rules on what differs first."""
+        tried = 0
+        for rules in (otherwise.singles, otherwise.pairs):
+            candidates = rules()
+            tried += len(candidates)
+            state.updates = {rule: otherwise.update(rule) for rule in candidates}
+            state.keep(pick, got)
+            if state.updates:
+                break
+        state.tried = RulesTried(
+            assumed=otherwise.assumed, tried=tried, fitting=(), what=self._what
+        )
+        if state.updates:
             assumed = otherwise.update(otherwise.assumed)
             for earlier in state.agreed:
                 state.keep(earlier, earlier(assumed))
-            state.agreed.clear()
-        state.keep(pick, got)
+        state.agreed.clear()
 
     def forget(self, step: int) -> None:
         """Forget a step of which nothing differed."""
@@ -181,6 +249,19 @@ def part_picked(part: OwnedPart) -> tuple[Pick, Mapping[str, Tensor]]:
         }
 
     return pick, {"master": part.master, **part.state}
+
+
+def grad_picked(
+    name: str, got: Tensor, *, cut: Callable[[Tensor], Tensor]
+) -> tuple[Pick, Mapping[str, Tensor]]:
+    """The same of a reduced gradient.
+
+    Args:
+        name: Name of the param.
+        got: What the rank tells of it.
+        cut: Cuts a whole one to that.
+    """
+    return lambda told: {name: cut(told(name))}, {name: got}
 
 
 def param_picked(name: str, got: Tensor) -> tuple[Pick, Mapping[str, Tensor]]:

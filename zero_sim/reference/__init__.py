@@ -7,10 +7,11 @@ from zero_sim.reference.arrangement import Arrangement
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
-from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, quotient
+from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Division, quotient
 from zero_sim.reference.following import Follower
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm
 from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
+from zero_sim.reference.other_sums import OtherSums
 from zero_sim.reference.otherwise import OtherUpdate, Otherwise
 from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.reference.quantization import encode
@@ -42,6 +43,7 @@ __all__ = [
     "ClipFunction",
     "DivideEach",
     "DivideRule",
+    "Division",
     "Follower",
     "GradDtype",
     "Holding",
@@ -52,6 +54,7 @@ __all__ = [
     "NonFiniteRule",
     "Norm",
     "Orders",
+    "OtherSums",
     "OtherUpdate",
     "Otherwise",
     "Reference",

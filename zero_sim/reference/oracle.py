@@ -6,8 +6,9 @@ It knows no buckets, shards, buffers or collectives. Where an order of addition 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from zero_sim.reference.gradient import (
     measure_together,
     unflatten,
 )
-from zero_sim.reference.norms import Holdings, measure_by
+from zero_sim.reference.norms import Holdings, Norm, measure_by
 from zero_sim.reference.one_device import OneDevice
+from zero_sim.reference.other_sums import OtherSums
 from zero_sim.reference.otherwise import Otherwise
 from zero_sim.reference.placement import Addresses
 from zero_sim.reference.quantization import scale_for
@@ -79,6 +81,8 @@ class ReferenceStep:
     clip_certified: bool
     """Whether every order of adding clips alike, if anything is clipped by the norm. Where not,
     nothing is owed that follows."""
+    other_sums: OtherSums | None
+    """What the gradients would have been by another rule; None of more than `KEPT_ELEMS_MAX`."""
     otherwise: Otherwise | None
     """What the update would have come to by another rule; None where there is no other."""
     zeros: int
@@ -131,6 +135,8 @@ class BegunStep:
     local: Contributions
     grads: Mapping[str, Tensor]  # each ND, grad dtype
     """As in `ReferenceStep`."""
+    other_sums: OtherSums | None
+    """As in `ReferenceStep`."""
     flat: Tensor  # 1D, fp32
     """The master gradient of what is trained in this step, not clipped."""
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
@@ -173,13 +179,17 @@ class Reference:
         self._scenario = scenario
         self._uncounted = tuple(uncounted)
         self._rules = rules or Rules()
-        self._holdings: Holdings = ()
+        self._holdings: Callable[[], Holdings] = tuple
         self._ranks = Ranks(scenario, workload=workload, rules=self._rules)
         self._scales = self._ranks.scales()
         spec = scenario.optimizer
         on_host = scenario.system.offload_state
         self._stepper = Stepper(spec, params=self._ranks.weights(), on_host=on_host)
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
+        kept = self._elems * scenario.world.size * scenario.run.micro_batches
+        self._keeps_micro = kept <= KEPT_ELEMS_MAX
+        self.tells_grads = True
+        """Whether reduced gradients are compared; where not, updates are explained from them."""
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
         self._one_device = self._build_one_device()
         self._next_step = 0
@@ -204,11 +214,11 @@ class Reference:
             self._one_device.set_address(addresses[0])
         self._write_params()
 
-    def set_holdings(self, holdings: Holdings) -> None:
+    def set_holdings(self, holdings: Callable[[], Holdings]) -> None:
         """Tell what each rank of one replica owns, for norms that are taken of that.
 
         Args:
-            holdings: By rank; see `norms.Holding`.
+            holdings: Gives it by rank, where a norm is; see `norms.Holding`.
         """
         self._holdings = holdings
 
@@ -299,7 +309,7 @@ class Reference:
         )
         is_exact = scenario.model.name in EXACT_MODELS
         with isolated():
-            local = self._ranks.replay(step, scale=scale, keep_micro=is_exact)
+            local = self._ranks.replay(step, scale=scale, keep_micro=is_exact or self._keeps_micro)
             grads = local.reduce(adding, orders=orders or {})
             flat = self._flatten(grads, local)
             one_device = None
@@ -315,8 +325,19 @@ class Reference:
             measured = self._measure(flat, active=local.active)
             # Before the optimizer moves the weights: the search replays this step.
             nonfinite = None if measured.finite else self._ranks.find_nonfinite(step, scale=scale)
+        other_sums = None
+        if self._keeps_micro:
+            other_sums = OtherSums(
+                scenario=scenario,
+                ranks=self._ranks,
+                local=local,
+                adding=adding,
+                orders=orders or {},
+                followed=self._rules,
+            )
         return BegunStep(
             local=local,
+            other_sums=other_sums,
             grads=grads,
             flat=flat,
             one_device=one_device,
@@ -359,9 +380,8 @@ class Reference:
         params_before = _copied(self._ranks.params()) if keeps else {}
         if not skipped:
             with isolated():
-                # Where no form clips, there is only one rule.
-                if norm_max is not None and not bool(measured.norm < norm_max / 2):
-                    otherwise = self._otherwise(begun, measured=measured, factor=factor)
+                if keeps:
+                    otherwise = self._otherwise(begun, measured=measured, before=masters_before)
                 stepped = self._update(
                     begun.flat, measured=measured, active=local.active, factor=factor
                 )
@@ -386,6 +406,7 @@ class Reference:
             norm=measured.norm,
             norm_certified=measured.norm_certified,
             clip_certified=clip_certified,
+            other_sums=begun.other_sums,
             otherwise=otherwise,
             zeros=measured.zeros,
             skipped=skipped,
@@ -412,18 +433,18 @@ class Reference:
             return measured.norm_certified
         return clip_is_certified(measured, norm_max=norm_max, form=form)
 
-    def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
+    def _measure(self, flat: Tensor, *, active: Sequence[str], norm: Norm | None = None) -> Measure:
         """Measure the gradient: norm and zeros of what counts here, overflow of all of it."""
-        whole = measure(flat)
-        if self._rules.norm not in ("of-elements", "told"):
+        whole, norm = measure(flat), norm or self._rules.norm
+        if norm not in ("of-elements", "told"):
             grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
             return measure_by(
-                self._rules.norm,
+                norm,
                 whole,
                 grads=grads,
                 rank_count=self._scenario.world.size,
                 order=self._scenario.world.order,
-                holdings=self._holdings,
+                holdings=self._holdings(),
             )
         if not any(name.endswith(self._uncounted) for name in active):
             return whole
@@ -431,21 +452,53 @@ class Reference:
         counted = [name for name in active if not name.endswith(self._uncounted)]
         return replace(measure(flatten_wide(pieces, names=counted)), finite=whole.finite)
 
-    def _otherwise(self, begun: BegunStep, *, measured: Measure, factor: float) -> Otherwise:
-        """Keep what the update starts from, before it does."""
-        norm_max = self._scenario.optimizer.clip_norm
-        assert norm_max is not None
+    def _otherwise(
+        self, begun: BegunStep, *, measured: Measure, before: Mapping[str, Tensor]
+    ) -> Otherwise | None:
+        """Keep what the update starts from, before it does; None where that is not worth it.
+
+        Before the first step there is no state but the masters, so that nothing has to be copied.
+        """
+        spec, local, step = self._scenario.optimizer, begun.local, self._next_step
+        on_host = self._scenario.system.offload_state
+        clips = spec.clip_norm is not None and not bool(measured.norm < spec.clip_norm / 2)
+        unused, flat = self._other_params(local), begun.flat
+        is_first = step == 0
+        stepper = partial(Stepper, spec, params=before, on_host=on_host)
+        if clips or unused or not self.tells_grads:
+            stepper = self._stepper.fork().fork
+        elif not is_first:
+            return None
+        if clips or spec.clip_value is not None:
+            flat = flat.clone()
         return Otherwise(
-            stepper=self._stepper.fork(),
-            flat=begun.flat.clone(),
+            before=stepper,
+            grads=unflatten(
+                flat, like={name: self._stepper.masters[name] for name in local.active}
+            ),
+            sums=begun.other_sums,
+            tells_grads=self.tells_grads,
+            unused=unused,
             measured=measured,
-            norm_max=norm_max,
+            measure=self._measure,
+            clip_norm=spec.clip_norm,
+            clip_value=spec.clip_value,
+            scale=None if self._loss_scale is None else self._loss_scale.scale,
             followed=self._rules,
-            factor=factor,
-            active=tuple(begun.local.active),
+            factor=lr_factor(spec, step=step),
             dtypes={name: param.dtype for name, param in self._ranks.params().items()},
             scales=dict(self._scales),
         )
+
+    def _other_params(self, local: Contributions) -> tuple[str, ...]:
+        """Names of the params that no rank used, whatever becomes of these."""
+        used = frozenset[str]().union(*(replay.reached for replay in local.replays))
+        if len(used) >= len(local.names):
+            return ()
+        frozen = {
+            f.param for f in self._scenario.model.freeze if f.start <= self._next_step < f.stop
+        }
+        return tuple(name for name in local.names if name not in used and name not in frozen)
 
     def _update(
         self, flat: Tensor, *, measured: Measure, active: Sequence[str], factor: float
@@ -523,7 +576,8 @@ def _certify(local: Contributions) -> dict[str, Tensor]:
     contributions = [grads for rank in split for grads in rank]
     certified: dict[str, Tensor] = {}
     for name, zero in replays[0].rounds[0].items():
-        terms = [grads[name] for grads in contributions if name in grads]
+        # Of every micro-batch they are in its own dtype.
+        terms = [grads[name].to(zero.dtype) for grads in contributions if name in grads]
         if division.is_before:
             terms = [division.before(term) for term in terms]
         certified[name] = certify(terms or [torch.zeros_like(zero)])

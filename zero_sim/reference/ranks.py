@@ -278,7 +278,7 @@ class Ranks:
             keep_micro: Whether to keep the gradients of each micro-batch, too.
         """
         rules = self.rules
-        sync, accumulate, reduce = self._how(rules)
+        sync, accumulate, reduce = self.how(rules)
         active = self._freeze(step)
         replays = [
             replayer.replay_rank(
@@ -307,7 +307,7 @@ class Ranks:
             replays: By rank.
             rules: How gradients are divided and summed; accumulated they are already.
         """
-        sync, accumulate, reduce = self._how(rules)
+        sync, accumulate, reduce = self.how(rules)
         differ = accumulate != reduce
         return Contributions(
             names=self._names,
@@ -319,7 +319,7 @@ class Ranks:
             sum_dtypes=self._grad_dtypes(accumulate) if differ and sync == "every" else None,
         )
 
-    def _how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:
+    def how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:
         """When ranks are summed, and the dtypes in which gradients are accumulated and reduced."""
         system = self._scenario.system
         return (

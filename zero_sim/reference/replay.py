@@ -39,7 +39,7 @@ class RankReplay:
     rounds: tuple[dict[str, Tensor], ...]  # each ND, the param's shape, grad dtype
     """What the rank brings to each reduction of the step, by param: one with the accumulated local
     gradients, or one a micro-batch where `system.sync` is `every`."""
-    micro_grads: tuple[dict[str, Tensor], ...]  # each ND, grad dtype
+    micro_grads: tuple[dict[str, Tensor], ...]  # each ND, dtype of the param's own gradient
     """The gradients of every micro-batch by itself, by param, without those that its loss does not
     reach; empty where they were not asked for."""
     reached: frozenset[str]
@@ -143,12 +143,7 @@ class Replayer:
         return RankReplay(
             losses=tuple(replay.loss for replay in replays),
             rounds=tuple(rounds),
-            micro_grads=tuple(
-                {name: grad.to(grad_dtype or grad.dtype) for name, grad in replay.grads.items()}
-                for replay in replays
-            )
-            if keep_micro
-            else (),
+            micro_grads=tuple(replay.grads for replay in replays) if keep_micro else (),
             reached=frozenset().union(*(replay.grads for replay in replays)),
             rows=sum(replay.rows for replay in replays),
             data_digest=_join([replay.digest for replay in replays]),

@@ -1,0 +1,169 @@
+"""Gradients as a target tells them: at which point of the step, and in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from zero_sim.findings.compare import same_bits
+from zero_sim.reference import Division, OtherSums, ReferenceStep
+from zero_sim.targets import Numerics
+from zero_sim.targets.numerics import GradsTold, ToldDtype
+
+_IN: Mapping[ToldDtype, str] = {
+    "sum": "the dtype of the sum",
+    "param": "the dtype of the param",
+    "fp32": "fp32",
+}
+
+
+def told_as(
+    expected: ReferenceStep, name: str, *, point: GradsTold, dtype: ToldDtype
+) -> Tensor | None:
+    """A reduced gradient at a point and in a dtype; None where there is none at that point.
+
+    Args:
+        expected: The step as the reference took it.
+        name: The param.
+        point: At which point of the step.
+        dtype: In which dtype.
+    """
+    if point != "after-clip":
+        like = expected.params[name].dtype
+        return _in_dtype(expected.grads[name], expected.division, point, dtype, like)
+    if name in expected.stepped:
+        stepped = expected.stepped[name]
+        like = {"sum": expected.grads, "param": expected.params}.get(dtype)
+        return stepped if like is None or dtype == "sum" else stepped.to(like[name].dtype)
+    return None if expected.skipped else torch.zeros_like(expected.masters[name])
+
+
+def in_told_dtype(grad: Tensor, expected: ReferenceStep, name: str, numerics: Numerics) -> Tensor:
+    """What a rank alone brought, as the target would tell it.
+
+    Args:
+        grad: What it brought.
+        expected: The step as the reference took it.
+        name: The param.
+        numerics: What the target declares.
+    """
+    like = expected.params[name].dtype
+    return _in_dtype(grad, expected.division, numerics.grads_told, numerics.told_dtype, like)
+
+
+def told_otherwise(
+    expected: ReferenceStep,
+    name: str,
+    cut: Callable[[Tensor], Tensor],
+    got: Tensor,
+    *,
+    numerics: Numerics,
+) -> str:
+    """What to declare, if a gradient is told at another point or in another dtype.
+
+    Args:
+        expected: The step as the reference took it.
+        name: The param.
+        cut: Cuts a whole gradient to what was told.
+        got: What was told.
+        numerics: What the target declares.
+    """
+    for point in get_args(GradsTold):
+        for dtype in get_args(ToldDtype):
+            other = told_as(expected, name, point=point, dtype=dtype)
+            is_declared = (point, dtype) == (numerics.grads_told, numerics.told_dtype)
+            if other is None or is_declared or not _is(cut(other), got):
+                continue
+            said = [f"grads_told='{point}'"] if point != numerics.grads_told else []
+            said += [f"told_dtype='{dtype}'"] if dtype != numerics.told_dtype else []
+            where = point.replace("-", " the ")
+            where += f" by {expected.divisor:g}" if point != "after-clip" else ""
+            where += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
+            return (
+                f"these are its bits {where}: where the system shows gradients so, declare "
+                f"Numerics({', '.join(said)})"
+            )
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherGrads:
+    """Reduced gradients by other rules, as the target would tell them."""
+
+    sums: OtherSums
+    expected: ReferenceStep
+    numerics: Numerics
+
+    @classmethod
+    def of(cls, expected: ReferenceStep, numerics: Numerics) -> OtherGrads | None:
+        """Those of a step; None where nothing was kept to compute them from.
+
+        Args:
+            expected: The step as the reference took it.
+            numerics: What the target declares.
+        """
+        if expected.other_sums is None:
+            return None
+        return cls(sums=expected.other_sums, expected=expected, numerics=numerics)
+
+    @property
+    def assumed(self) -> str:
+        """The rules that the reference followed."""
+        return self.sums.assumed
+
+    def singles(self) -> list[str]:
+        """Rules that differ in one thing."""
+        return self.sums.singles()
+
+    def pairs(self) -> list[str]:
+        """Rules that differ in two."""
+        return self.sums.pairs()
+
+    def update(self, rule: str) -> Callable[[str], Tensor]:
+        """What gives a gradient by a rule, by the name of its param; computed when asked."""
+        return _Told(grads=self, rule=rule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    grads: OtherGrads
+    rule: str
+    known: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self.known:
+            self.known[name] = self._computed(name)
+        return self.known[name]
+
+    def _computed(self, name: str) -> Tensor:
+        grads, expected = self.grads, self.grads.expected
+        point, dtype = grads.numerics.grads_told, grads.numerics.told_dtype
+        if self.rule == grads.assumed or name not in grads.sums.local.active:
+            told = told_as(expected, name, point=point, dtype=dtype)
+            assert told is not None, "gradients after the clip are not explained"
+            return told
+        other = grads.sums.sum(self.rule, name)
+        like = expected.params[name].dtype
+        return _in_dtype(other.total, other.division, point, dtype, like)
+
+
+def _in_dtype(
+    grad: Tensor, division: Division, point: GradsTold, dtype: ToldDtype, like: torch.dtype
+) -> Tensor:
+    """A sum, divided where that comes after it; as fp32, where it is told so and not rounded."""
+    if dtype == "fp32" and not division.is_rounded:
+        grad = grad.to(torch.float32)
+    if point != "before-division" and not division.each_round:
+        grad = division.after(grad)
+    if dtype == "sum":
+        return grad
+    return grad.to(torch.float32 if dtype == "fp32" else like)
+
+
+def _is(other: Tensor, got: Tensor) -> bool:
+    alike = other.numel() == got.numel() and other.dtype == got.dtype
+    return alike and same_bits(other.reshape(-1), got.reshape(-1))
