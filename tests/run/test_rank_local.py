@@ -48,6 +48,12 @@ def test_names_that_are_declared_are_each_ranks_own(judged_fp32):
 
 
 @pytest.mark.usefixtures("library")
+def test_a_star_is_for_all_globals_of_a_module(judged_fp32):
+    names = ("keeper_lib:*", *(name for name in NAMES if "Engine" in name))
+    assert judged_fp32(target=Keeper(RankLocal(names=names))).verdict == "pass"
+
+
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("left_out", NAMES)
 def test_each_kind_of_name_is_needed(judged_fp32, left_out):
     names = tuple(name for name in NAMES if name != left_out)

@@ -21,7 +21,7 @@ from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
 from zero_sim.targets.torch.fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
 
-NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp2"]
+NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp1", "torch-fsdp2"]
 
 
 @pytest.mark.parametrize("name", NAMES)

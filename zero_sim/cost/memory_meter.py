@@ -193,5 +193,6 @@ def named_by_torch(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for param in module.parameters():
         yield "params" if param.requires_grad else "frozen", param.detach()
-        if param.grad is not None:
+        # In forward FSDP1 has views of a flat param in the place of params.
+        if param.is_leaf and param.grad is not None:
             yield "gradients", param.grad

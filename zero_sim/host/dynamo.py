@@ -33,7 +33,7 @@ def defer_dynamo() -> None:
     sys.meta_path.insert(0, _SubmoduleFinder())
 
 
-def _real() -> ModuleType:
+def real_dynamo() -> ModuleType:
     """The real module, imported now if it was not."""
     if isinstance(sys.modules.get(_NAME), _Deferred):
         del sys.modules[_NAME]
@@ -65,7 +65,7 @@ class _Deferred(ModuleType):
     def disable(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Keep a function from being compiled, as `torch._dynamo.disable` does from then on."""
         if fn is None or not callable(fn) or isinstance(fn, type | torch.nn.Module):
-            return _real().disable(fn, *args, **kwargs)
+            return real_dynamo().disable(fn, *args, **kwargs)
         disabled: list[Callable[..., Any]] = []
 
         @functools.wraps(fn)
@@ -73,13 +73,13 @@ class _Deferred(ModuleType):
             if not disabled:
                 if _is_deferred():
                     return fn(*values, **named)
-                disabled.append(_real().disable(fn, *args, **kwargs))
+                disabled.append(real_dynamo().disable(fn, *args, **kwargs))
             return disabled[0](*values, **named)
 
         return plainly
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_real(), name)
+        return getattr(real_dynamo(), name)
 
 
 class _DeferredRules(ModuleType):
@@ -89,10 +89,10 @@ class _DeferredRules(ModuleType):
     def clear_lru_cache() -> None:
         """Forget rules, of which none was looked up."""
         if not _is_deferred():
-            _real().trace_rules.clear_lru_cache()
+            real_dynamo().trace_rules.clear_lru_cache()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_real().trace_rules, name)
+        return getattr(real_dynamo().trace_rules, name)
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder):
@@ -104,7 +104,7 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder):
         """What imports a module of the package; None for everything else."""
         if not fullname.startswith(f"{_NAME}."):
             return None
-        _real()
+        real_dynamo()
         module = importlib.import_module(fullname)
         return importlib.machinery.ModuleSpec(fullname, _Imported(module))
 

@@ -23,21 +23,12 @@ from zero_sim.run.rank_local import Own, OwnState, RankLocalState
 from zero_sim.run.runner import judge_case
 from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.spec import Scenario
-from zero_sim.script.own_names import OwnNames, copied, default_positions
+from zero_sim.script.own_names import OwnNames, copied, default_positions, is_data
 from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
 _ROUNDS_MAX = 4
 """Runs of one case, at most: each imports what the one before did not come to."""
-_NO_DATA = (
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    type,
-    staticmethod,
-    classmethod,
-    property,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,13 +167,11 @@ def _data_names(packages: Collection[str]) -> Iterator[str]:
         if module_name.partition(".")[0] not in wanted or not isinstance(module, types.ModuleType):
             continue
         for key, value in list(vars(module).items()):
-            if key.startswith("__"):
-                continue
             if isinstance(value, type) and value.__module__ == module_name:
                 yield from _names_of_class(module_name, key, value)
             elif inspect.isfunction(value) and value.__module__ == module_name:
                 yield from _defaults(module_name, key, value)
-            elif not isinstance(value, _NO_DATA):
+            elif is_data(key, value):
                 yield f"{module_name}:{key}"
 
 
@@ -196,9 +185,9 @@ def _names_of_class(module_name: str, path: str, made: type) -> Iterator[str]:
 
 
 def _is_kept(made: type, key: str, value: object) -> bool:
-    is_data = not isinstance(value, _NO_DATA) and not hasattr(type(value), "__get__")
-    # Of an enumeration, and of what is written in C, nothing can be set.
-    return is_data and not key.startswith("__") and not hasattr(made, "__members__")
+    # Of an enumeration nothing can be set; a descriptor keeps its values elsewhere.
+    is_fixed = hasattr(made, "__members__") or hasattr(type(value), "__get__")
+    return is_data(key, value) and not is_fixed
 
 
 def _defaults(module_name: str, path: str, function: types.FunctionType) -> Iterator[str]:

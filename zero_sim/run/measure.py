@@ -10,7 +10,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,7 @@ from zero_sim.cost.traffic import Traffic, traffic_in
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.run.dp_cp_groups import DpCpGroup, dp_cp_groups_of
 from zero_sim.run.program import draw_batch, lr_factor
+from zero_sim.run.rank_local import rank_local_state
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
 from zero_sim.sim.log import EventLog
@@ -102,23 +103,27 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
     Raises:
         RankFailed: A rank raised.
         WorldFailure: The world ended otherwise.
+        EnvironmentProblem: The package that the system is of is not installed.
     """
     case = _plain(scenario)
     system = target or find_target(case.system.target)
+    own = rank_local_state(system, ranks_max=case.world.size)
     groups = dp_cp_groups_of(case)
     workloads = [build_workload(group.scenario) for group in groups]
     ranks: dict[int, _Rank] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with WorldPool() as pool:
+        with WorldPool() as pool, nullcontext() if own is None else own.installed():
             world = pool.world_for(case)
+            world.keep_apart(None if own is None else own.own)
 
             def program(rank: int) -> None:
-                group, workload, own = _place(rank, groups, workloads)
+                group, workload, process_group = _place(rank, groups, workloads)
                 world.log.watch = called
                 ranks[rank] = _Rank(rank=rank, log=world.log)
-                ranks[rank].run(group.scenario, workload, system=system, group=own)
+                with nullcontext() if own is None else own.in_rank():
+                    ranks[rank].run(group.scenario, workload, system=system, group=process_group)
 
             def called(record: CollectiveRecord) -> None:
                 if record.rank in ranks:

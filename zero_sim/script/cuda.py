@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from zero_sim.host.dynamo import real_dynamo
 from zero_sim.sim.world.rank_threads import rank_state
 
 _CUDA = re.compile(r"cuda(:\d+)?")
@@ -87,7 +87,7 @@ class CudaOnCpu:
         """Let ranks find GPUs; to be entered by the thread that runs them."""
         self._current.clear()
         # It looks all functions of torch up by name when it is imported, which optimizers do.
-        importlib.import_module("torch._dynamo")
+        real_dynamo()
         with contextlib.ExitStack() as stack:
             for place, name, value in self._patches():
                 create = place is torch.cuda or place is torch.accelerator

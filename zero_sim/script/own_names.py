@@ -11,9 +11,9 @@ import collections
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 from zero_sim.errors import UsageError
@@ -54,8 +54,8 @@ class OwnNames:
     """Moves the values of some names between one owner at a time and their saved place.
 
     Args:
-        names: `module:name`, `module:Class.attribute` or `module:function(argument)`. A global or
-            an attribute may not be there yet.
+        names: `module:name`, `module:Class.attribute`, `module:function(argument)`, or `module:*`
+            for all data of it. A global or an attribute may not be there yet.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class OwnNames:
             UsageError: There is no such name.
         """
         if not self._slots:
-            self._slots = [find_slot(name) for name in self._names]
+            self._slots = [slot for name in self._names for slot in find_slots(name)]
         self._saved.clear()
         self.take_out(caller)
         self.caller = self._saved[caller]
@@ -98,6 +98,42 @@ class OwnNames:
         self._saved.clear()
 
 
+def find_slots(name: str) -> list[Slot]:
+    """Where a name stands, or all data of a module; imports it.
+
+    Raises:
+        UsageError: There is no such module, class, function or argument.
+    """
+    module_name, _, path = name.partition(":")
+    if path != "*":
+        return [find_slot(name)]
+    module = _import(module_name, name)
+    return [Slot(module, key) for key, value in vars(module).items() if is_data(key, value)]
+
+
+def is_data(key: str, value: object) -> bool:
+    """Whether an entry of a module or a class can hold what a rank keeps."""
+    return not key.startswith("__") and not isinstance(value, _NO_DATA)
+
+
+_NO_DATA = (
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    type,
+    staticmethod,
+    classmethod,
+    property,
+)
+
+
+def _import(module_name: str, name: str) -> Any:
+    try:
+        return sys.modules.get(module_name) or importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise _no_such(name, f"no module {error.name!r}") from None
+
+
 def find_slot(name: str) -> Slot:
     """Where a name stands; imports its module.
 
@@ -106,10 +142,7 @@ def find_slot(name: str) -> Slot:
     """
     module_name, _, path = name.partition(":")
     path, _, argument = path.removesuffix(")").partition("(")
-    try:
-        place: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise _no_such(name, f"no module {error.name!r}") from None
+    place: Any = _import(module_name, name)
     *owners, key = path.split(".")
     for owner in owners:
         place = vars(place).get(owner)
@@ -127,7 +160,7 @@ def find_slot(name: str) -> Slot:
 
 def default_positions(function: object) -> dict[str, int]:
     """Positional arguments of a function that have a default, by their place among those."""
-    if not isinstance(function, FunctionType) or not function.__defaults__:
+    if not isinstance(function, types.FunctionType) or not function.__defaults__:
         return {}
     code = function.__code__
     arguments = code.co_varnames[: code.co_argcount][-len(function.__defaults__) :]

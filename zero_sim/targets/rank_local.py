@@ -20,7 +20,7 @@ from zero_sim.errors import EnvironmentProblem, ProtocolError, UsageError
 from zero_sim.targets.answers import shown
 from zero_sim.targets.protocol import Target
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*(\([A-Za-z_]\w*\))?")
+_NAME = re.compile(r"[A-Za-z_][\w.]*:([A-Za-z_][\w.]*(\([A-Za-z_]\w*\))?|\*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,8 @@ class RankLocal:
 
     names: tuple[str, ...] = ()
     """`module:name` of a global, `module:Class.attribute`, or `module:function(argument)` of a
-    mutable default argument. The modules are imported before the first rank begins."""
+    mutable default argument; or `module:*` for all globals of it that are no modules, classes and
+    functions. The modules are imported before the first rank begins."""
     packages: tuple[str, ...] = ()
     """Top-level packages that each rank imports for itself, in every program anew."""
     cuda_is_cpu: bool = False

@@ -6,12 +6,15 @@ import sys
 
 from zero_sim.errors import UsageError
 from zero_sim.targets.deepspeed.zero import DEEPSPEED
+from zero_sim.targets.fairscale.oss import FAIRSCALE
 from zero_sim.targets.imported import load_target
+from zero_sim.targets.megatron.core import MegatronCore
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.printed import PRINTED
 from zero_sim.targets.protocol import Target
 from zero_sim.targets.single_device import SingleDevice
 from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
+from zero_sim.targets.torch.fsdp1 import TorchFSDP1
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
 
 _TARGETS: dict[str, Target] = {
@@ -22,12 +25,15 @@ _TARGETS: dict[str, Target] = {
         SingleDevice(name="single-device-keeping-grads", keeps_grads=True),
         TorchDDP(),
         TorchZeroRedundancy(),
+        TorchFSDP1(),
         TorchFSDP2(),
         *PRINTED,
     )
 }
 
-_LIBRARIES: dict[str, Target] = {target.name: target for target in (*DEEPSPEED,)}
+_LIBRARIES: dict[str, Target] = {
+    target.name: target for target in (*DEEPSPEED, *FAIRSCALE, MegatronCore())
+}
 """Targets of libraries that are installed with an extra; they are imported when they are used."""
 
 

@@ -1,0 +1,69 @@
+"""Targets of libraries that may not be installed: what holds of them without them."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from zero_sim.scenario.discover import discover
+from zero_sim.targets import (
+    capabilities_of,
+    find_target,
+    library_target_names,
+    name_of,
+    rank_local_of,
+    target_names,
+    why_missing,
+)
+
+ROOT = Path(__file__).parents[2]
+LINES_MAX = 150
+NAMES = library_target_names()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_found_by_name_and_declares_what_it_can_do(name):
+    target = find_target(name)
+    assert name_of(target) == name
+    assert name not in target_names()
+    assert capabilities_of(target).stages
+    rank_local_of(target)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_extra_installs_a_version_that_is_pinned(name):
+    library = find_target(name).library
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = project["optional-dependencies"][library.extra]
+    package = wanted.partition(">=")[0]
+    pins = (ROOT / "constraints-libraries.txt").read_text().splitlines()
+    assert [line for line in pins if line.startswith(f"{package}==")]
+
+
+def test_none_of_them_is_imported_with_zero_sim():
+    packages = {find_target(name).library.package.partition(".")[0] for name in NAMES}
+    assert packages
+    assert packages.isdisjoint(sys.modules)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_module_is_a_few_dozen_lines(name):
+    folder = Path(sys.modules[type(find_target(name)).__module__].__file__).parent
+    longest = max(len(path.read_text().splitlines()) for path in folder.glob("*.py"))
+    assert longest <= LINES_MAX
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_scenario_runs_it(name):
+    cases = [
+        case
+        for folder in ("libraries", "upstream")
+        for case in discover([str(ROOT / "scenarios" / folder)]).cases
+    ]
+    assert any(case.scenario.system.target == name for case in cases)
+
+
+def test_a_library_that_is_missing_is_told_with_what_installs_it():
+    said = [why_missing(find_target(name)) for name in NAMES]
+    assert all("Try `pip install" in why for why in said if why)

@@ -1,0 +1,1 @@
+"""fairscale's sharded optimizer as targets; `pip install "zero-sim[fairscale]"`."""

@@ -1,0 +1,1 @@
+"""Megatron-Core's data parallelism as targets; `pip install "zero-sim[megatron]"`."""
