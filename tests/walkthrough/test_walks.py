@@ -51,7 +51,7 @@ class TestZero1:
         assert rows["W_vocab"] == ["228 to 259", "", "32: 228 to 259"]
         assert rows["all"] == ["0 to 259", "130", "130"]
         told = " ".join(step.text)
-        assert "Element 129 of the buffer is rank 0's last, W_1's element 49" in told
+        assert "Element 129 of the buffer is rank 0's last, element 49 of W_1" in told
         assert "would give rank 0 112 elements and rank 1 148" in told
 
     def test_forward(self, zero1):
@@ -114,17 +114,37 @@ class TestRing:
 
     def test_why_copies_spare_slow_links(self, ring):
         rows = words(step_of(ring, "Slow links").tables[0])
-        assert rows[0][1:] == ["1.75 P", "1.75 P", "0.875 P"]
-        assert rows[2][1:] == ["1.75 P", "0.75 P", "0.75 P"]
+        assert rows[0][1:4] == ["1.75 P", "1.75 P", "0.875 P"]
+        assert rows[2][1:4] == ["1.75 P", "0.75 P", "0.75 P"]
+
+    def test_what_copies_cost(self, ring):
+        rows = words(step_of(ring, "Slow links").tables[0])
+        # 12 bytes a param by how many ranks have the state together.
+        assert [row[4] for row in rows] == ["1.5 P", "3 P", "6 P"]
 
 
 class TestLifecycle:
     def test_what_is_live_in_the_third_layers_backward(self, lifecycle):
         step = step_of(lifecycle, "With prefetch, backward: the gradient of layer_3.bias")
         assert step.text == [
-            "Live beside the shards: whole params: layer_3; params on their way: layer_2; whole "
-            "gradients: layer_3; gradients being reduced: layer_4."
+            "Live beside the shards: whole params: layer_3; params on their way: layer_2; "
+            "gradients that come: layer_3; whole gradients being reduced: layer_4."
         ]
+
+    def test_a_call_is_told_with_its_unit(self, lifecycle):
+        titles = [step.title for step in lifecycle.steps]
+        for layer in range(1, 5):
+            wanted = f"reduce_scatter for layer_{layer}, 72 float32, is called"
+            assert sum(title.endswith(wanted) for title in titles) == 2
+
+    def test_bars_have_the_numbers_of_their_steps(self, lifecycle):
+        for number, step in enumerate(lifecycle.steps[:-1], 1):
+            name, _ = step.bars.amounts[step.bars.now]
+            assert name == f"{number}. {step.title.partition(': ')[2]}"
+
+    def test_each_category_is_explained(self, lifecycle):
+        tables = [step.tables[1] for step in lifecycle.steps[:-1]]
+        assert all(row[2] for table in tables for row in table.rows[:-1])
 
     def test_without_prefetch_one_unit_less_is_gathered(self):
         most = [

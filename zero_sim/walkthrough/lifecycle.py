@@ -30,6 +30,21 @@ _MARKS: dict[str, Mark] = {
 }
 
 
+_CATEGORIES = {
+    "params": "this rank's shards, the working params",
+    "sums": "room for this rank's shards of the reduced gradients",
+    "gathered": "whole params, those on their way too",
+    "whole_gradients": "those that come and those being reduced",
+    "masters": "this rank's, fp32",
+    "exp_avg": "Adam's first moment, this rank's",
+    "exp_avg_sq": "Adam's second moment, this rank's",
+    "staging": "what carries a call",
+    "activations": "what forward keeps for backward",
+    "autograd": "gradients of activations, and what backward computes with",
+    "other": "inputs, the loss, and small things",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
     """What rank 0 had at one moment."""
@@ -109,31 +124,61 @@ def _adam(params: ParamsT) -> Optimizer:
 def walk_lifecycle() -> Walk:
     """The walk."""
     ahead, late = run_step(prefetch=1), run_step(prefetch=0)
+    whole = (WIDTH * WIDTH + WIDTH) * torch.float32.itemsize
     return Walk(
         title="The life of stage 3's units",
         about=f"{LAYERS} linear layers of {WIDTH} x {WIDTH}, a unit each, on {RANKS} ranks, fp32. "
         "Each rank keeps its shard of every unit; whole params are there only while a layer uses "
-        "them, whole gradients only until they are reduced. Every state and every byte is what "
-        "rank 0 of zero_sim's own system had then.",
-        steps=[*_steps(ahead, prefetch=1), *_steps(late, prefetch=0), _compared(ahead, late)],
+        "them, whole gradients only until they are reduced. "
+        f"A unit's params take {whole} bytes when whole, and so do its gradients; a shard of "
+        f"either takes {whole // RANKS}. A layer's backward ends with the gradient of its weight. "
+        "Every state and every byte is what rank 0 of zero_sim's own system had then. "
+        f"First with prefetch, from step {len(ahead) + 1} on without; the last step compares them.",
+        steps=[
+            *_steps(ahead, prefetch=1, number=1),
+            *_steps(late, prefetch=0, number=len(ahead) + 1),
+            _compared(ahead, late),
+        ],
     )
 
 
-def _steps(moments: Sequence[Moment], *, prefetch: int) -> list[Step]:
+def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Step]:
+    """The steps of a run.
+
+    Args:
+        moments: What rank 0 had at each.
+        prefetch: How many units ahead were gathered.
+        number: Of the first step in the walk.
+    """
+    where = [_where(moment, moments[max(0, at - 1)]) for at, moment in enumerate(moments)]
     bars = [
-        (f"{index + 1}. {moment.sample.where}", float(moment.sample.total))
+        (f"{number + index}. {where[index]}", float(moment.sample.total))
         for index, moment in enumerate(moments)
     ]
     return [
         Step(
             title=f"{'With' if prefetch else 'Without'} prefetch, {moment.sample.phase}: "
-            f"{moment.sample.where}",
+            f"{where[index]}",
             text=[_said(moment)],
             tables=[_states(moment), _live(moment)],
             bars=Bars(title="Live bytes of rank 0", unit="bytes", amounts=bars, now=index),
         )
         for index, moment in enumerate(moments)
     ]
+
+
+def _where(moment: Moment, before: Moment) -> str:
+    """What happened, with the units that a call is for."""
+    begun = [
+        f"layer_{i + 1}"
+        for i, states in enumerate(zip(moment.params, moment.grads, strict=True))
+        for state, was in zip(states, (before.params[i], before.grads[i]), strict=True)
+        if state != was and state in ("gathering", "reducing")
+    ]
+    kind, _, rest = moment.sample.where.partition(" of ")
+    if not begun or not rest.endswith("is called"):
+        return moment.sample.where
+    return f"{kind} for {', '.join(begun)}, {rest.removesuffix(' is called')}, is called"
 
 
 def _said(moment: Moment) -> str:
@@ -146,8 +191,8 @@ def _said(moment: Moment) -> str:
         for what, names in (
             ("whole params:", whole),
             ("params on their way:", coming),
-            ("whole gradients:", grads),
-            ("gradients being reduced:", flying),
+            ("gradients that come:", grads),
+            ("whole gradients being reduced:", flying),
         )
         if names
     ]
@@ -169,8 +214,14 @@ def _states(moment: Moment) -> Table:
 
 
 def _live(moment: Moment) -> Table:
-    rows = [[name.replace("_", " "), f"{size:,}"] for name, size in moment.sample.bytes.items()]
-    return Table(head=("category", "bytes"), rows=[*rows, ["all", f"{moment.sample.total:,}"]])
+    rows = [
+        [name.replace("_", " "), f"{size:,}", _CATEGORIES.get(name, "")]
+        for name, size in moment.sample.bytes.items()
+    ]
+    return Table(
+        head=("category", "bytes", "which are"),
+        rows=[*rows, ["all", f"{moment.sample.total:,}", ""]],
+    )
 
 
 def _compared(ahead: Sequence[Moment], late: Sequence[Moment]) -> Step:

@@ -202,22 +202,37 @@ def _nodes() -> Step:
                 whole = sum(flow.total_sent for flow in flows)
                 cells.append(f"{float(whole) / (2 * _PARAMS):g} P")
             cells.append(f"{float(slow) / (2 * _PARAMS):g} P")
+        # fp32 masters and Adam's two moments, of the share that a rank of a block owns.
+        cells.append(f"{12 * copies / _WORLD:g} P")
         rows.append(cells)
     return Step(
         title="Slow links between nodes, and why K = 4 helps",
         text=[
             f"{_WORLD} ranks on nodes of {_NODE}, one slow link a node, P params: what each rank "
             "sends of gradients and params in a step of ZeRO-1, a mean over the ranks.",
-            "With K copies of the state a reduce-scatter and an all-gather stay inside a block of "
-            f"{_WORLD}/K neighbours, and what is left, P K/{_WORLD}, is summed across blocks. So "
-            "a rank sends as much as before. But with K = 4 a block is a node: scattering and "
-            "gathering use fast links alone, and only the sum of half the params, over four "
-            "blocks, goes over slow ones. How much that saves depends on how the ring of K = 1 "
-            "was laid out.",
+            "With K copies of the state a reduce-scatter of gradients and an all-gather of params "
+            f"stay inside a block of {_WORLD}/K neighbours, and what each owner has, the block's "
+            f"sum of P K/{_WORLD} gradients, is all-reduced with its copies in the other blocks. "
+            "All in all a rank sends as much as before.",
+            "With K = 4 a block is a node: scattering and gathering use fast links alone. Over "
+            "slow ones goes the all-reduce of half the gradients among four copies, "
+            "2 x 3/4 x P/2 = 0.75 P.",
+            "How much that saves depends on how ranks follow each other in the ring of K = 1: "
+            "across nodes, each is on another node than the one before, and all it sends is slow; "
+            "node by node, only one message of a node in two leaves it. Then K = 2, whose blocks "
+            "reach over two nodes, is worse than K = 1.",
+            "The price is memory: each rank holds K/8 of the masters and of Adam's moments, in "
+            "place of 1/8.",
         ],
         tables=[
             Table(
-                head=("", "sent in all", "slow: ring across nodes", "slow: ring node by node"),
+                head=(
+                    "",
+                    "sent in all",
+                    "slow: ring across nodes",
+                    "slow: ring node by node",
+                    "bytes of state held",
+                ),
                 rows=rows,
             )
         ],

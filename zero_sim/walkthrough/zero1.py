@@ -153,10 +153,10 @@ def _owners(runs: Sequence[Run]) -> Step:
         text=[
             f"All params lie in one flat buffer of {offset} elements. Each rank owns half of it: "
             f"it alone has masters and Adam's state of these {totals[0]} elements.",
-            f"The boundary cuts W_1 after its element {cut[0].stop}: rank 0 owns {cut[0].stop} of "
-            f"it, rank 1 {cut[1].stop - cut[1].start}. Element {totals[0] - 1} of the buffer is "
-            f"rank 0's last, W_1's element {totals[0] - 1 - first.flat_start}, and element "
-            f"{totals[0]} is rank 1's first.",
+            f"The boundary cuts W_1 after its first {cut[0].stop} elements: rank 0 owns these, "
+            f"rank 1 the other {cut[1].stop - cut[1].start}. Element {totals[0] - 1} of the buffer "
+            f"is rank 0's last, element {totals[0] - 1 - first.flat_start} of W_1 (counted from "
+            f"0), and element {totals[0]} is rank 1's first.",
             f"Cutting W_1 in equal halves of 32, as is sometimes told, would give rank 0 "
             f"{totals[0] - cut[0].stop + 32} elements and rank 1 "
             f"{totals[1] - (cut[1].stop - cut[1].start) + 32}: shards are cut in the flat buffer, "
@@ -210,7 +210,8 @@ def _own_gradients(runs: Sequence[Run]) -> Step:
     return Step(
         title="Backward: each rank has a gradient of its own data",
         text=[
-            "Given numbers, rounded to bf16, which keeps 8 bits: 0.023 becomes "
+            "The gradients of the two ranks are given, and rounded to bf16, which keeps 8 bits: "
+            "0.023 becomes "
             f"{torch.tensor(0.023).to(torch.bfloat16).item():.6f}."
         ],
         tables=tables,
