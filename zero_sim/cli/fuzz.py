@@ -141,14 +141,14 @@ def fuzz(
         totals = run_campaign(plan, batch_pool=batch_pool, tell=progress.tell)
     progress.clear()
     elapsed = time.monotonic() - started
-    status = _status(totals)
+    status = exit_status_of(totals)
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)
     if as_json:
         where = {"device": plan.device, "corpus": str(plan.corpus)}
         echo_report({**totals.as_dict(), **where, "seconds": elapsed, "exit_status": status})
     else:
-        _show(totals, plan=plan, elapsed=elapsed, pairs=pairs)
+        show_totals(totals, plan=plan, elapsed=elapsed, pairs=pairs)
     ctx.exit(status)
 
 
@@ -162,7 +162,8 @@ def _fresh_folder(target: str, *, seed: int, device: str) -> Path:
     return DEFAULT_CORPUS / f"{words}-{seed}-{number}"
 
 
-def _status(totals: CampaignTotals) -> int:
+def exit_status_of(totals: CampaignTotals) -> int:
+    """By what a command ends that shows what came of a campaign."""
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.found:
@@ -234,7 +235,15 @@ def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
         click.echo(printable(f"{line}\n", lines=True))
 
 
-def _show(totals: CampaignTotals, *, plan: Plan, elapsed: float, pairs: bool) -> None:
+def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, pairs: bool) -> None:
+    """Print what came of a campaign.
+
+    Args:
+        totals: All of it.
+        plan: What it was to do.
+        elapsed: Seconds that it took.
+        pairs: Whether to show which pairs of layout features were met.
+    """
     _show_rechecked(totals, plan=plan)
     for found in totals.found:
         count = sum(count for key, count in totals.keys.items() if found.is_met_by(key))

@@ -210,6 +210,7 @@ def run_campaign(
         cases=BATCH_CASES,
         shard=plan.shard,
         device=plan.device,
+        options=tuple(sorted(plan.options)),
     )
     run = _Run(
         plan=plan, batch_pool=batch_pool, tell=tell, corpus=open_corpus(plan.corpus, head=head)

@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,14 @@ class Head:
     """Which shard of how many, counted from 1."""
     device: str = "cpu"
     """Where ranks and reference compute."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Options of the target's own that all cases have."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON; the CPU goes without saying, as it did before devices."""
-        on = {} if self.device == "cpu" else {"device": self.device}
+        """Everything, ready for JSON; the CPU and no options go without saying."""
+        on: dict[str, object] = {} if self.device == "cpu" else {"device": self.device}
+        if self.options:
+            on["options"] = dict(self.options)
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -64,6 +68,26 @@ class Head:
             "shard": list(self.shard),
             **on,
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Head:
+        """What `as_dict` gave.
+
+        Raises:
+            ValueError: It gave something else.
+        """
+        head = cls(
+            seed=int(data["seed"]),
+            target=str(data["target"]),
+            cases=int(data["cases"]),
+            shard=(int(data["shard"][0]), int(data["shard"][1])),
+            device=str(data.get("device", "cpu")),
+            options=tuple(sorted(dict(data.get("options", {})).items())),
+        )
+        number, count = head.shard
+        if head.as_dict() != data or not 1 <= number <= count:
+            raise ValueError("no head of a corpus")
+        return head
 
 
 @dataclass(slots=True)
@@ -137,6 +161,25 @@ def open_corpus(folder: Path, *, head: Head) -> Corpus:
         raise unwritten("a corpus", folder, error) from None
 
 
+def read_corpus(path: Path) -> Corpus:
+    """Read the file of a shard, whatever its campaign; nothing is written.
+
+    Raises:
+        UsageError: It is no corpus, or cannot be read.
+    """
+    first, *lines = _read_file(path).splitlines() or [b""]
+    try:
+        head = Head.from_dict(_parse(first, where=f"{path.name} line 1"))
+    except UsageError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        got = printable(first[:200].decode(errors="replace"))
+        raise UsageError(
+            f"expected {path} to begin with the head of a corpus, got {got!r}. Try another folder."
+        ) from None
+    return Corpus(path, head, _read(lines, where=path.name))
+
+
 def _open(folder: Path, *, head: Head) -> Corpus:
     folder.mkdir(parents=True, exist_ok=True)
     number, count = head.shard
@@ -152,7 +195,7 @@ def _open(folder: Path, *, head: Head) -> Corpus:
         got = printable(first[:200].decode(errors="replace"))
         raise UsageError(
             f"expected a corpus of {expected} in {path}, got {got}. Try another --corpus, or the "
-            "seed, target and device that it was begun with."
+            "seed, target, device and options that it was begun with."
         )
     corpus.reports = _read(lines, where=path.name)
     if not data.endswith(b"\n"):

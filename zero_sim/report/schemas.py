@@ -24,6 +24,7 @@ Command = Literal[
     "replay",
     "explain",
     "fuzz",
+    "merge",
     "shrink",
     "mutants",
     "memory",
@@ -171,6 +172,14 @@ def _fuzz() -> Node:
         "device": _described(_TEXT, "Where ranks and reference computed."),
         "corpus": _TEXT,
         "exit_status": _STATUS,
+    }
+
+
+def _merge() -> Node:
+    return {
+        **_fuzz(),
+        "shards": _COUNT,
+        "shards_missing": _described(_list(_COUNT), "Counted from 1."),
     }
 
 
@@ -355,6 +364,7 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "replay": _replay,
     "explain": _explain,
     "fuzz": _fuzz,
+    "merge": _merge,
     "shrink": _shrink,
     "mutants": _mutants,
     "memory": _memory,

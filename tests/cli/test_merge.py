@@ -1,0 +1,50 @@
+"""`zero-sim merge`: what shards found together, and its exit status."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from tests.fuzz.test_merging import HEAD, shard
+from zero_sim.cli.main import main
+
+
+def merge(*arguments):
+    return CliRunner().invoke(main, ["merge", *map(str, arguments)])
+
+
+def test_all_shards_without_a_finding_are_0(tmp_path):
+    folders = [shard(tmp_path / f"{n}", n, batches=[n - 1]) for n in (1, 2)]
+    done = merge(*folders, "--into", tmp_path / "all")
+    assert done.exit_code == 0, done.output
+    assert "100 cases" in done.output
+    assert "100 pass" in done.output
+
+
+def test_a_shard_that_is_missing_is_3_and_named(tmp_path):
+    head = replace(HEAD, shard=(1, 3))
+    one = shard(tmp_path / "a", 2, batches=[1], head=head)
+    done = merge(one, "--into", tmp_path / "all")
+    assert done.exit_code == 3
+    assert "Not there of 3 shards: 1, 3." in done.output
+
+
+def test_a_campaign_goes_on_from_what_was_merged(tmp_path):
+    def fuzz(*arguments):
+        return CliRunner().invoke(
+            main, ["fuzz", "--seed", "7", "--jobs", "1", *map(str, arguments)]
+        )
+
+    for number in (1, 2):
+        folder = tmp_path / f"{number}"
+        assert fuzz("--cases", 51, "--shard", f"{number}/2", "--corpus", folder).exit_code == 0
+    assert merge(tmp_path / "1", tmp_path / "2", "--into", tmp_path / "all").exit_code == 0
+    done = fuzz("--cases", 51, "--corpus", tmp_path / "all", "--json")
+    told = json.loads(done.stdout)
+    assert (told["cases"], told["earlier_cases"]) == (51, 51)
+
+
+@pytest.mark.parametrize("arguments", [[], ["a"], ["nowhere", "--into", "b"]])
+def test_what_is_not_said_rightly_is_2(arguments):
+    assert merge(*arguments).exit_code == 2

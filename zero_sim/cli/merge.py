@@ -1,0 +1,70 @@
+"""The command `zero-sim merge`: what the shards of a campaign found together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zero_sim.cli.fuzz import EXIT_LOST, exit_status_of, show_totals
+from zero_sim.cli.parts import echo_report, json_option
+from zero_sim.host.packages import packages_needed
+
+
+@click.command()
+@click.argument(
+    "folders",
+    nargs=-1,
+    required=True,
+    metavar="FOLDER...",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+)
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    required=True,
+    help="A new folder for the corpus of all shards, bundles included.",
+)
+@json_option
+@click.pass_context
+def merge(ctx: click.Context, folders: tuple[Path, ...], into: Path, as_json: bool) -> None:
+    """Make one corpus of those that `zero-sim fuzz --shard I/N --corpus FOLDER` left.
+
+    `zero-sim fuzz --corpus DIR`, with the seed and target of the campaign, goes on from it.
+
+    Exit status: 0 nothing found, 1 findings, 2 the usage is wrong, 3 a shard is not there or a
+    worker died.
+    """
+    with packages_needed():
+        from zero_sim.fuzz.campaign import CampaignTotals, Plan
+        from zero_sim.fuzz.merging import merge_corpora
+    merged = merge_corpora(folders, into=into)
+    totals = CampaignTotals()
+    for report in merged.reports:
+        totals.take(report)
+    head = merged.head
+    plan = Plan(
+        target=head.target, device=head.device, options=head.options, seed=head.seed, corpus=into
+    )
+    status = exit_status_of(totals)
+    if merged.shards_missing and not totals.found:
+        status = EXIT_LOST
+    if as_json:
+        echo_report(
+            {
+                **totals.as_dict(),
+                "device": plan.device,
+                "corpus": str(into),
+                "shards": merged.shard_count,
+                "shards_missing": list(merged.shards_missing),
+                "seconds": totals.busy_seconds,
+                "exit_status": status,
+            }
+        )
+    else:
+        show_totals(totals, plan=plan, elapsed=totals.busy_seconds, pairs=False)
+        if merged.shards_missing:
+            missing = ", ".join(map(str, merged.shards_missing))
+            click.echo(f"Not there of {merged.shard_count} shards: {missing}.")
+    ctx.exit(status)
