@@ -6,7 +6,7 @@ SCENARIOS ?= scenarios
 
 CASES ?= 2000
 
-.PHONY: run test nightly check fuzz device bench bench-check pytorch-suites scripts compat compat-lowest clean
+.PHONY: run test nightly check fuzz device bench bench-check pytorch-suites scripts libraries compat compat-lowest clean
 
 # Runs a command; whatever comes of it, says how to go on without make.
 and_say_how = status=0; $(1) || status=$$?; echo; \
@@ -53,6 +53,19 @@ pytorch-suites: $(VENV)/.installed
 # Scripts in the manner of public examples, by torchrun on gloo and by zero-sim torchrun: all they print.
 scripts: $(VENV)/.installed
 	$(BIN)/python -m tests.script.against_gloo $(SCRIPTS)
+
+# The libraries of docs/libraries.md in an environment of their own: their scenarios, what is known to go
+# wrong in them, drawn cases, and some of these on gloo processes as well. LIBRARIES=deepspeed-zero-1 for one.
+LIBRARY_CASES ?= 200
+GLOO_CASES ?= 40
+libraries:
+	test -x $(VENV)-libraries/bin/python || $(PYTHON) -m venv $(VENV)-libraries
+	$(VENV)-libraries/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools
+	DS_BUILD_OPS=0 $(VENV)-libraries/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --constraint constraints-libraries.txt --editable ".[test,deepspeed,fairscale,megatron]"
+	$(VENV)-libraries/bin/zero-sim run scenarios/libraries scenarios/upstream --no-bundles
+	$(VENV)-libraries/bin/python -m property_tests.libraries $(LIBRARIES) \
+	  --cases $(LIBRARY_CASES) --gloo $(GLOO_CASES)
 
 # The suite with another torch, in an environment of its own: make compat TORCH=2.14.1
 compat:

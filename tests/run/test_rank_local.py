@@ -1,5 +1,6 @@
 """State of a library that each simulated rank has for itself, where a target declares it."""
 
+import importlib
 import sys
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 from tests.run.keeper import LIBRARY, NAMES, Keeper
 from zero_sim.run.kept_names import find_kept_names
+from zero_sim.run.rank_local import as_in_new_process
 from zero_sim.run.runner import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import Capabilities, Numerics, RankLocal
@@ -132,3 +134,14 @@ def test_without_that_declaration_there_is_no_gpu(judged_fp32):
     judged_fp32(target=CudaTarget(cuda_is_cpu=True))
     assert not torch.cuda.is_available()
     assert judged_fp32(target=CudaTarget(cuda_is_cpu=False)).verdict == "fail"
+
+
+@pytest.mark.usefixtures("library")
+def test_a_real_rank_begins_every_program_anew():
+    kept = importlib.import_module("keeper_lib")
+    for _ in range(2):
+        with as_in_new_process(Keeper(RankLocal(names=NAMES)), ranks_max=2):
+            assert (kept.SEEN, kept.Engine.built, kept.Engine().register()) == ([], 0, 1)
+            kept.SEEN.append("this program's")
+            kept.Engine.built += 1
+    assert (kept.SEEN, kept.Engine.built) == ([], 0)

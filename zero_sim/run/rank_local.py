@@ -14,6 +14,9 @@ from zero_sim.sim.world.rank_threads import rank_state
 from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
+_CALLER, _RANK = -1, 0
+"""Owners where a process is one rank."""
+
 
 class Own(RankLocalOfWorld, Protocol):
     """What moves with the baton, and can be let go of."""
@@ -87,6 +90,33 @@ class RankLocalState:
     def in_rank(self) -> AbstractContextManager[object]:
         """Around the program of one rank."""
         return nullcontext() if self._cuda is None else self._cuda.in_rank()
+
+
+@contextmanager
+def as_in_new_process(target: Target, *, ranks_max: int) -> Iterator[None]:
+    """Around the program of a real rank, whose process has run other cases and will run more.
+
+    What the target declares as rank-local begins anew, and is as before afterwards.
+
+    Raises:
+        EnvironmentProblem: The package that it judges is not installed.
+        ProtocolError: It declares something else.
+    """
+    state = rank_local_state(target, ranks_max=ranks_max)
+    if state is None:
+        yield
+        return
+    own = state.own
+    with state.installed(), state.in_rank():
+        if own is not None:
+            own.begin(_CALLER)
+            own.put_in_place(_RANK, previous=_CALLER)
+        try:
+            yield
+        finally:
+            if own is not None:
+                own.take_out(_RANK)
+                own.put_in_place(_CALLER, previous=_RANK)
 
 
 def rank_local_state(target: Target, *, ranks_max: int) -> RankLocalState | None:

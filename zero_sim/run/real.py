@@ -22,12 +22,12 @@ from zero_sim.judge.facts import Facts
 from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.run.probing import OrderDrift, measure_orders
 from zero_sim.run.program import Segment, build_program, segments_of
+from zero_sim.run.rank_local import as_in_new_process
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, import_target
-from zero_sim.targets.rank_local import prepare
 
 
 def processes_of(scenario: Scenario) -> int:
@@ -61,9 +61,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
     def find() -> Target:
-        target = import_target(payload["target"] or scenario.system.target)
-        prepare(target)
-        return target
+        return import_target(payload["target"] or scenario.system.target)
 
     try:
         # Where another rank gave up, it says why.
@@ -150,7 +148,8 @@ class _OwnRank:
                 order_seed=scenario.run.seed,
             ):
                 try:
-                    program(real_rank.rank)
+                    with as_in_new_process(target, ranks_max=self.processes):
+                        program(real_rank.rank)
                 except (Exception, SystemExit):
                     # Leaving the world is what makes others raise, too.
                     trial.raised_at = time.time()
