@@ -98,9 +98,11 @@ class DeepSpeedZero:
 
     def numerics(self, scenario: Scenario) -> Numerics:
         """By which rules it computes a case."""
-        is_scattered = self._stage > 0 and scenario.system.sum_by == "reduce-scatter"
+        system = scenario.system
+        # Without contiguous gradients reduce_scatter changes nothing.
+        is_before = system.sum_by == "reduce-scatter" or not system.contiguous_grads
         return Numerics(
-            divide="pre" if is_scattered else "postmul-rounded",
+            divide="pre" if is_before and self._stage else "postmul-rounded",
             divide_by="ranks",
             divide_each="step" if self._stage < 2 else "round",
             sync="last" if self._stage < 2 else "every",
