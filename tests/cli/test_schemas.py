@@ -50,6 +50,7 @@ def outputs(
         ],
         "fingerprint": [invoke("fingerprint", "one.toml", "--json").stdout],
         "doctor": [invoke("doctor", "--json").stdout],
+        "rules": [invoke("rules", "--target", "single-device", "--json").stdout],
         "bench": [invoke("bench", "--json").stdout],
     }
     broken(False)

@@ -48,6 +48,7 @@ from zero_sim.cli.parts import (
     echo_report,
     json_option,
 )
+from zero_sim.cli.rules import rules
 from zero_sim.cli.session import Session, coloured, of_target, progress
 from zero_sim.cli.shrink import shrink
 from zero_sim.cli.torchrun import torchrun
@@ -409,7 +410,7 @@ def schema(what: str) -> None:
     """Print the JSON Schema of a scenario file, or of what a command prints with --json.
 
     WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
-    fuzz, shrink, mutants, memory, traffic, advise, fingerprint, doctor or bench.
+    fuzz, shrink, mutants, memory, traffic, advise, fingerprint, rules, doctor or bench.
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
@@ -537,6 +538,7 @@ main.add_command(fuzz)
 main.add_command(memory)
 main.add_command(merge)
 main.add_command(mutants)
+main.add_command(rules)
 main.add_command(shrink)
 main.add_command(torchrun)
 main.add_command(traffic)

@@ -100,7 +100,7 @@ class RulesTried:
         is_one = len(names) == 1 and not any("," in rule for rule in self.fitting)
         lead = f"{next(iter(names))} = " if is_one else ""
         others = [rule.removeprefix(lead) for rule in self.fitting]
-        which = " or ".join(filter(None, [", ".join(others[:-1]), others[-1]]))
+        which = " or ".join(others)
         advice = "if that is" if len(others) == 1 else "or whichever of them is"
         return (
             f"{said}; these are the bits of {lead}{which}: declare Numerics({first}), {advice} "

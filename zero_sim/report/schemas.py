@@ -31,6 +31,7 @@ Command = Literal[
     "traffic",
     "advise",
     "fingerprint",
+    "rules",
     "doctor",
     "bench",
 ]
@@ -344,6 +345,23 @@ def _fingerprint() -> Node:
     }
 
 
+def _rules() -> Node:
+    fields: Node = {"type": "object", "additionalProperties": True}
+    return {
+        "target": _TEXT,
+        "numerics": _described(fields, "Fields of Numerics that are not as by default."),
+        "capabilities": _described(fields, "Fields of Capabilities that are not as by default."),
+        "unclear": _described(_list(_TEXT), "What could not be told, and why."),
+        "left_out": _described(
+            {"type": "object", "additionalProperties": _TEXT},
+            "What the target cannot be asked for, and what came of asking.",
+        ),
+        "contradicted": _described(_list(_TEXT), "What it declares otherwise."),
+        "cases": _described(_COUNT, "Runs that it took."),
+        "exit_status": _STATUS,
+    }
+
+
 def _doctor() -> Node:
     from zero_sim.report.records import Fact
 
@@ -371,6 +389,7 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "traffic": _traffic,
     "advise": _advise,
     "fingerprint": _fingerprint,
+    "rules": _rules,
     "doctor": _doctor,
     "bench": _bench,
 }

@@ -1,0 +1,21 @@
+"""`zero-sim rules` recovers what the shipped targets declare."""
+
+import pytest
+
+from zero_sim.run.found_rules import find_rules
+from zero_sim.targets import capabilities_of, find_target
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "name", ["zero_sim", "single-device", "torch-ddp", "torch-zero-redundancy", "torch-fsdp2"]
+)
+def test_nothing_that_is_declared_is_contradicted(name):
+    target = find_target(name)
+    found, declared = find_rules(target), capabilities_of(target)
+    assert found.contradicted == []
+    able = found.capabilities
+    assert set(able.get("models", declared.models)) >= set(declared.models)
+    assert set(able.get("optimizers", declared.optimizers)) >= set(declared.optimizers)
+    assert set(able.get("stages", (0, 1))) == set(declared.stages)
+    assert set(able.get("follows", ())) >= set(declared.follows)

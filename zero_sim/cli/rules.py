@@ -1,0 +1,84 @@
+"""The command `zero-sim rules`: what a target would have to declare, found by trying."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from zero_sim.cli.parts import echo_report, json_option
+from zero_sim.cli.session import progress
+from zero_sim.host.packages import packages_needed
+from zero_sim.untrusted import printable
+
+if TYPE_CHECKING:
+    from zero_sim.run.found_rules import FoundRules
+
+EXIT_CONTRADICTED = 1
+
+
+@click.command()
+@click.option(
+    "--target",
+    required=True,
+    metavar="NAME|MODULE:NAME",
+    help="System to ask: a registered one, or one to import.",
+)
+@json_option
+@click.pass_context
+def rules(ctx: click.Context, target: str, as_json: bool) -> None:
+    """Work out by which rules a target computes, and print what it is to declare.
+
+    Directed cases are run, each again with what would make it pass, until the rules of the target
+    are known. What no case tells apart is said, with the reason; there what the target declares
+    already is kept.
+
+    Exit status: 0 nothing that it declares is contradicted; 1 something is; 2 the usage is wrong,
+    or no known rule makes a plain case pass; 4 this machine cannot run it.
+    """
+    with packages_needed():
+        from zero_sim.run.found_rules import find_rules
+        from zero_sim.targets import import_target
+    system = import_target(target)
+    # What a model prints must not end up in the middle of the JSON.
+    out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with out, progress(f"rules of {target}"):
+        found = find_rules(system)
+    status = EXIT_CONTRADICTED if found.contradicted else 0
+    if as_json:
+        echo_report({**found.as_dict(), "exit_status": status})
+    else:
+        click.echo(printable("\n".join(_lines(found)), lines=True))
+    ctx.exit(status)
+
+
+def _lines(found: FoundRules) -> Iterator[str]:
+    yield f"# found by {found.cases} runs of small cases"
+    yield "from zero_sim.targets import Capabilities, Numerics"
+    yield ""
+    yield from _record("capabilities", "Capabilities", found.capabilities)
+    yield from _record("numerics", "Numerics", found.numerics)
+    if found.unclear:
+        yield ""
+        yield "Could not be told:"
+        yield from (f"  {each}" for each in found.unclear)
+    if found.left_out:
+        yield ""
+        yield "Left out, with what came of asking for it:"
+        yield from (f"  {what}: {why}" for what, why in found.left_out.items())
+    if found.contradicted:
+        yield ""
+        yield "Otherwise than declared:"
+        yield from (f"  {each}" for each in found.contradicted)
+
+
+def _record(name: str, record: str, said: Mapping[str, object]) -> Iterator[str]:
+    if not said:
+        yield f"{name} = {record}()"
+        return
+    yield f"{name} = {record}("
+    yield from (f"    {field}={value!r}," for field, value in said.items())
+    yield ")"

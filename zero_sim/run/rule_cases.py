@@ -1,0 +1,152 @@
+"""Directed cases, each of which shows one rule or one capability of a system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from zero_sim.scenario.spec import (
+    DataSpec,
+    DtypeName,
+    FreezeSpec,
+    LossScaleSpec,
+    ModelName,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    ParamGroupSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    TopologySpec,
+    WorldSpec,
+)
+from zero_sim.workloads import build_workload
+
+BASE = Scenario(
+    schema=1,
+    name="three ranks",
+    model=ModelSpec(name="mlp", hidden=3, blocks=1),
+    world=WorldSpec(size=3),
+    run=RunSpec(steps=1),
+)
+
+
+def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
+    """The case with fields of its tables replaced.
+
+    Args:
+        case: Any case.
+        name: What the new one is called.
+        fields: By name of a table the fields of it, as a mapping; or a whole table.
+    """
+    new = {
+        table: replace(getattr(case, table), **said) if isinstance(said, Mapping) else said
+        for table, said in fields.items()
+    }
+    return replace(case, name=name or case.name, **new)
+
+
+def with_model(base: Scenario, name: ModelName) -> Scenario:
+    """The case with another model, a small one.
+
+    Args:
+        base: Any case.
+        name: Of the model.
+    """
+    shapes = ((3,), (2, 2)) if name in ("params", "lattice", "bit-hash") else None
+    return changed(base, model=ModelSpec(name=name, shapes=shapes))
+
+
+def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[Scenario]:
+    """Cases that rules for gradients decide, the plainest first.
+
+    Args:
+        base: A case that the system can be asked for.
+        dtype: Of the working params.
+        ranks_max: Most ranks.
+    """
+    many = {"size": min(7, ranks_max)}
+    base = changed(base, f"{dtype}, {base.world.size} ranks", model={"dtype": dtype})
+    micros = changed(base, f"{dtype}, three micro-batches", run={"micro_batches": 3})
+    yield base
+    yield changed(base, f"{dtype}, {many['size']} ranks", world=many)
+    yield micros
+    yield changed(micros, f"{dtype}, {many['size']} ranks, three micro-batches", world=many)
+    yield changed(base, f"{dtype}, divide = 'pre'", system={"divide": "pre"}, world=many)
+    yield changed(base, f"{dtype}, divide = 'none'", system={"divide": "none"})
+    yield changed(micros, f"{dtype}, divide_by", system={"divide_by": "micro-batches"})
+    yield changed(micros, f"{dtype}, sync = 'every'", system={"sync": "every"})
+    if dtype != "fp32":
+        yield changed(micros, f"{dtype}, grad_dtype = 'fp32'", system={"grad_dtype": "fp32"})
+
+
+def unused_case(base: Scenario) -> Scenario:
+    """A case with a param that no rank uses, which weight decay moves or not.
+
+    Args:
+        base: Any case.
+    """
+    decay = OptimizerSpec(weight_decay=0.1)
+    name = f"{base.model.dtype}, params that nobody uses"
+    return changed(base, name, model={"name": "unusual"}, optimizer=decay)
+
+
+def clip_cases(base: Scenario) -> Iterator[Scenario]:
+    """Cases that clip by a norm, with which forms differ."""
+    for seed in range(6):
+        clip = OptimizerSpec(clip_norm=0.01 * (1 + seed), lr=0.1)
+        yield changed(base, f"clipped, seed {seed}", optimizer=clip, run={"seed": seed})
+
+
+def overflow_case(base: Scenario) -> Scenario:
+    """A case with a gradient that is no number, and losses that are not scaled."""
+    nan = DataSpec(nan=NanSpec(step=0, rank=0))
+    return changed(base, "a NaN without a loss scale", data=nan, run={"steps": 2})
+
+
+Vary = Callable[[Scenario], Scenario]
+
+
+def _optimizer(**said: Any) -> Vary:
+    return lambda base: changed(base, optimizer=OptimizerSpec(**said), run={"steps": 3})
+
+
+def _frozen(base: Scenario) -> Scenario:
+    names = [name for name, _ in build_workload(base).build().named_parameters()]
+    freeze = (FreezeSpec(param=names[0], start=0, stop=1),)
+    return changed(base, model={"freeze": freeze}, run={"steps": 2})
+
+
+def _blocks(**said: Any) -> Vary:
+    return lambda base: changed(base, world={"size": 4}, system={"redundancy": 2, **said})
+
+
+def _cells(**said: Any) -> Vary:
+    return lambda base: changed(base, world={"size": 4}, topology=TopologySpec(**said))
+
+
+FOLLOWED: Mapping[str, Vary] = {
+    "optimizer.betas": _optimizer(betas=(0.5, 0.6)),
+    "optimizer.eps": _optimizer(eps=0.1),
+    "optimizer.weight_decay": _optimizer(weight_decay=0.1),
+    "optimizer.momentum": _optimizer(name="sgd", momentum=0.9),
+    "optimizer.nesterov": _optimizer(name="sgd", momentum=0.9, nesterov=True),
+    "optimizer.amsgrad": _optimizer(amsgrad=True),
+    "optimizer.groups": _optimizer(groups=(ParamGroupSpec(match="bias", lr=0.03),)),
+    "optimizer.warmup_steps": _optimizer(warmup_steps=3),
+    "optimizer.clip_norm": _optimizer(clip_norm=0.01),
+    "optimizer.clip_value": _optimizer(clip_value=1e-3),
+    "optimizer.loss_scale": _optimizer(loss_scale=LossScaleSpec()),
+    "run.micro_batches": lambda base: changed(base, run={"micro_batches": 2}),
+    "model.freeze": _frozen,
+    "model.distinct_start": lambda base: changed(base, model={"distinct_start": True}),
+    "system.redundancy": _blocks(),
+    "system.state_over": _blocks(state_over="all"),
+    "topology.tp": _cells(tp=2),
+    "topology.pp": _cells(pp=2),
+    "topology.cp": _cells(cp=2),
+    "reload": lambda base: changed(base, run={"steps": 2}, reload=ReloadSpec(step=1)),
+}
+"""By option: a case of which something that is compared depends on it."""
