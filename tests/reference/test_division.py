@@ -88,5 +88,5 @@ class TestPremul:
 
 @pytest.mark.parametrize(("by", "count"), [("ranks", 3), ("micro-batches", 6), ("tokens", 31)])
 def test_count(by, count):
-    """Three ranks, two micro-batches each, 31 rows in all."""
-    assert count_contributions(by, rank_count=3, micro_batches=2, rows=31) == count
+    """Three ranks, six micro-batches of all, 31 rows in all."""
+    assert count_contributions(by, rank_count=3, micro_batches=6, rows=31) == count

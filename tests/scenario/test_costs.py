@@ -20,6 +20,7 @@ FULL = dataclasses.replace(
     MLP,
     reload=ReloadSpec(step=1),
     optimizer=OptimizerSpec(loss_scale=LossScaleSpec()),
+    run=RunSpec(own_micro_batches=(1,)),
 )
 
 
@@ -62,6 +63,7 @@ def test_every_list_has_an_end(path: str) -> None:
         "optimizer.groups": {"match": "x"},
         "system.options": {"name": "x", "value": "y"},
         "faults": {"kind": "drop", "rank": 0},
+        "run.own_micro_batches": 1,
     }.get(path, "x")
     (raw.setdefault(table, {}) if table else raw)[name] = [entry] * (most + 1)
     text = "\n".join(f"{key} = {inline(value)}" for key, value in raw.items())

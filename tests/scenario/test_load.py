@@ -157,8 +157,8 @@ class TestMessages:
         """Nothing near it: the table's fields are listed."""
         text = f"{GOOD}[run]\nxyzzy = 1\n"
         assert only_line(text) == (
-            "run.xyzzy: unknown field. [run] takes `steps`, `micro_batches`, `seed`, "
-            "`stall_seconds`."
+            "run.xyzzy: unknown field. [run] takes `steps`, `micro_batches`, "
+            "`own_micro_batches`, `seed`, `stall_seconds`."
         )
 
     def test_misspelt_matrix_is_named(self) -> None:

@@ -14,6 +14,7 @@ from typing import Final, Literal
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.scenario.copies import state_copies
+from zero_sim.scenario.joining import counts_over_ranks
 from zero_sim.scenario.spec import Scenario
 
 WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
@@ -230,7 +231,7 @@ def _of_few_numbers(
     parts = scenario.topology.tp * scenario.topology.pp
     if parts > 1:
         yield few(range(parts), NORM_ELEMS, "float64", 8, "parts", "norm")
-    if system.divide_by == "tokens":
+    if counts_over_ranks(scenario):
         yield few(everybody, 1, "int64", 8, "group", "tokens")
     if not system.stage or skipped:
         return

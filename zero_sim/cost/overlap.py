@@ -37,6 +37,7 @@ from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.joining import counts_over_ranks
 from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
@@ -217,8 +218,8 @@ def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[F
     made = rank.issued_in(start, stop)
     early = Counter(call.call for call in made if call.waited < stop)
     early &= Counter(form.sum_call for form in rank.forms)
-    if rank.scenario.system.divide_by == "tokens":
-        # Ranks tell each other their tokens before anything is divided, and wait for that.
+    if counts_over_ranks(rank.scenario):
+        # Ranks tell each other what they count before anything is divided, and wait for that.
         early -= Counter({("all_reduce", rank.scenario.world.size, 1): 1})
     for call in early:
         yield rank.finding(

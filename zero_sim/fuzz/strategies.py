@@ -22,6 +22,7 @@ from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
+from zero_sim.scenario.joining import limits_of_joins
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
@@ -152,6 +153,7 @@ def _cases(
             )
         )
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
+    scenario = draw(_joined(scenario, swarm=swarm))
     # Few cases: a bound shows less than bits do.
     may_hide = scenario.world.order != "linear" and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
@@ -169,6 +171,23 @@ def _skips(target: Target, able: Capabilities) -> bool:
     """Whether it skips steps that are not finite, whatever losses are multiplied by."""
     plain = Scenario(schema=1, model=ModelSpec(name=next(iter(able.models), "mlp")))
     return numerics_of(target, plain).nonfinite == "skipped"
+
+
+@st.composite
+def _joined(draw: st.DrawFn, scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with ranks that have no data for some micro-batches, where that can be."""
+    run, (fewest, least) = scenario.run, limits_of_joins(scenario)
+    system = scenario.system
+    is_late = system.divide in ("pre", "premul") and system.sync == "every"
+    fits = fewest > 1 and run.micro_batches > least
+    fits &= not (is_late and system.divide_by == "micro-batches")
+    if not swarm.on("ranks join", fits=fits):
+        return scenario
+    others = draw(
+        st.lists(st.integers(least, run.micro_batches - 1), min_size=1, max_size=min(fewest, 3) - 1)
+    )
+    own = (*others, run.micro_batches)
+    return replace(scenario, run=replace(run, own_micro_batches=own))
 
 
 def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:

@@ -54,6 +54,7 @@ _PATHS = {
     "overlap params": "system.overlap_params",
     "pp": "topology.pp",
     "prefetch": "system.prefetch",
+    "ranks join": "run.own_micro_batches",
     "reduce buffers": "system.reduce_buffer_elems",
     "reload": "reload",
     "reverse": "system.param_order",

@@ -14,6 +14,7 @@ from zero_sim.mutants import (
     gathers,
     giving_back,
     hybrid,
+    joining,
     layout,
     lifetimes,
     partitions,
@@ -54,6 +55,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         sending,
         giving_back,
         residual,
+        joining,
     )
     for one in _in(module)
 )

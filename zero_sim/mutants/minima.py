@@ -358,6 +358,16 @@ _NUMBERS = {
     "J17": (1, 1, 2, 1, 2),
     "J19": (1, 1, 1, 1, 4),
     "J20": (1, 2, 2, 1, 3),
+    # Joins: a rank with data and one without; two micro-batches where something was accumulated
+    # before. An entry of run.own_micro_batches is a feature each.
+    "K11": (2, 1, 1, 2, 2),
+    "K12": (2, 1, 1, 1, 3),
+    "K13": (2, 1, 1, 1, 3),
+    "K14": (2, 1, 1, 1, 4),
+    "K15": (2, 1, 1, 1, 5),
+    "K16": (2, 1, 1, 2, 4),
+    "K17": (2, 1, 1, 1, 4),
+    "K18": (2, 2, 2, 1, 5),
     # What is given back: one element shows it; another one's values need two params.
     "K01": (1, 1, 1, 1, 0),
     "K02": (1, 1, 1, 1, 1),

@@ -144,14 +144,14 @@ def count_contributions(by: DivideBy, *, rank_count: int, micro_batches: int, ro
     Args:
         by: What is counted.
         rank_count: Ranks, of all replicas.
-        micro_batches: Micro-batches of each of them.
+        micro_batches: Micro-batches that all of them had data for.
         rows: Rows that all of them saw in all their micro-batches.
     """
     match by:
         case "ranks":
             return rank_count
         case "micro-batches":
-            return rank_count * micro_batches
+            return micro_batches
         case "tokens":
             return rows
         case unknown:

@@ -154,7 +154,7 @@ class OtherSums:
         return count_contributions(
             by,
             rank_count=len(self.local.replays),
-            micro_batches=self.scenario.run.micro_batches,
+            micro_batches=sum(len(replay.losses) for replay in self.local.replays),
             rows=sum(replay.rows for replay in self.local.replays),
         )
 
@@ -165,15 +165,14 @@ class OtherSums:
         if name not in replay.rounds[0]:
             return replay  # Another rank's expert.
         zero = torch.zeros_like(replay.rounds[0][name], dtype=self._own(replay, name, dtype))
-        rounds: list[Tensor | None] = []
-        for grads in replay.micro_grads:
+        sums = 1 if sync == "last" else self.scenario.run.micro_batches
+        rounds: list[Tensor | None] = [None] * sums
+        for micro, grads in enumerate(replay.micro_grads):
             grad = grads.get(name)
-            term = grad if grad is None or dtype is None else grad.to(dtype)
-            if sync != "last" or not rounds:
-                rounds.append(term)
-            elif term is not None:
-                held = rounds[-1]
-                rounds[-1] = term if held is None else held + term
+            if grad is not None:
+                term = grad if dtype is None else grad.to(dtype)
+                held = rounds[micro % sums]
+                rounds[micro % sums] = term if held is None else held + term
         held = [zero if each is None else each for each in rounds]
         return replace(replay, rounds=tuple({name: each} for each in held))
 

@@ -389,7 +389,7 @@ class Ranks:
             count = count_contributions(
                 system.divide_by,
                 rank_count=len(replays),
-                micro_batches=self._scenario.run.micro_batches,
+                micro_batches=sum(len(replay.losses) for replay in replays),
                 rows=sum(replay.rows for replay in replays),
             )
         return Division(

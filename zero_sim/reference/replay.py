@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.host.device import random_state, seed_device, set_random_state
+from zero_sim.scenario.joining import own_micro_batches
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Batch, Workload, seed_of
 
@@ -104,9 +105,10 @@ class Replayer:
         keep_micro: bool = False,
         every: bool | None = None,
     ) -> RankReplay:
-        """Run all micro-batches of one rank and accumulate their gradients, in order.
+        """Run the micro-batches of one rank and accumulate their gradients, in order.
 
-        A param that no micro-batch reaches has a gradient of zeros.
+        A param that no micro-batch reaches has a gradient of zeros; so has every param in a sum
+        that belongs to a micro-batch for which the rank has no data.
 
         Args:
             step: Optimizer step, from 0.
@@ -118,14 +120,13 @@ class Replayer:
             every: Whether each micro-batch is a round by itself; None for what the scenario says.
         """
         every = self.scenario.system.sync == "every" if every is None else every
-        rounds: list[dict[str, Tensor]] = []
+        sums = self.scenario.run.micro_batches if every else 1
+        rounds: list[dict[str, Tensor]] = [{} for _ in range(sums)]
         replays: list[MicroReplay] = []
-        for micro in range(self.scenario.run.micro_batches):
+        for micro in range(own_micro_batches(self.scenario.run, step=step, rank=rank)):
             replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
             replays.append(replay)
-            if every or not rounds:
-                rounds.append({})
-            totals = rounds[-1]
+            totals = rounds[micro if every else 0]
             for name, grad in replay.grads.items():
                 # Zero plus the first term is that term, but for the sign of a zero.
                 term = grad if grad_dtype is None else grad.to(grad_dtype)
@@ -184,7 +185,7 @@ class Replayer:
         Micro-batches are tried in order, then params and elements. Searching by a second,
         deterministic replay costs a healthy run nothing.
         """
-        for micro in range(self.scenario.run.micro_batches):
+        for micro in range(own_micro_batches(self.scenario.run, step=step, rank=rank)):
             replay = self.replay_micro(step=step, rank=rank, micro=micro, scale=scale)
             for name, grad in replay.grads.items():
                 bad = _first_nonfinite(grad)

@@ -30,6 +30,7 @@ from zero_sim.errors import EnvironmentProblem
 from zero_sim.run.dp_cp_groups import DpCpGroup, dp_cp_groups_of
 from zero_sim.run.program import draw_batch, lr_factor
 from zero_sim.run.rank_local import rank_local_state
+from zero_sim.scenario.joining import own_micro_batches
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
 from zero_sim.sim.log import EventLog
@@ -242,6 +243,11 @@ class _Rank:
                 engine.zero_grad()
                 for micro in range(scenario.run.micro_batches):
                     last = micro == scenario.run.micro_batches - 1
+                    if micro >= own_micro_batches(scenario.run, step=step, rank=index):
+                        self._meter.phase = "backward"
+                        engine.join_micro_batch(last=last)
+                        self._meter.sample("backward is over")
+                        continue
                     batch = self._draw(workload, scenario, step=step, micro=micro, index=index)
                     engine.start_micro_batch(last=last)
                     loss = workload.loss(engine.forward, batch)  # pyrefly: ignore

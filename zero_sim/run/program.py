@@ -29,6 +29,7 @@ from zero_sim.judge.harness import PauseClock, engine_time, harness_time
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
 from zero_sim.run.dp_cp_groups import DpCpGroup
+from zero_sim.scenario.joining import own_micro_batches
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import Scenario
@@ -292,15 +293,19 @@ def _train(
         with harness_time(pause_clock):
             judge.before_backward(rank, step, engine)
         losses: list[Tensor] = []
+        own = own_micro_batches(scenario.run, step=step, rank=rank)
         for micro in range(scenario.run.micro_batches):
-            with harness_time(pause_clock):
-                batch = draw_batch(workload, scenario, step, rank, micro)
             last_micro = micro == scenario.run.micro_batches - 1
             if hook_trace is not None:
                 hook_trace.start(step, micro)
             if built.peaks is not None and step == judge.weighed_step:
                 built.peaks.start(step, micro)
-            losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
+            if micro < own:
+                with harness_time(pause_clock):
+                    batch = draw_batch(workload, scenario, step, rank, micro)
+                losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
+            else:
+                engine.join_micro_batch(last=last_micro)
             if deferred and micro == 0 and step > segment.start:
                 with harness_time(pause_clock):
                     judge.observe_params(rank, step - 1, engine)

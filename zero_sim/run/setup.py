@@ -65,11 +65,12 @@ class Setup:
         if system.divide not in ("pre", "premul"):
             return False
         parts = scenario.topology.tp * scenario.topology.pp
+        ranks, run = scenario.world.size // parts, scenario.run
         count = count_contributions(
             system.divide_by,
-            rank_count=scenario.world.size // parts,
-            micro_batches=scenario.run.micro_batches,
-            # How many rows there are need not be the same in each step.
+            rank_count=ranks,
+            # How many of them, and of rows, there are need not be the same in each step.
+            micro_batches=3 if run.own_micro_batches else ranks * run.micro_batches,
             rows=3,
         )
         return count.bit_count() != 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.joining import own_micro_batches
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario
 
@@ -97,12 +98,35 @@ def _reshard_fits(scenario: Scenario) -> bool:
     )
 
 
+def _somebody_trains(scenario: Scenario) -> bool:
+    """Whether in every micro-batch of every step some rank has data."""
+    run = scenario.run
+    steps = range(min(run.steps, len(run.own_micro_batches)))
+    ranks = range(min(_dp_cp_size(scenario), len(run.own_micro_batches)))
+    return all(
+        max((own_micro_batches(run, step=step, rank=rank) for rank in ranks), default=0)
+        == run.micro_batches
+        for step in steps
+    )
+
+
+def _has_data_to_spoil(scenario: Scenario) -> bool:
+    """Whether the rank that is to see a NaN sees anything in that step."""
+    nan = scenario.data.nan
+    return nan is None or own_micro_batches(scenario.run, step=nan.step, rank=nan.rank) > 0
+
+
 def _claims_one_device(scenario: Scenario) -> bool:
     """Whether ranks take a mean of equal gradients, each of the same data."""
     data, system = scenario.data, scenario.system
     means = data.loss == "mean" and system.divide != "none" and system.divide_by == "ranks"
     shares = data.loss == "mean-of-ranks" and system.divide == "none"
-    alike = data.ranks == "same" and scenario.topology.ep == 1 and scenario.data.nan is None
+    alike = (
+        data.ranks == "same"
+        and not scenario.run.own_micro_batches
+        and scenario.topology.ep == 1
+        and scenario.data.nan is None
+    )
     return alike and (means or shares) and system.sync == "last" and scenario.world.order_known
 
 
@@ -320,6 +344,40 @@ CONDITIONS = (
         ),
         message="the number of rows is known only after the last micro-batch, got {got} with a "
         "division before every sum.",
+        suggestion='Try divide = "post", or sync = "last".',
+    ),
+    Condition(
+        reads=("run.own_micro_batches", "run.micro_batches", "run.steps", "world.size", "topology"),
+        broken=lambda s: not _somebody_trains(s),
+        message="expected some rank of each dp-cp group to have data for all of run.micro_batches "
+        "in every step, and none for more, got {got}.",
+        suggestion="Try as many entries as there are ranks, run.micro_batches among them.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("run.own_micro_batches", "system.stage"),
+        broken=lambda s: s.system.stage == 3 and 0 in s.run.own_micro_batches,
+        message="at stage 3 a rank that joins gathers params in the order of its last micro-batch, "
+        "so that it must have one of its own before, got {got}.",
+        suggestion="Write at least 1 everywhere, or stage = 2.",
+        holds_after=True,
+    ),
+    Condition(
+        reads=("run.own_micro_batches", "data.nan"),
+        broken=lambda s: not _has_data_to_spoil(s),
+        message="the rank of data.nan has no data in its step, got {got}.",
+        suggestion="Write at least 1 everywhere.",
+    ),
+    Condition(
+        reads=("run.own_micro_batches", "system.divide_by", "system.divide", "system.sync"),
+        broken=lambda s: (
+            bool(s.run.own_micro_batches)
+            and s.system.divide_by == "micro-batches"
+            and s.system.divide in ("pre", "premul")
+            and s.system.sync == "every"
+        ),
+        message="the number of micro-batches that had data is known only after the last one, got "
+        "{got} with a division before every sum.",
         suggestion='Try divide = "post", or sync = "last".',
     ),
     Condition(

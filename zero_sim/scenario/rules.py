@@ -99,6 +99,7 @@ BOUNDS = (
     Bound(path="optimizer.momentum", least=0, most=FP32_MAX),
     Bound(path="run.steps", least=1, most=10**6),
     Bound(path="run.micro_batches", least=1, most=10**5),
+    Bound(path="run.own_micro_batches", least=0, most=10**5),
     Bound(path="run.seed", least=0, most=2**63 - 1),
     Bound(path="run.stall_seconds", least=0.001, most=10**6),
     Bound(path="expect.accuracy_min", least=0, most=1),
@@ -120,6 +121,7 @@ LISTS = {
     "topology.tied": ENTRIES_MAX,
     "optimizer.groups": ENTRIES_MAX,
     "system.options": ENTRIES_MAX,
+    "run.own_micro_batches": ENTRIES_MAX,
     "faults": ENTRIES_MAX,
 }
 """Most entries of each list."""

@@ -232,8 +232,8 @@ class SystemSpec:
     gradient's dtype; the sum is divided in fp32 after it; or each rank multiplies its gradient by
     the reciprocal, rounded to the gradient's dtype, before the sum."""
     divide_by: Literal["ranks", "micro-batches", "tokens"] = "ranks"
-    """What it is divided by: the number of ranks; of ranks times micro-batches; or the number of
-    rows that all ranks saw in the step."""
+    """What it is divided by: the number of ranks; of micro-batches that all ranks had data for in
+    the step; or of rows that they saw in it."""
     sync: Literal["last", "every"] = "last"
     """When ranks are summed: after the last micro-batch, on what each accumulated; or after every
     one, accumulating the sums."""
@@ -377,6 +377,10 @@ class RunSpec:
     """Optimizer steps."""
     micro_batches: int = 1
     """Micro-batches accumulated on each rank before a step."""
+    own_micro_batches: tuple[int, ...] = ()
+    """For how many of these a rank has data: rank r in step s for the first so many as entry r + s
+    says, round and round; it joins the others with gradients of zero. Empty where each rank has
+    data for all."""
     seed: int = 0
     """Seed of weights, data, schedule, faults and every rank's random numbers."""
     stall_seconds: float = 60.0

@@ -172,7 +172,8 @@ def _plain(scenario: Scenario, section: str) -> Scenario:
 def _blocks(scenario: Scenario) -> Iterator[str]:
     """Paths of optional tables and lists that the case has."""
     paths = ("reload", "data.nan", "optimizer.loss_scale", "optimizer.groups", "model.freeze",
-             "topology.shared", "topology.tied", "system.options", "faults")  # fmt: skip
+             "topology.shared", "topology.tied", "system.options", "faults",
+             "run.own_micro_batches")  # fmt: skip
     return (path for path in paths if _at(scenario, path))
 
 

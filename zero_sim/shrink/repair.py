@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zero_sim.scenario.joining import limits_of_joins
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, ReloadSpec, Scenario, TopologySpec
 from zero_sim.scenario.unused import without_unused
@@ -51,7 +52,19 @@ def repaired(scenario: Scenario) -> Scenario:
         nan = replace(nan, rank=min(nan.rank, size - 1), step=min(nan.step, steps - 1))
     faults = tuple(replace(each, rank=min(each.rank, size - 1)) for each in scenario.faults)
     data = replace(scenario.data, nan=nan)
-    return without_unused(replace(scenario, data=data, reload=after, faults=faults))
+    scenario = _repair_joins(replace(scenario, data=data, reload=after, faults=faults))
+    return without_unused(scenario)
+
+
+def _repair_joins(scenario: Scenario) -> Scenario:
+    """The case with no more entries than ranks, one of which has data for every micro-batch."""
+    run, (fewest, least) = scenario.run, limits_of_joins(scenario)
+    own = tuple(min(max(n, least), run.micro_batches) for n in run.own_micro_batches[:fewest])
+    if own and max(own) < run.micro_batches:
+        own = (*own[:-1], run.micro_batches)
+    if set(own) <= {run.micro_batches}:
+        own = ()
+    return replace(scenario, run=replace(run, own_micro_batches=own))
 
 
 def _repair_world(scenario: Scenario) -> Scenario:

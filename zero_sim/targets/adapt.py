@@ -81,6 +81,21 @@ class CompletedEngine:
         if start is not None:
             start(last=last)
 
+    def join_micro_batch(self, *, last: bool) -> None:
+        """As the engine does.
+
+        Raises:
+            ProtocolError: It has no such method.
+        """
+        join = getattr(self._engine, "join_micro_batch", None)
+        if join is None:
+            raise ProtocolError(
+                f"expected join_micro_batch(*, last) of {type(self._engine).__name__}, whose "
+                "target follows run.own_micro_batches, got none. Try adding it, or leaving that "
+                "path out of what its capabilities follow."
+            )
+        join(last=last)
+
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """As the engine does."""
         self._engine.backward(loss, last_micro=last_micro, rows=rows)

@@ -21,6 +21,7 @@ from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "zero_grad": ("zero_grad()", (), {}),
     "start_micro_batch": ("start_micro_batch(*, last)", (), {"last": True}),
+    "join_micro_batch": ("join_micro_batch(*, last)", (), {"last": True}),
     "backward": (
         "backward(loss, *, last_micro, rows)",
         (None,),

@@ -301,6 +301,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
             path = f"{table}.{field.name}"
             yield path, getattr(record, field.name), getattr(default, field.name)
     yield "run.micro_batches", scenario.run.micro_batches, 1
+    yield "run.own_micro_batches", scenario.run.own_micro_batches, ()
     yield "model.freeze", scenario.model.freeze, ModelSpec(name="mlp").freeze
     yield "model.distinct_start", scenario.model.distinct_start, False
     yield "reload", scenario.reload, None

@@ -135,6 +135,7 @@ def config_of(scenario: Scenario) -> ZeroConfig:
         divide_by=system.divide_by,
         sync=system.sync,
         micro_batches=scenario.run.micro_batches,
+        joins=bool(scenario.run.own_micro_batches),
         redundancy=system.redundancy,
         state_over=system.state_over,
         grad_dtype=system.grad_dtype,
@@ -221,6 +222,10 @@ class ZeroSimEngine:
         if loss.requires_grad:
             loss.backward()
         self._ddp.end_micro_batch(last_micro)
+
+    def join_micro_batch(self, *, last: bool) -> None:
+        """Take part without data."""
+        self._ddp.join_micro_batch(last)
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params on every rank."""

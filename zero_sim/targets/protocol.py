@@ -163,6 +163,17 @@ class FullEngine(Engine, Protocol):
         """
         ...
 
+    def join_micro_batch(self, *, last: bool) -> None:
+        """Take part in a micro-batch for which this rank has no data, with gradients of zero.
+
+        In the place of forward and `backward`, in cases with `run.own_micro_batches`, which a
+        target has to say that it follows.
+
+        Args:
+            last: Whether the step has no micro-batch after this one, so that gradients are reduced.
+        """
+        ...
+
     def settle(self) -> None:
         """Wait for whatever the last step left in flight, so that params can be read."""
         ...

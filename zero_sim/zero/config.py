@@ -34,13 +34,17 @@ class ZeroConfig:
     the reciprocal, rounded to the gradient's dtype."""
     divide_by: DivideBy = "ranks"
     """What it is divided by, unless `finish_grad_sync` is told: the number of ranks; of ranks times
-    micro-batches; or the rows that all ranks counted with `add_rows`."""
+    micro-batches, or of those that ranks had data for, with `joins`; or the rows that all ranks
+    counted with `add_rows`."""
     sync: Sync = "last"
     """When ranks are summed: once, after the last micro-batch; or after every one, adding up the
     sums in the gradient's dtype."""
     micro_batches: int | None = None
     """Micro-batches of a step. Needed only where the division comes before the first of several
     sums and depends on it; checked wherever given."""
+    joins: bool = False
+    """Whether a rank may have no data for some micro-batches, and joins these with zeros
+    (`join_micro_batch`). `divide_by="micro-batches"` then counts those that ranks had data for."""
     redundancy: int = 1
     """Copies of all that is sharded: blocks of consecutive ranks that hold one each."""
     state_over: StateOver = "block"
@@ -226,11 +230,12 @@ class ZeroConfig:
         """Refuse a division that would need the end of the step at its beginning."""
         if not (self.divides_before_sum and self.sync == "every"):
             return
-        if self.divide_by == "tokens":
+        if self.divide_by == "tokens" or (self.joins and self.divide_by == "micro-batches"):
+            what = "rows" if self.divide_by == "tokens" else "micro-batches that had data"
             raise UsageError(
                 f"expected a divisor that is known before the first sum, got "
-                f"divide={self.divide!r}, sync='every', divide_by='tokens': the rows are counted "
-                f"only after the last micro-batch. Try divide='post' or sync='last'."
+                f"divide={self.divide!r}, sync='every', divide_by={self.divide_by!r}: the {what} "
+                f"are counted only after the last micro-batch. Try divide='post' or sync='last'."
             )
         if self.divide_by == "micro-batches" and self.micro_batches is None:
             raise UsageError(

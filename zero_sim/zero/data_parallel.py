@@ -11,6 +11,7 @@ A step of several micro-batches, in full; what the config does not ask for may b
         ddp.begin_last_micro_batch()         # overlap_grads: the last one; sync="every": each
         loss.backward()
         ddp.end_micro_batch(last=...)        # of the last, finish_grad_sync() is the same
+        # or, where this rank has no data for it: ddp.join_micro_batch(last=...)
     optimizer.step()                         # ends with ddp.start_param_gather()
     optimizer.zero_grad()
 """
@@ -39,13 +40,7 @@ from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.groups import KindGroups, check_groups, check_kind_groups
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
 from zero_sim.zero.reduce_buffers import ReduceBuffers
-from zero_sim.zero.schedule import (
-    OnUse,
-    ReducedUnit,
-    UnderBackward,
-    UnderForward,
-    order_by_forward,
-)
+from zero_sim.zero.schedule import ReducedUnit, build_schedules, order_by_forward
 from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import ParamMemory
 
@@ -163,7 +158,19 @@ class DistributedDataParallel:
             self._reduce_buffers = ReduceBuffers(
                 self.buffers, params=self.params, config=config, groups_of=self.groups_of
             )
-        self._grad_pipeline, self._param_pipeline, self._on_use = self._build_schedules()
+        order = order_by_forward(self.buffers, params=list(self.params.values()))
+        if config.arena:
+            self.arena = move_grads(self.buffers, order=order[::-1], config=config)
+        units_by_param = None if self._reduce_buffers is None else self._reduce_buffers.unit_of
+        self._grad_pipeline, self._param_pipeline, self._on_use = build_schedules(
+            module,
+            config=config,
+            units=order,
+            unit_of=self._unit_of,
+            grad_units=self.grad_units,
+            grad_unit_of=units_by_param,
+            before_sum=self._scale_before_sum,
+        )
         self._handles = list(self._add_hooks())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -297,6 +304,29 @@ class DistributedDataParallel:
             self._count.fix(count, last=True)
         self._count.end_micro_batch(last=last)
         self._grads_reduced = last
+
+    def join_micro_batch(self, last: bool, *, count: int | Tensor | None = None) -> None:
+        """Take part in a micro-batch for which this rank has no data, with gradients of zero.
+
+        In the place of begin_last_micro_batch, forward, backward and end_micro_batch, where the
+        config has `joins`. What the rank accumulated in the step before is summed with the others'.
+
+        Args:
+            last: As in `end_micro_batch`.
+            count: As in `finish_grad_sync`.
+
+        Raises:
+            UsageError: As those; or if the config has no joins, or params are sharded and this rank
+                has not trained in a micro-batch yet, in the order of which it gathers them.
+        """
+        self._count.join()
+        self.finish_param_gather()
+        if self._on_use is not None:
+            self._on_use.repeat_forward()
+        # Behind the forward, as on ranks that have one: it may count over ranks.
+        if last or self.config.sync == "every":
+            self.begin_last_micro_batch(count=count)
+        self.end_micro_batch(last, count=count)
 
     def finish_grad_sync(self, *, count: int | Tensor | None = None) -> None:
         """Sum the accumulated gradients over the ranks, once a step, after the last backward.
@@ -456,38 +486,6 @@ class DistributedDataParallel:
             gather_chunk_elems=self.config.gather_chunk_elems,
             accumulate_sums=self.config.sync == "every",
         )
-
-    def _build_schedules(self) -> tuple[UnderBackward | None, UnderForward | None, OnUse | None]:
-        config, sharding = self.config, self.config.sharding
-        forward_order = order_by_forward(self.buffers, params=list(self.params.values()))
-        grads = params = on_use = None
-        if config.arena:
-            self.arena = move_grads(self.buffers, order=forward_order[::-1], config=config)
-        buffers = self._reduce_buffers
-        reduced_by: Mapping[nn.Parameter, ReducedUnit] = (
-            self._unit_of if buffers is None else buffers.unit_of
-        )
-        if config.overlap_grads or sharding.grads or buffers is not None:
-            grads = UnderBackward(
-                self.grad_units or forward_order[::-1],
-                unit_of=reduced_by,
-                before_sum=self._scale_before_sum,
-                by_arrival=not sharding.params,
-                is_async=config.overlap_grads,
-            )
-        if config.overlap_params:
-            params = UnderForward(self.module, units=forward_order, unit_of=self._unit_of)
-        if sharding.params:
-            assert grads is not None
-            on_use = OnUse(
-                self.module,
-                units=forward_order,
-                unit_of=self._unit_of,
-                prefetch=config.prefetch,
-                reshard_after_forward=config.reshard_after_forward,
-                close=grads.close,
-            )
-        return grads, params, on_use
 
     def _add_hooks(self) -> Iterator[RemovableHandle]:
         for schedule in (self._param_pipeline, self._on_use):

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.hooks import find_users, on_gradients_of
 from zero_sim.zero.unit import ParamState, Unit
@@ -56,6 +57,52 @@ def order_by_forward(
             if unit is not None:
                 first_place[unit] = min(place_of[param], first_place.get(unit, len(params)))
     return tuple(sorted(first_place, key=first_place.__getitem__))
+
+
+def build_schedules(
+    module: nn.Module,
+    *,
+    config: ZeroConfig,
+    units: Sequence[Unit],
+    unit_of: Mapping[nn.Parameter, Unit],
+    grad_units: Sequence[GradUnit],
+    grad_unit_of: Mapping[nn.Parameter, GradUnit] | None,
+    before_sum: Callable[[ReducedUnit], None],
+) -> tuple[UnderBackward | None, UnderForward | None, OnUse | None]:
+    """Build what a config asks for: of gradients, of whole params and of sharded ones.
+
+    Args:
+        module: The whole model.
+        config: What is overlapped and sharded.
+        units: All units, in the order in which a forward is expected to need them.
+        unit_of: The unit of each param that has elements.
+        grad_units: What is reduced in their place, in this order; none without reduce buffers.
+        grad_unit_of: The grad unit of each such param; None without reduce buffers.
+        before_sum: Called with what is reduced right before it is issued.
+    """
+    grads = params = on_use = None
+    sharding = config.sharding
+    if config.overlap_grads or sharding.grads or grad_unit_of is not None:
+        grads = UnderBackward(
+            grad_units or units[::-1],
+            unit_of=unit_of if grad_unit_of is None else grad_unit_of,
+            before_sum=before_sum,
+            by_arrival=not sharding.params,
+            is_async=config.overlap_grads,
+        )
+    if config.overlap_params:
+        params = UnderForward(module, units=units, unit_of=unit_of)
+    if sharding.params:
+        assert grads is not None
+        on_use = OnUse(
+            module,
+            units=units,
+            unit_of=unit_of,
+            prefetch=config.prefetch,
+            reshard_after_forward=config.reshard_after_forward,
+            close=grads.close,
+        )
+    return grads, params, on_use
 
 
 class UnderBackward:
@@ -294,6 +341,8 @@ class OnUse:
         self._first_use: dict[Unit, int] = {}
         self._in_backward = False
         self._saving: saved_tensors_hooks | None = None
+        self._calls: list[tuple[nn.Module, tuple[Unit, ...], bool]] = []
+        self._last_calls: list[tuple[nn.Module, tuple[Unit, ...], bool]] = []
         users = find_users(module)
         stray = [param for param in users.get(None, ()) if param in unit_of]
         if stray:
@@ -318,6 +367,27 @@ class OnUse:
             # Also where the forward raises: its units are let go of all the same.
             self.handles.append(user.register_forward_hook(after, always_call=True))
 
+    def repeat_forward(self) -> None:
+        """Gather and free as the last micro-batch's forward did, without one, beside other ranks'.
+
+        The end of backward then goes the way back through it.
+
+        Raises:
+            UsageError: If there was none.
+        """
+        if not self._last_calls:
+            raise UsageError(
+                "expected a micro-batch with a forward on this rank before it joins one without, "
+                "since params are gathered in the order of the last one, got none. Try a first "
+                "micro-batch on every rank, or a stage below 3."
+            )
+        with torch.enable_grad():
+            for module, needed, begins in self._last_calls:
+                if begins:
+                    self._before_forward(needed, module, ())
+                else:
+                    self._after_forward(needed, module, (), None)
+
     def free_all(self) -> None:
         """Let go of all whole params: their owners have new values, or a step begins anew."""
         for unit in self._units:
@@ -332,6 +402,7 @@ class OnUse:
         for unit in self._units[::-1]:
             self._end_gradients(unit)
         self._first_use.clear()
+        self._last_calls, self._calls = self._calls or self._last_calls, []
         self._in_backward = False
         self._tick = 0
         self.free_all()
@@ -356,6 +427,8 @@ class OnUse:
             self._pending = {unit: set(users) for unit, users in self._users.items()}
             self._saving = saved_tensors_hooks(self._keep, self._restore)
             self._saving.__enter__()
+        if torch.is_grad_enabled() and not self._in_backward:
+            self._calls.append((module, needed, True))
         self._starts.append(self._tick)
         self._tick += 1
         self._in_use.update(needed)
@@ -373,6 +446,8 @@ class OnUse:
         self._in_use.subtract(needed)
         if self._in_backward:
             return
+        if torch.is_grad_enabled():
+            self._calls.append((module, needed, False))
         for unit in needed:
             self._pending[unit].discard(module)
         has_backward = torch.is_grad_enabled()

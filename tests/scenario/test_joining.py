@@ -1,0 +1,85 @@
+"""For which micro-batches a rank has data, and where that cannot be asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_sim.scenario.joining import counts_over_ranks, limits_of_joins, own_micro_batches
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    NanSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+
+UNEVEN = RunSpec(steps=3, micro_batches=3, own_micro_batches=(3, 1))
+
+
+def case(**parts):
+    return Scenario(
+        schema=1,
+        **{"model": ModelSpec(name="mlp"), "world": WorldSpec(size=2), "run": UNEVEN, **parts},
+    )
+
+
+def test_entries_go_round_from_step_to_step():
+    counts = [[own_micro_batches(UNEVEN, step=s, rank=r) for r in range(3)] for s in range(2)]
+    assert counts == [[3, 1, 3], [1, 3, 1]]
+    assert own_micro_batches(RunSpec(micro_batches=4), step=1, rank=2) == 4
+
+
+def test_the_number_of_micro_batches_is_counted_where_it_differs():
+    by = SystemSpec(divide_by="micro-batches")
+    assert counts_over_ranks(case(system=by))
+    assert not counts_over_ranks(case(system=by, run=RunSpec(micro_batches=3)))
+    assert counts_over_ranks(case(system=SystemSpec(divide_by="tokens"), run=RunSpec()))
+
+
+def test_limits_hold_in_both_worlds():
+    assert limits_of_joins(case()) == (2, 0)
+    assert limits_of_joins(case(reload=ReloadSpec(step=1, world_size=1, stage=3))) == (1, 1)
+
+
+def test_a_case_that_keeps_the_limits_is_valid():
+    assert check_scenario(case()) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"world": WorldSpec(size=1)}, "to have data for all of run.micro_batches in every step"),
+        ({"run": RunSpec(micro_batches=2, own_micro_batches=(3, 1))}, "and none for more, got"),
+        (
+            {
+                "run": RunSpec(micro_batches=3, own_micro_batches=(3, 0)),
+                "system": SystemSpec(stage=3),
+            },
+            "a rank that joins gathers params in the order of its last micro-batch",
+        ),
+        (
+            {
+                "run": RunSpec(micro_batches=3, own_micro_batches=(3, 0)),
+                "data": DataSpec(nan=NanSpec(step=0, rank=1)),
+            },
+            "the rank of data.nan has no data in its step",
+        ),
+        (
+            {"system": SystemSpec(divide="pre", sync="every", divide_by="micro-batches")},
+            "is known only after the last one",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(parts, words):
+    (problem,) = check_scenario(case(**parts))
+    assert problem.path == "run.own_micro_batches"
+    assert words in problem.message
+
+
+def test_a_reload_to_fewer_ranks_is_refused_there():
+    (problem,) = check_scenario(case(reload=ReloadSpec(step=1, world_size=1)))
+    assert problem.path == "reload.world_size"

@@ -1,0 +1,86 @@
+"""Ranks that join a micro-batch for which they have no data, held to the arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_sim.errors import UsageError
+from zero_sim.sim.failures import RankFailed
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+
+
+def train(rank, data, **config):
+    """One step of x -> w * x on a rank's micro-batches, two at most; return w and the divisor.
+
+    The gradient of each micro-batch is its input.
+    """
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    ddp = DistributedDataParallel(
+        module, config=ZeroConfig(joins=True, **config), group=dist.group.WORLD
+    )
+    optimizer = DistributedOptimizer(ddp, optim_factory=lambda p: torch.optim.SGD(p, lr=1.0))
+    for micro in range(2):
+        last = micro == 1
+        if micro >= len(data[rank]):
+            ddp.join_micro_batch(last)
+            continue
+        ddp.add_rows(1)
+        loss = ddp(torch.tensor([[data[rank][micro]]])).sum()
+        if last or config.get("sync") == "every":
+            ddp.begin_last_micro_batch()
+        loss.backward()
+        ddp.end_micro_batch(last)
+    optimizer.step()
+    ddp.finish_param_gather()
+    return ddp.whole_params()["weight"].item(), ddp.divisor.item()
+
+
+CONFIGS = [
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 1, "sync": "every"},
+    {"stage": 1, "overlap_params": True, "bucket_elems": 1},
+    {"stage": 2},
+    {"stage": 2, "sync": "every", "reduce_buffer_elems": 4},
+    {"stage": 3},
+    {"stage": 3, "sync": "every", "reshard_after_forward": False},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("by", "count"), [("ranks", 2), ("micro-batches", 3), ("tokens", 3)])
+def test_what_was_accumulated_before_is_in_the_mean(run_ranks, config, by, count):
+    """Rank 1 runs out after 8; of 4, 32 and 8 the mean is over what is declared."""
+    values = run_ranks(2, lambda rank: train(rank, [[4.0, 32.0], [8.0]], divide_by=by, **config))
+    expected = -(torch.tensor(44.0) / count).item()
+    assert values[0] == [(expected, count)] * 2
+
+
+@pytest.mark.parametrize("config", [each for each in CONFIGS if each["stage"] < 3], ids=str)
+def test_a_rank_without_any_data_steps_with_the_others(run_ranks, config):
+    values = run_ranks(
+        2, lambda rank: train(rank, [[], [8.0, 2.0]], divide_by="micro-batches", **config)
+    )
+    assert values[0] == [(-5.0, 2)] * 2
+
+
+def test_at_stage_3_a_rank_has_to_have_trained_before(run_ranks):
+    with pytest.raises(RankFailed, match=r"a micro-batch with a forward on this rank before"):
+        run_ranks(1, lambda rank: train(rank, [[]], stage=3))
+
+
+def test_what_is_not_declared_is_refused(lone_group):
+    ddp = DistributedDataParallel(nn.Linear(1, 1), config=ZeroConfig(), group=lone_group)
+    with pytest.raises(UsageError, match=r"expected joins=True in the config"):
+        ddp.join_micro_batch(last=True)
+
+
+def test_a_count_that_comes_too_late_is_refused():
+    with pytest.raises(UsageError, match=r"micro-batches that had data are counted only after"):
+        ZeroConfig(
+            joins=True, divide="pre", sync="every", divide_by="micro-batches", micro_batches=2
+        )

@@ -1,0 +1,38 @@
+"""Micro-batches for which a rank has no data: it joins them with gradients of zero."""
+
+from __future__ import annotations
+
+from zero_sim.scenario.spec import RunSpec, Scenario
+
+
+def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
+    """For how many micro-batches of a step, the first ones, a rank has data.
+
+    Args:
+        run: Of the case.
+        step: Counted from 0.
+        rank: Rank in its dp-cp group.
+    """
+    counts = run.own_micro_batches
+    return counts[(rank + step) % len(counts)] if counts else run.micro_batches
+
+
+def counts_over_ranks(scenario: Scenario) -> bool:
+    """Whether what gradients are divided by is known only once ranks told each other their part."""
+    by = scenario.system.divide_by
+    return by == "tokens" or (by == "micro-batches" and bool(scenario.run.own_micro_batches))
+
+
+def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
+    """Most entries of `run.own_micro_batches`, and the least that one may be.
+
+    Args:
+        scenario: A case that is valid otherwise; of one that reloads, both worlds count.
+    """
+    reload, system = scenario.reload, scenario.system
+    sizes, stages = [scenario.world.size], [system.stage]
+    if reload is not None:
+        sizes += [reload.world_size or scenario.world.size]
+        stages += [system.stage if reload.stage is None else reload.stage]
+    fewest = min(sizes) // (scenario.topology.tp * scenario.topology.pp)
+    return fewest, int(3 in stages or scenario.data.nan is not None)
