@@ -154,10 +154,7 @@ def _cases(
         )
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
     scenario = draw(_joined(scenario, swarm=swarm))
-    # Few cases: a bound shows less than bits do.
-    may_hide = scenario.world.order != "linear" and not why_order_matters(scenario)
-    if swarm.on("unknown order", fits=may_hide):
-        scenario = replace(scenario, world=replace(scenario.world, order_known=False))
+    scenario = _hiding(scenario, swarm=swarm)
     if swarm.on("distinct start", fits=ranks > 1):
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
     for feature in sorted(swarm.chosen):
@@ -171,6 +168,14 @@ def _skips(target: Target, able: Capabilities) -> bool:
     """Whether it skips steps that are not finite, whatever losses are multiplied by."""
     plain = Scenario(schema=1, model=ModelSpec(name=next(iter(able.models), "mlp")))
     return numerics_of(target, plain).nonfinite == "skipped"
+
+
+def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with an order that the judge is not told; few, as bounds show less than bits."""
+    may_hide = scenario.world.order != "linear" and not why_order_matters(scenario)
+    if swarm.on("unknown order", fits=may_hide):
+        scenario = replace(scenario, world=replace(scenario.world, order_known=False))
+    return scenario
 
 
 @st.composite

@@ -293,24 +293,17 @@ def _train(
         with harness_time(pause_clock):
             judge.before_backward(rank, step, engine)
         losses: list[Tensor] = []
-        own = own_micro_batches(scenario.run, step=step, rank=rank)
         for micro in range(scenario.run.micro_batches):
-            last_micro = micro == scenario.run.micro_batches - 1
             if hook_trace is not None:
                 hook_trace.start(step, micro)
             if built.peaks is not None and step == judge.weighed_step:
                 built.peaks.start(step, micro)
-            if micro < own:
-                with harness_time(pause_clock):
-                    batch = draw_batch(workload, scenario, step, rank, micro)
-                losses.append(_micro_batch(engine, workload, batch, last_micro=last_micro))
-            else:
-                engine.join_micro_batch(last=last_micro)
+            losses += _take_part(built, context, step, micro, rank=rank, pause_clock=pause_clock)
             if deferred and micro == 0 and step > segment.start:
                 with harness_time(pause_clock):
                     judge.observe_params(rank, step - 1, engine)
-        is_weighed = built.staging is not None and step == judge.weighed_step
-        with built.staging.watching(step) if built.staging and is_weighed else nullcontext():
+        staging = built.staging if step == judge.weighed_step else None
+        with nullcontext() if staging is None else staging.watching(step):
             result = engine.step(lr_factor=lr_factor(scenario, step))
         if hook_trace is not None:
             hook_trace.end(step)
@@ -329,14 +322,14 @@ def _train(
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)
-    else:
-        # On every rank: where params are sharded, a forward is one of them all.
-        accuracy = workload.accuracy(engine.module)
-        if context.dp_cp_group.ranks[rank] == 0:
-            outcome.accuracy = accuracy
-            outcome.notes.extend(engine.notes())
-        if engine.can_unwrap:
-            _unwrap(built, judge, rank=rank, step=segment.stop - 1, pause_clock=pause_clock)
+        return
+    # On every rank: where params are sharded, a forward is one of them all.
+    accuracy = workload.accuracy(engine.module)
+    if context.dp_cp_group.ranks[rank] == 0:
+        outcome.accuracy = accuracy
+        outcome.notes.extend(engine.notes())
+    if engine.can_unwrap:
+        _unwrap(built, judge, rank=rank, step=segment.stop - 1, pause_clock=pause_clock)
 
 
 def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: PauseClock) -> None:
@@ -406,6 +399,26 @@ def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, mic
     batch = workload.batch(step=step, rank=rank, micro=micro)
     seed_device(batch.inputs.device, seed)
     return batch
+
+
+def _take_part(
+    built: _Built,
+    context: GroupContext,
+    step: int,
+    micro: int,
+    *,
+    rank: int,
+    pause_clock: PauseClock,
+) -> list[Tensor]:
+    """Train in one micro-batch, or join it; the loss, of a rank that has data for it."""
+    scenario, workload, engine = context.dp_cp_group.scenario, context.workload, built.engine
+    last = micro == scenario.run.micro_batches - 1
+    if micro >= own_micro_batches(scenario.run, step=step, rank=rank):
+        engine.join_micro_batch(last=last)
+        return []
+    with harness_time(pause_clock):
+        batch = draw_batch(workload, scenario, step, rank, micro)
+    return [_micro_batch(engine, workload, batch, last_micro=last)]
 
 
 def _micro_batch(

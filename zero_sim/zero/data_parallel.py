@@ -40,7 +40,7 @@ from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.groups import KindGroups, check_groups, check_kind_groups
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
 from zero_sim.zero.reduce_buffers import ReduceBuffers
-from zero_sim.zero.schedule import ReducedUnit, build_schedules, order_by_forward
+from zero_sim.zero.schedule import ReducedUnit, Schedules, build_schedules, order_by_forward
 from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import ParamMemory
 
@@ -158,19 +158,7 @@ class DistributedDataParallel:
             self._reduce_buffers = ReduceBuffers(
                 self.buffers, params=self.params, config=config, groups_of=self.groups_of
             )
-        order = order_by_forward(self.buffers, params=list(self.params.values()))
-        if config.arena:
-            self.arena = move_grads(self.buffers, order=order[::-1], config=config)
-        units_by_param = None if self._reduce_buffers is None else self._reduce_buffers.unit_of
-        self._grad_pipeline, self._param_pipeline, self._on_use = build_schedules(
-            module,
-            config=config,
-            units=order,
-            unit_of=self._unit_of,
-            grad_units=self.grad_units,
-            grad_unit_of=units_by_param,
-            before_sum=self._scale_before_sum,
-        )
+        self._grad_pipeline, self._param_pipeline, self._on_use = self._build_schedules()
         self._handles = list(self._add_hooks())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -485,6 +473,21 @@ class DistributedDataParallel:
             sum_all=SUMS_OF_ALL[self.config.sum_by],
             gather_chunk_elems=self.config.gather_chunk_elems,
             accumulate_sums=self.config.sync == "every",
+        )
+
+    def _build_schedules(self) -> Schedules:
+        order = order_by_forward(self.buffers, params=list(self.params.values()))
+        if self.config.arena:
+            self.arena = move_grads(self.buffers, order=order[::-1], config=self.config)
+        buffers = self._reduce_buffers
+        return build_schedules(
+            self.module,
+            config=self.config,
+            units=order,
+            unit_of=self._unit_of,
+            grad_units=self.grad_units,
+            grad_unit_of=None if buffers is None else buffers.unit_of,
+            before_sum=self._scale_before_sum,
         )
 
     def _add_hooks(self) -> Iterator[RemovableHandle]:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,14 @@ def order_by_forward(
     return tuple(sorted(first_place, key=first_place.__getitem__))
 
 
+class Schedules(NamedTuple):
+    """The schedules of one model; None for what its config does not ask for."""
+
+    grads: UnderBackward | None
+    params: UnderForward | None
+    on_use: OnUse | None
+
+
 def build_schedules(
     module: nn.Module,
     *,
@@ -68,8 +77,8 @@ def build_schedules(
     grad_units: Sequence[GradUnit],
     grad_unit_of: Mapping[nn.Parameter, GradUnit] | None,
     before_sum: Callable[[ReducedUnit], None],
-) -> tuple[UnderBackward | None, UnderForward | None, OnUse | None]:
-    """Build what a config asks for: of gradients, of whole params and of sharded ones.
+) -> Schedules:
+    """Build the schedules that a config asks for.
 
     Args:
         module: The whole model.
@@ -102,7 +111,7 @@ def build_schedules(
             reshard_after_forward=config.reshard_after_forward,
             close=grads.close,
         )
-    return grads, params, on_use
+    return Schedules(grads, params, on_use)
 
 
 class UnderBackward:
