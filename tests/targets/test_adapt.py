@@ -251,3 +251,29 @@ def test_a_target_that_does_not_follow_joins_is_not_asked(pool):
     result = judge(pool, Target(), run=run)
     assert result.verdict == "error"
     assert "run.own_micro_batches" in result.error
+
+
+class OfOtherNames(Least):
+    """A system that knows params by names of its own."""
+
+    def __init__(self, module, scenario, group):
+        super().__init__(module, scenario, group)
+        self.names = {f"flat/{i}": name for i, name in enumerate(dict(module.named_parameters()))}
+
+    def params(self):
+        return {f"flat/{i}": param for i, param in enumerate(self.module.parameters())}
+
+
+def test_params_may_be_told_by_names_of_its_own(pool):
+    assert judge(pool, Target(OfOtherNames)).verdict == "pass"
+
+
+def test_names_that_are_no_mapping_are_an_error(pool):
+    class Wrong(OfOtherNames):
+        def __init__(self, module, scenario, group):
+            super().__init__(module, scenario, group)
+            self.names = ["a"]
+
+    result = judge(pool, Target(Wrong))
+    assert result.verdict == "error"
+    assert "expected `names` of Wrong to be a mapping of its own names" in result.error

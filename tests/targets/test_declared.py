@@ -70,6 +70,29 @@ def test_an_option_that_is_followed_is_not_refused():
     assert paths(scenario, capabilities=able) == []
 
 
+@pytest.mark.parametrize(
+    ("only", "refused"),
+    [
+        (("reload.form", ("sharded",)), ["reload.form"]),
+        (("reload.weights_only", (False,)), ["reload.weights_only"]),
+        (("reload.form", ("consolidated",)), []),
+        (("system.redundancy", (1, 2)), []),
+    ],
+)
+def test_an_option_may_be_followed_for_some_values_only(only, refused):
+    able = Capabilities(follows=("reload",), only=(only,))
+    reload = ReloadSpec(step=1, form="consolidated", weights_only=True)
+    scenario = replace(PLAIN, run=RunSpec(steps=2), reload=reload)
+    assert paths(scenario, capabilities=able) == refused
+
+
+def test_values_of_what_is_no_field_are_refused():
+    with pytest.raises(UsageError, match=r"path of an entry of Capabilities\.only"):
+        Capabilities(only=(("reload.shape", ("sharded",)),))
+    with pytest.raises(UsageError, match="a path and a tuple of values"):
+        Capabilities(only=("reload.form",))
+
+
 def test_a_setting_that_the_numerics_state_may_be_stated_by_a_scenario_too():
     premul = replace(PLAIN, system=SystemSpec(divide="premul"))
     assert paths(premul, numerics=Numerics(divide="premul")) == []

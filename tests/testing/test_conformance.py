@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 
+from tests.judge.ruled import Target as Ruled
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
 from zero_sim.findings.records import CaseResult
@@ -63,6 +64,29 @@ def test_a_failure_shows_the_finding_and_a_scenario_file():
     shown = text[text.index("schema = 1") : text.index("Saved as ")]
     (scenario,) = parse_cases(shown, source="text", stem="drawn")
     assert scenario == failed.value.scenario
+
+
+class Premultiplies(Ruled):
+    """A system that is right, and declares none of its rules."""
+
+    def __init__(self):
+        super().__init__({"divide": "premul", "told": "not"}, dtypes=("fp32",), models=("mlp",))
+
+
+def test_a_failure_leads_to_the_rules_of_the_system():
+    with pytest.raises(NotConformant) as failed:
+        conformance(Premultiplies(), cases=40, shrink_seconds=AMPLE)()
+    said = str(failed.value)
+    assert "Not compared, since the target does not tell it: " in said
+    assert "reduced gradients" in said
+    assert "Rules that were assumed: Numerics(), as nothing is declared" in said
+    assert re.search(r"With these it passes: Numerics\(divide='\S+'\)", said)
+
+
+def test_a_failure_that_no_rule_explains_says_so():
+    with pytest.raises(NotConformant) as failed:
+        conformance(Idle(), cases=20)()
+    assert "No other known rule makes it pass." in str(failed.value)
 
 
 def test_the_command_that_is_shown_repeats_it(tmp_path, monkeypatch):

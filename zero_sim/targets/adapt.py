@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from zero_sim.targets.protocol import (
     Engine,
     FullEngine,
     OwnedPart,
+    Place,
     Settings,
     StepResult,
 )
@@ -61,6 +63,7 @@ class CompletedEngine:
         self._model = model
         self._asking = asking
         self._has_stepped = False
+        self._names = answers.check_names(getattr(engine, "names", None), engine=engine)
         self.module = engine.module
         self.unreported = frozenset(
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
@@ -145,9 +148,10 @@ class CompletedEngine:
 
     def _params(self) -> dict[str, Tensor]:
         with self._asking():
-            reported = answers.check_params(
-                self._engine.params(), engine=self._engine, model=self._model
-            )
+            told: object = self._engine.params()
+            if self._names and isinstance(told, Mapping):
+                told = {self._names.get(name, name): value for name, value in told.items()}
+            reported = answers.check_params(told, engine=self._engine, model=self._model)
             if self._model is not None and not self._has_stepped:
                 answers.check_sizes(reported, engine=self._engine, model=self._model)
             return dict(reported)
@@ -191,6 +195,8 @@ class CompletedEngine:
                     f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad "
                     "is None."
                 ) from error
+            if self._names and isinstance(reported, list):
+                reported = [self._renamed(part) for part in reported]
             checked = answers.check_parts(reported, engine=self._engine, model=self._model)
             return list(checked)
 
@@ -204,7 +210,18 @@ class CompletedEngine:
         if settings is None:
             return None
         with self._asking():
-            return answers.check_settings(settings(), engine=self._engine)
+            checked = answers.check_settings(settings(), engine=self._engine)
+            if not self._names:
+                return checked
+            own = {self._names.get(name, name): said for name, said in checked.params.items()}
+            return replace(checked, params=own)
+
+    def _renamed(self, part: object) -> object:
+        """A part with its param by its name in the bare model; what is no part stays as it is."""
+        if not isinstance(part, OwnedPart) or not isinstance(part.place, Place):
+            return part
+        name = self._names.get(part.place.param, part.place.param)
+        return replace(part, place=replace(part.place, param=name))
 
     def stray_gradients(self, *, padding_only: bool) -> str:
         """Where gradient buffers hold a nonzero they must not; empty where it is not told.

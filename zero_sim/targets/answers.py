@@ -250,6 +250,25 @@ def _check_part(part: object, *, engine: object, model: Model | None) -> OwnedPa
     )
 
 
+def check_names(answer: object, *, engine: object) -> Mapping[str, str]:
+    """Return an engine's own names of params with those in the bare model; empty where it has none.
+
+    Raises:
+        ProtocolError: It is no mapping of names to names.
+    """
+    if answer is None:
+        return {}
+    fine = isinstance(answer, Mapping) and all(
+        isinstance(own, str) and isinstance(name, str) for own, name in answer.items()
+    )
+    if not fine:
+        wanted = "a mapping of its own names of params to those of the bare model"
+        raise ProtocolError(
+            f"expected `names` of {_type(engine)} to be {wanted}, got {shown(answer)}."
+        )
+    return answer  # pyrefly: ignore
+
+
 def check_settings(answer: object, *, engine: object) -> Settings:
     """Return what an engine says that it steps with.
 

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
 from zero_sim.reference import AVERAGES, POSITION_FREE
-from zero_sim.scenario.fields import show
+from zero_sim.scenario.fields import field_paths, show, values_at
 from zero_sim.scenario.reload import after_reload, placed_in_reload
 from zero_sim.scenario.spec import (
     DtypeName,
@@ -82,6 +82,9 @@ class Capabilities:
     `topology`; and `run.micro_batches`, `model.freeze`, `model.distinct_start`, `reload`: in any
     form, and on in a world and a layout that these capabilities allow, too. All others must be as
     by default, or as the numerics say."""
+    only: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    """By path of a field the values that it can have, where not all: `("reload.form",
+    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`."""
 
     def __post_init__(self) -> None:
         """Refuse what no scenario has.
@@ -92,6 +95,13 @@ class Capabilities:
         for name, choices in _CAPABLE.items():
             check_words(f"Capabilities.{name}", getattr(self, name), choices)
         check_words("Capabilities.follows", self.follows, followed())
+        for entry in self.only:
+            if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], tuple):
+                raise UsageError(
+                    "expected every entry of Capabilities.only to be a path and a tuple of values, "
+                    f"got {entry!r}. Try ('reload.form', ('sharded',))."
+                )
+            check_word("the path of an entry of Capabilities.only", entry[0], field_paths())
         for name in ("empty_params", "scalar_params"):
             check_word(f"Capabilities.{name}", getattr(self, name), (True, False))
         most = self.world_size_max
@@ -135,6 +145,10 @@ class Capabilities:
                     message=f"expected {'an element or more' if shape else 'a dimension or more'}, "
                     f"got {show(shape)}.",
                 )
+        for path, values in self.only:
+            for at, value in values_at(scenario, path):
+                if value not in values:
+                    yield from _one_of(at, value, values)
         yield from self._unfollowed(scenario, numerics)
         yield from numerics.problems(scenario)
 

@@ -149,7 +149,11 @@ class Engine(Protocol):
 
 
 class FullEngine(Engine, Protocol):
-    """All that an engine may have; each method that it has is used by itself."""
+    """All that an engine may have; each method that it has is used by itself.
+
+    An engine that knows params by other names than the bare model has `names`, a mapping from its
+    own to those; what it tells may then use its own.
+    """
 
     def step(self, *, lr_factor: float) -> StepResult:
         """As in `Engine`."""

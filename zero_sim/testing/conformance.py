@@ -6,7 +6,7 @@ import secrets
 import shlex
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 
@@ -18,19 +18,23 @@ from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case
+from zero_sim.run.found_rules import Asked, declared_by, with_change
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
 from zero_sim.targets import (
+    Numerics,
     Target,
     check_target,
     import_target,
     library_target_names,
     name_of,
+    numerics_of,
     refusals,
     target_names,
 )
 
+PLAIN = Numerics()
 SHRINK_SECONDS = 60.0
 _FILE = "case.toml"
 Judge = Callable[[Scenario], CaseResult]
@@ -144,8 +148,39 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
         limits=asked.limits,
         right=right_judge(asked.target, pool=asked.pool),
     )
-    said = f"{render_case(result)}\n{render_reduced(reduced)}\n\nThe smallest case that was found"
+    led = _led(reduced.scenario, result, asked)
+    said = (
+        f"{render_case(result)}\n{render_reduced(reduced)}\n\n{led}\n\n"
+        "The smallest case that was found"
+    )
     return _shown(reduced.scenario, asked, said)
+
+
+def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
+    """What was compared, by which rules, and which rules would make the case pass."""
+    declared = {
+        field.name: getattr(numerics_of(asked.target, scenario), field.name)
+        for field in fields(Numerics)
+    }
+    other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
+    said = ", ".join(f"{name}={value!r}" for name, value in other.items())
+    silent = ", ".join(result.unobserved)
+    lines = [
+        f"Not compared, since the target does not tell it: {silent}"
+        if silent
+        else "All that a target can tell was compared.",
+        f"Rules that were assumed: Numerics({said})"
+        + ("" if said else ", as nothing is declared; and what the case says"),
+    ]
+    for change in declared_by(result):
+        now = with_change(other, change)
+        judged = run_case(scenario, pool=asked.pool, target=Asked(asked.target, Numerics(**now)))
+        if judged.verdict == "pass":
+            words = ", ".join(f"{name}={value!r}" for name, value in now.items())
+            lines.append(f"With these it passes: Numerics({words})")
+    if len(lines) == 2:
+        lines.append("No other known rule makes it pass.")
+    return "\n".join(lines)
 
 
 def _shown(scenario: Scenario, asked: _Asked, said: str) -> NotConformant:
