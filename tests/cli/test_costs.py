@@ -66,6 +66,35 @@ def test_what_is_no_such_number(invoke, number):
     assert "expected a whole number of 1 to" in done.output
 
 
+DEEPSPEED = ("--reduce-buffer-elems", "5e8", "--gather-chunk-elems", "5e8")
+
+
+def test_deepspeeds_default_buffer_is_a_gigabyte_in_16_bits(invoke):
+    """Of 5e8 elements; at stage 2 it is what there is of whole gradients."""
+    words = ("--stage", "1", "--stage", "2", *DEEPSPEED, "--offload-state")
+    rows = told(invoke, "memory", *COUNTED, *words)["rows"]
+    totals = [row["bytes_per_rank"]["total"] for row in rows]
+    assert totals == [38_500_000_000, 26_250_000_000]
+    assert [row["on_cpu"] for row in rows] == [10_500_000_000] * 2
+    assert [row["within_step"]["backward"]["whole_gradients"] for row in rows] == [10**9] * 2
+
+
+def test_reduce_buffers_and_chunks_send_no_more(invoke):
+    plain = told(invoke, "traffic", *COUNTED, "--stage", "1")
+    chunked = told(invoke, "traffic", *COUNTED, "--stage", "1", *DEEPSPEED)
+    assert plain["total"] == chunked["total"]
+    # 14 buffers, a run of each, and 14 chunks, in the place of one sum and one gather.
+    assert chunked["rows"][0]["calls"] > plain["rows"][0]["calls"]
+
+
+def test_buffers_by_group_and_a_state_on_the_cpu_of_a_scenario(invoke):
+    words = ("--stage", "2", "--reduce-buffer-elems", "4", "--buffers-by", "param-group")
+    Path("grouped.toml").write_text(f'{SCENARIO}groups = [{{ match = "weight", lr = 0.1 }}]')
+    done = invoke("memory", "grouped.toml", *words, "--offload-state", "--measure")
+    assert done.exit_code == 0, done.output
+    assert "on the CPU" in done.output
+
+
 def test_a_table_has_gb_and_gib(invoke):
     text = invoke("memory", *COUNTED).output
     assert "in GB (10^9 bytes)" in text

@@ -116,6 +116,27 @@ _what = _options(
     ),
     click.option("--micro-batches", type=_Count(10**5), metavar="M", help="In a step."),
 )
+_deepspeed = _options(
+    click.option(
+        "--reduce-buffer-elems",
+        type=_Count(PARAMS_MAX),
+        metavar="E",
+        help="Stages 1 and 2: elements of the buffers through which gradients go to their owners; "
+        "two of them with --bucket-elems.",
+    ),
+    click.option(
+        "--gather-chunk-elems",
+        type=_Count(PARAMS_MAX),
+        metavar="E",
+        help="Stages 1 and 2: most elements that one call gathers.",
+    ),
+    click.option(
+        "--buffers-by",
+        type=click.Choice(["dtype", "param-group"]),
+        help="What params of one buffer have in common.",
+    ),
+    click.option("--offload-state", is_flag=True, help="Masters and optimizer state on the CPU."),
+)
 _topology = click.option(
     "--topology",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -142,6 +163,7 @@ _svg = click.option(
 
 @click.command()
 @_what
+@_deepspeed
 @_curve
 @_measure
 @_allocator
@@ -220,6 +242,7 @@ def memory(
 
 @click.command()
 @_what
+@_deepspeed
 @_topology
 @_curve
 @_measure
@@ -382,6 +405,17 @@ def _models(
     return [_with_settings(model, asked) for model in models]
 
 
+_OF_SYSTEM = (
+    "grad_dtype",
+    "bucket_elems",
+    "reduce_buffer_elems",
+    "gather_chunk_elems",
+    "buffers_by",
+    "offload_state",
+)
+"""Options that take the place of what `system` says."""
+
+
 def _with_settings(model: Model, asked: Mapping[str, Any]) -> Model:
     from zero_sim.cost.state import check_name
 
@@ -393,7 +427,7 @@ def _with_settings(model: Model, asked: Mapping[str, Any]) -> Model:
         scenario = replace(
             scenario, run=replace(scenario.run, micro_batches=asked["micro_batches"])
         )
-    system = {name: asked[name] for name in ("grad_dtype", "bucket_elems") if asked[name]}
+    system = {name: asked[name] for name in _OF_SYSTEM if asked.get(name)}
     scenario = replace(scenario, system=replace(scenario.system, **system))
     return replace(model, scenario=scenario)
 

@@ -110,6 +110,9 @@ class Model:
                 contiguous_grads=True,
                 gather_chunk_elems=None,
             )
+        is_buffered = built.stage == 2 and built.reduce_buffer_elems is not None
+        if is_buffered and scenario.run.micro_batches == 1:
+            built = replace(built, sync="every")  # Of one micro-batch the same.
         _check_reduce_buffers(built)
         world = replace(scenario.world, size=size)
         return replace(self, scenario=replace(scenario, world=world, system=built))
@@ -145,7 +148,8 @@ def _check_reduce_buffers(system: SystemSpec) -> None:
     if system.stage == 2 and system.sync == "last":
         raise UsageError(
             "expected sync = 'every' with reduce buffers at stage 2, where no gradient stays for "
-            "the next micro-batch, got 'last'. Try --stage 1, or system.sync in the scenario."
+            "the next micro-batch, got 'last'. Try --stage 1, --micro-batches 1, or system.sync in "
+            "the scenario."
         )
 
 

@@ -35,6 +35,9 @@ class Footprint:
     """What comes on top at most in `forward`, `backward` and `step`: `gathered` params and what few
     ranks keep of them, `whole_gradients`, and `staging`, the gradients of what the rank owns as
     fp32, or of as much of it as a step buffer takes."""
+    on_cpu: int = 0
+    """Bytes of what it holds that are on the CPU wherever the model is: masters and state, where
+    these are offloaded."""
 
     @property
     def total(self) -> int:
@@ -76,12 +79,14 @@ def footprint_of(
         held["masters"] = 0
     owned = sum(form.owned_elems for form in forms)
     held |= dict.fromkeys(state_names(scenario.optimizer), owned * STATE_BYTES)
+    stepped = held["masters"] + sum(held[name] for name in state_names(scenario.optimizer))
     needs_copies = has_masters or any(form.grad_bytes != _FP32_BYTES for form in forms)
     staged = owned * _FP32_BYTES
     if scenario.system.step_buffer_elems is not None:
         staged = staging_peak(sizes, scenario=scenario, rank=rank)
     return Footprint(
         held=held,
+        on_cpu=stepped if scenario.system.offload_state else 0,
         moments={
             "forward": {"gathered": _gathered_in_forward(forms, scenario=scenario)},
             "backward": _in_backward(

@@ -47,6 +47,7 @@ class MemoryRow:
             "redundancy": self.redundancy,
             "bucket_elems": self.bucket_elems,
             "bytes_per_rank": {**footprint.held, "total": footprint.total},
+            "on_cpu": footprint.on_cpu,
             "within_step": {name: dict(extra) for name, extra in footprint.moments.items()},
             "peak": footprint.peak,
             "peak_at": footprint.peak_at,

@@ -30,7 +30,9 @@ def render_memory(
     unit = unit_for(row.footprint.peak for row in rows)
     binary = binary_unit(unit)
     head = ["model", "stage", "N", "K", *names, f"total {unit[0]}"]
-    head += [*([binary[0]] if binary else []), "saved", "at most", "in"]
+    offloads = any(row.footprint.on_cpu for row in rows)
+    head += [*([binary[0]] if binary else []), *(["on the CPU"] if offloads else [])]
+    head += ["saved", "at most", "in"]
     table = [head]
     for row in rows:
         footprint = row.footprint
@@ -43,6 +45,7 @@ def render_memory(
                 *(in_unit(footprint.held.get(name, 0), unit) for name in names),
                 in_unit(footprint.total, unit),
                 *([in_unit(footprint.total, binary)] if binary else []),
+                *([in_unit(footprint.on_cpu, unit)] if offloads else []),
                 f"{row.saved:.1%}",
                 in_unit(footprint.peak, unit),
                 footprint.peak_at,

@@ -219,6 +219,7 @@ def _memory() -> Node:
         {
             **_WAY,
             "bytes_per_rank": held,
+            "on_cpu": _described(_COUNT, "Of the total, masters and state that are offloaded."),
             "within_step": _described(of_step, "What comes on top at most, by moment."),
             "peak": _COUNT,
             "peak_at": _TEXT,

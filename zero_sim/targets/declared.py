@@ -73,6 +73,8 @@ class Capabilities:
     """ZeRO stages: 0 where every rank holds all optimizer state, 1 where it is sharded; 2 where
     gradients are, too, and 3 where params are."""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
+    why_no_optimizer: tuple[tuple[OptimizerName, str], ...] = ()
+    """Of some that are not among them the reason, as a refusal gives it behind a colon."""
     orders: tuple[OrderName, ...] = POSITION_FREE
     """Orders of addition; those that depend on positions only where parts tell their places."""
     world_size_max: int | None = None
@@ -118,7 +120,9 @@ class Capabilities:
         yield from _one_of("model.name", scenario.model.name, self.models)
         yield from _one_of("model.dtype", scenario.model.dtype, self.dtypes)
         yield from _one_of("system.stage", scenario.system.stage, self.stages)
-        yield from _one_of("optimizer.name", scenario.optimizer.name, self.optimizers)
+        name = scenario.optimizer.name
+        why = dict(self.why_no_optimizer).get(name, "")
+        yield from _one_of("optimizer.name", name, self.optimizers, why=why)
         # An order that the judge is not told needs no places to model it.
         if scenario.world.order_known:
             yield from _one_of("world.order", scenario.world.order, self.orders)
@@ -293,12 +297,14 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     return reported
 
 
-def _one_of(path: str, value: object, choices: tuple[object, ...]) -> Iterator[Problem]:
+def _one_of(
+    path: str, value: object, choices: tuple[object, ...], *, why: str = ""
+) -> Iterator[Problem]:
     if value not in choices:
         names = ", ".join(show(choice) for choice in choices)
         yield Problem(
             path=path,
-            message=f"this target supports {names}, got {show(value)}.",
+            message=f"this target supports {names}, got {show(value)}{why and f': {why}'}.",
             suggestion=f"Try {show(choices[0])}." if choices else "",
         )
 

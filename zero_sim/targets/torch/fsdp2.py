@@ -153,6 +153,9 @@ def local_of(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+_ROWS_ALONE = "its step looks at whole params, of which fully_shard gives it a rank's rows"
+
+
 class TorchFSDP2:
     """`fully_shard` on fp32 params; params, gradients and state are sharded."""
 
@@ -162,10 +165,12 @@ class TorchFSDP2:
         # A scalar has no rows to deal out, and backward fails where a param has no elements.
         scalar_params=False,
         empty_params=False,
-        # Rprop's in-place masks have no rule for sharded tensors: torch raises.
-        # And its shards are rows, where muon and lamb look at whole params.
         optimizers=tuple(
             name for name in OPTIMIZERS if name not in ("rprop", *WHOLE_PARAM_OPTIMIZERS)
+        ),
+        why_no_optimizer=(
+            ("rprop", "torch's in-place masks have no rule for sharded tensors, and raise"),
+            *((name, _ROWS_ALONE) for name in WHOLE_PARAM_OPTIMIZERS),
         ),
         follows=(
             *OPTIMIZER_SETTINGS,
