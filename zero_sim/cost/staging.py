@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing import TYPE_CHECKING, Any
 
 from zero_sim.cost.forms import ParamSize, bucket_forms
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _FP32_BYTES = 4
 
@@ -96,6 +95,9 @@ class StagingWatch:
         Args:
             step: Which one.
         """
+        # Here, as calculators want closed forms alone, and no torch.
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
         self.step = step
         handle = register_optimizer_step_pre_hook(self._look)
         try:
@@ -108,7 +110,7 @@ class StagingWatch:
             param.grad
             for group in optimizer.param_groups
             for param in group["params"]
-            if isinstance(param, Tensor) and param.grad is not None
+            if getattr(param, "grad", None) is not None
         ]
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in grads}
         held = sum(each.nbytes() for each in storages.values())
