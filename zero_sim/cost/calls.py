@@ -16,6 +16,8 @@ from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.joining import counts_over_ranks
 from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.tp_block import activation_elems, is_tp_block
+from zero_sim.workloads.draws import rows_of
 
 WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
 """Of optimizers that look at whole params: fp32 numbers an element of which they need all."""
@@ -24,12 +26,22 @@ NORM_ELEMS = 3
 """What ranks tell each other for the norm: sum of squares, zeros, overflows."""
 
 Purpose = Literal[
-    "sum", "copies", "gather", "regather", "spread", "whole", "norm", "tokens", "scales"
+    "sum",
+    "copies",
+    "gather",
+    "regather",
+    "spread",
+    "whole",
+    "norm",
+    "tokens",
+    "scales",
+    "layers",
+    "checkpoints",
 ]
 """Gradients over the ranks that shard them; over copies of the shards; params inside a block; in
 backward among the few that kept them; over blocks that own parts of each other's; what an
-optimizer needs of whole params; and what is a few
-numbers, whatever the model."""
+optimizer needs of whole params; what is a few numbers, whatever the model; what split layers give
+and what their gradients are; and activation checkpoints."""
 
 Among = Literal["group", "block", "few", "across", "parts"]
 """Who meets: all ranks that train a kind of params; those that shard it; of these the few that keep
@@ -80,6 +92,45 @@ def planned_calls(
         calls += calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
     for unit in grad_forms(sizes, scenario=scenario, rank=rank):
         calls += calls_of_grads(unit, scenario=scenario, rank=rank, sums=sums)
+    calls += calls_of_layers(scenario, rank=rank)
+    return calls
+
+
+def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
+    """What tensor-parallel ranks call in one step to run layers that they split.
+
+    Two sums a block forward, two more where it is run again, and two backward; and a gather of its
+    checkpoint where each rank keeps a part of that.
+
+    Args:
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+    """
+    calls: Counter[PlannedCall] = Counter()
+    tp, system = scenario.topology.tp, scenario.system
+    if not is_tp_block(scenario) or tp == 1:
+        return calls
+    elems = activation_elems(scenario, rows=rows_of(scenario, rank=rank))
+    times = scenario.model.blocks * scenario.run.micro_batches
+    dtype, each = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2), "fp16": ("float16", 2)}[
+        scenario.model.dtype
+    ]
+
+    def among_parts(kind: str, elems: int, purpose: Purpose) -> PlannedCall:
+        return PlannedCall(
+            kind=kind,
+            among="parts",
+            ranks=range(tp),
+            elems=elems,
+            dtype=dtype,
+            elem_bytes=each,
+            purpose=purpose,
+        )
+
+    runs = 2 if system.checkpoints == "none" else 3
+    calls[among_parts("all_reduce", elems, "layers")] = 2 * runs * times
+    if system.checkpoints == "split":
+        calls[among_parts("all_gather", -(-elems // tp), "checkpoints")] = times
     return calls
 
 

@@ -128,6 +128,7 @@ def take_reference(
     before: AnyReference | None,
     workload: Workload,
     uncounted: Sequence[str] = (),
+    elsewhere: Sequence[str] = (),
     weights_only: bool = False,
     rules: Rules | None = None,
 ) -> AnyReference:
@@ -138,6 +139,7 @@ def take_reference(
         before: The reference of the world before this one, if there was one.
         workload: The case's workload.
         uncounted: As for `Reference`.
+        elsewhere: As for `Reference`.
         weights_only: As for `Reference.continue_as`.
         rules: As for `Reference`; where the order is not known, of these only how it clips is read,
             which is no form that takes the root.
@@ -148,7 +150,13 @@ def take_reference(
     """
     if before is None:
         if scenario.world.order_known:
-            return Reference(scenario, workload=workload, uncounted=uncounted, rules=rules)
+            return Reference(
+                scenario,
+                workload=workload,
+                uncounted=uncounted,
+                elsewhere=elsewhere,
+                rules=rules,
+            )
         return BoundedReference(scenario, workload=workload, rules=rules)
     if isinstance(before, BoundedReference):
         raise UsageError(

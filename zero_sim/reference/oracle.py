@@ -162,6 +162,7 @@ class Reference:
         *,
         workload: Workload,
         uncounted: Sequence[str] = (),
+        elsewhere: Sequence[str] = (),
         rules: Rules | None = None,
     ) -> None:
         """Build the module and one fp32 master per trained param.
@@ -171,6 +172,8 @@ class Reference:
             workload: Its workload. Forward must not change the module: one module plays all ranks.
             uncounted: Endings of names that norm and zeros leave out, as another part of the model
                 counts them.
+            elsewhere: Endings of names of params that only ranks of other groups hold: parts of the
+                same model, all of which this one device trains.
             rules: By which rules it computes what the scenario leaves open.
 
         Raises:
@@ -178,6 +181,7 @@ class Reference:
         """
         self._scenario = scenario
         self._uncounted = tuple(uncounted)
+        self._elsewhere = tuple(elsewhere)
         self._rules = rules or Rules()
         self._holdings: Callable[[], Holdings] = tuple
         self._ranks = Ranks(scenario, workload=workload, rules=self._rules)
@@ -199,7 +203,12 @@ class Reference:
     @property
     def held(self) -> Sequence[frozenset[str]]:
         """For every rank, the names of the params that it holds."""
-        return self._ranks.held
+        if not self._elsewhere:
+            return self._ranks.held
+        return [
+            frozenset(name for name in names if not name.endswith(self._elsewhere))
+            for names in self._ranks.held
+        ]
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Lay every param in memory as each rank has it.

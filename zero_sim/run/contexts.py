@@ -49,6 +49,7 @@ def build_contexts(
             before=references.get(index),
             workload=workload,
             uncounted=dp_cp_group.uncounted,
+            elsewhere=dp_cp_group.elsewhere,
             weights_only=segment.weights_only,
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )

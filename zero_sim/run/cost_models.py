@@ -35,7 +35,7 @@ def models_of_file(path: Path) -> list[Model]:
 def model_of_case(scenario: Scenario) -> Model:
     """What a case trains; see `models_of_file`."""
     dp_cp_group = dp_cp_groups_of(scenario)[0].scenario
-    module = build_module(build_workload(dp_cp_group), expert_index=0)
+    module = build_module(build_workload(dp_cp_group), expert_index=0, tp_index=0)
     return Model(sizes=sizes_of(module), scenario=dp_cp_group)
 
 

@@ -13,6 +13,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.layout.topology import Topology
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.tp_block import is_tp_block, part_ending
 from zero_sim.sim import CollectiveRecord
 
 _SEED_STRIDE = 1_000_003
@@ -28,6 +29,10 @@ class DpCpGroup:
     """The case as this group alone sees it: its size, its seed, its ranks counted from 0."""
     uncounted: tuple[str, ...] = ()
     """Endings of the names of params that another dp-cp group counts in the norm."""
+    tp_index: int = 0
+    """Tensor-parallel index of its ranks."""
+    elsewhere: tuple[str, ...] = ()
+    """Endings of the names of params that one device has and only ranks of other groups hold."""
 
 
 def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
@@ -40,6 +45,8 @@ def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
     groups = topology.dp_cp_groups()
     if len(groups) == 1:
         return (DpCpGroup(ranks=groups[0], scenario=scenario),)
+    if is_tp_block(scenario):
+        return tuple(_part(scenario, ranks, groups, topology=topology) for ranks in groups)
     return tuple(
         DpCpGroup(
             ranks=ranks,
@@ -47,6 +54,33 @@ def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
             uncounted=_copies_at(scenario, topology.coordinates(ranks[0])),
         )
         for index, ranks in enumerate(groups)
+    )
+
+
+def _part(
+    scenario: Scenario,
+    ranks: tuple[int, ...],
+    groups: Sequence[Sequence[int]],
+    *,
+    topology: Topology,
+) -> DpCpGroup:
+    """A part of one model: its ranks have the data and, on one device, the weights of all parts."""
+    place = topology.coordinates(ranks[0])
+    others = (index for index in range(topology.tp) if index != place["tp"])
+    elsewhere = tuple(part_ending(index) for index in others)
+    nan = scenario.data.nan
+    if nan is not None:
+        nan = replace(nan, rank=next(g.index(nan.rank) for g in groups if nan.rank in g))
+    return DpCpGroup(
+        ranks=ranks,
+        scenario=replace(
+            scenario,
+            world=replace(scenario.world, size=len(ranks)),
+            data=replace(scenario.data, nan=nan),
+        ),
+        uncounted=(*_copies_at(scenario, place), *elsewhere),
+        tp_index=place["tp"],
+        elsewhere=elsewhere,
     )
 
 

@@ -124,7 +124,13 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
                 world.log.watch = called
                 ranks[rank] = _Rank(rank=rank, log=world.log)
                 with nullcontext() if own is None else own.in_rank():
-                    ranks[rank].run(group.scenario, workload, system=system, group=process_group)
+                    ranks[rank].run(
+                        group.scenario,
+                        workload,
+                        system=system,
+                        group=process_group,
+                        tp_index=group.tp_index,
+                    )
 
             def called(record: CollectiveRecord) -> None:
                 if record.rank in ranks:
@@ -221,13 +227,21 @@ class _Rank:
         self.is_costed = False
 
     def run(
-        self, scenario: Scenario, workload: Workload, *, system: Target, group: dist.ProcessGroup
+        self,
+        scenario: Scenario,
+        workload: Workload,
+        *,
+        system: Target,
+        group: dist.ProcessGroup,
+        tp_index: int = 0,
     ) -> None:
         """Train as many steps as the case has."""
         with ExitStack() as stack:
             stack.enter_context(self._meter.watching())
             index = group.rank()
-            module = build_module(workload, expert_index=index % scenario.topology.ep)
+            module = build_module(
+                workload, expert_index=index % scenario.topology.ep, tp_index=tp_index
+            )
             if scenario.model.distinct_start:
                 make_distinct(module, rank=index, ep=scenario.topology.ep)
             self.sizes = sizes_of(module)

@@ -210,7 +210,11 @@ def _build(
     """Build a rank's engine, from a checkpoint where the segment starts with one."""
     scenario = context.dp_cp_group.scenario
     with harness_time(pause_clock):
-        module = build_module(context.workload, expert_index=group.rank() % scenario.topology.ep)
+        module = build_module(
+            context.workload,
+            expert_index=group.rank() % scenario.topology.ep,
+            tp_index=context.dp_cp_group.tp_index,
+        )
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         sizes = sizes_of(module)

@@ -89,7 +89,12 @@ def _activation_elems(scenario: Scenario) -> int:
     if scenario.model.shapes is not None:
         return 0
     model = scenario.model
-    layers = {"mlp": 6 * model.blocks, "fp8": 6 * model.blocks, "moe": 4 * model.experts}
+    layers = {
+        "mlp": 6 * model.blocks,
+        "fp8": 6 * model.blocks,
+        "moe": 4 * model.experts,
+        "tp-block": 64 * model.blocks,
+    }
     return _rows(scenario) * model.hidden * layers.get(model.name, 16)
 
 
@@ -106,6 +111,8 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
             return 80 * h, 4
         case "ternary":
             return 8 * h * h + 32 * h, 16
+        case "tp-block":
+            return model.blocks * 8 * h * h + 4 * h, 1 + 6 * model.blocks
         case "params" | "lattice" | "bit-hash":
             shapes = model.shapes or ()
             return sum(map(math.prod, shapes)), len(shapes)

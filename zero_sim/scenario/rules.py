@@ -24,6 +24,7 @@ from zero_sim.scenario.fields import describe_value, values_at
 from zero_sim.scenario.reload import check_after_reload
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.texts import check_texts
+from zero_sim.scenario.tp_conditions import TP_CONDITIONS
 from zero_sim.scenario.unused import UNUSED, check_freeze_begins
 
 WORLD_SIZE_MAX = 4096
@@ -312,5 +313,8 @@ RULES = (
     Rule(reads=("model.freeze", "run.steps"), check=check_freeze_begins),
     Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
     *(Rule(reads=(unused.path, *unused.reads), check=unused.check) for unused in UNUSED),
-    *(Rule(reads=condition.reads, check=condition.check) for condition in CONDITIONS),
+    *(
+        Rule(reads=condition.reads, check=condition.check)
+        for condition in (*CONDITIONS, *TP_CONDITIONS)
+    ),
 )

@@ -20,6 +20,7 @@ ModelName = Literal[
     "lattice",
     "bit-hash",
     "ternary",
+    "tp-block",
 ]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal[
@@ -89,15 +90,17 @@ class ModelSpec:
     router, of which each rank holds its share; `fp8`: `mlp` with weight matrices in fp8 and a scale
     each. Three have a reduced gradient that no order of addition changes: `lattice`: bare params
     whose gradients are data; `bit-hash`: the same with gradients that depend on every bit of every
-    param; `ternary`: a network of the usual layers that computes with small whole numbers."""
+    param; `ternary`: a network of the usual layers that computes with small whole numbers.
+    `tp-block`: blocks of attention and two layers, cut over tensor-parallel ranks, which compute
+    with small whole numbers, too."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
     fp32 masters."""
     hidden: int = 8
-    """`mlp`, `fp8`, `digits`, `moe` and `ternary`: width of a block; the inner layer of an `mlp`
-    block is four times as wide, that of `ternary` twice."""
+    """`mlp`, `fp8`, `digits`, `moe`, `ternary` and `tp-block`: width of a block; the inner layer of
+    an `mlp` block is four times as wide, that of `ternary` and `tp-block` twice."""
     blocks: int = 2
-    """`mlp` and `fp8`: number of residual blocks."""
+    """`mlp`, `fp8` and `tp-block`: number of residual blocks."""
     experts: int = 4
     """`moe`: number of experts on all ranks together; `topology.ep` divides it."""
     fp8_format: Literal["e4m3", "e5m2", "mixed"] = "mixed"
@@ -281,6 +284,12 @@ class SystemSpec:
     offload_state: bool = False
     """Whether fp32 masters and optimizer state are on the CPU, which takes the step, wherever the
     model is."""
+    checkpoints: Literal["none", "whole", "split"] = "none"
+    """With model `tp-block`, what is kept of a block between its forward and its backward: all that
+    autograd wants; what it began with, so that backward runs it again; or this tensor-parallel
+    rank's part of that, all-gathered first."""
+    offload_checkpoints: bool = False
+    """With `checkpoints`: whether they are kept on the CPU."""
     step_buffer_elems: int | None = None
     """Elements of the buffer through which gradients go as fp32, to be unscaled, measured, clipped
     and stepped, as many at a time as fit; a longer part of a param goes by itself. Absent for all

@@ -15,8 +15,8 @@ from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import ModelName, ModelSpec, OptimizerName, OptimizerSpec, Scenario
 
 _USED_BY_MODELS: dict[str, tuple[ModelName, ...]] = {
-    "hidden": ("mlp", "fp8", "digits", "moe", "ternary"),
-    "blocks": ("mlp", "fp8"),
+    "hidden": ("mlp", "fp8", "digits", "moe", "ternary", "tp-block"),
+    "blocks": ("mlp", "fp8", "tp-block"),
     "experts": ("moe",),
     "fp8_format": ("fp8",),
     "shapes": ("params", "lattice", "bit-hash"),
@@ -188,6 +188,26 @@ UNUSED = (
             "system.reduce_buffer_elems has buffers of its own"
             if scenario.system.stage > 1
             else f"at stage {scenario.system.stage} they stay",
+        ),
+    ),
+    Unused(
+        path="system.checkpoints",
+        reads=("model.name",),
+        is_used=lambda scenario: scenario.model.name == "tp-block",
+        why=lambda scenario: (
+            "expected model 'tp-block', whose blocks can be run again",
+            f"this one is {scenario.model.name!r}",
+        ),
+    ),
+    Unused(
+        path="system.offload_checkpoints",
+        reads=("system.checkpoints", "model.name"),
+        is_used=lambda scenario: (
+            scenario.system.checkpoints != "none" and scenario.model.name == "tp-block"
+        ),
+        why=lambda scenario: (
+            "expected checkpoints to be kept on the CPU",
+            "there are no system.checkpoints",
         ),
     ),
     Unused(

@@ -23,6 +23,7 @@ _PLAINER: dict[ModelName, tuple[ModelName, ...]] = {
     "lattice": ("params",),
     "bit-hash": ("lattice", "params"),
     "ternary": ("mlp",),
+    "tp-block": ("mlp",),
 }
 _KEPT_MAX = 6
 _BUCKET_ELEMS_MAX = 3

@@ -30,6 +30,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.targets.held import held_bytes, memory_of, whole_bytes
 from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import class_of, group_index, own_settings, settings_of
+from zero_sim.workloads.tp_block import Blocks
 from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
@@ -37,6 +38,7 @@ from zero_sim.zero import (
     OwnedFragment,
     ZeroConfig,
 )
+from zero_sim.zero.activations import TensorParallel
 from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.groups import (
     build_expert_groups,
@@ -126,6 +128,19 @@ def _reshard_of(system: SystemSpec) -> bool | int:
     return system.reshard_ranks
 
 
+def _parallelize(
+    module: nn.Module, *, system: SystemSpec, group: ProcessGroup | None
+) -> TensorParallel | None:
+    """Make a module whose layers are split run on this rank, if it is one."""
+    if not isinstance(module, Blocks):
+        return None
+    parallel = TensorParallel(
+        group, checkpoints=system.checkpoints, offload=system.offload_checkpoints
+    )
+    module.be_parallel(parallel)
+    return parallel
+
+
 def config_of(scenario: Scenario) -> ZeroConfig:
     """The configuration of our own system that a scenario asks for."""
     system = scenario.system
@@ -189,6 +204,10 @@ class ZeroSimEngine:
             kind_groups=kind_groups,
             buffer_of=group_of if by_group else None,
         )
+        parts_group = (
+            build_model_parallel_group(topology.groups_over("tp", "pp")) if is_split else None
+        )
+        self._tensor_parallel = _parallelize(module, system=system, group=parts_group)
         scale = spec.loss_scale
         self._optimizer = DistributedOptimizer(
             self._ddp,
@@ -199,9 +218,7 @@ class ZeroSimEngine:
             loss_scaler=None
             if scale is None
             else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
-            model_parallel_group=(
-                build_model_parallel_group(topology.groups_over("tp", "pp")) if is_split else None
-            ),
+            model_parallel_group=parts_group,
             is_counted=lambda name: is_counted(scenario.topology, name, place=place),
             state_device=torch.device("cpu") if system.offload_state else None,
             step_buffer_elems=system.step_buffer_elems,
@@ -252,7 +269,9 @@ class ZeroSimEngine:
 
     def memory(self) -> Iterator[tuple[str, Tensor]]:
         """All memory that has a name, with it."""
-        return memory_of(self._ddp, self._optimizer)
+        if self._tensor_parallel is not None:
+            yield from (("checkpoints", kept) for kept in self._tensor_parallel.memory())
+        yield from memory_of(self._ddp, self._optimizer)
 
     def unwrap(self) -> nn.Module:
         """Give the module back."""

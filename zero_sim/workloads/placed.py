@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.host.device import check_device
-from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload
+from zero_sim.workloads.protocol import Batch, ExpertWorkload, SplitWorkload, Workload
 
 
 def on_device(workload: Workload, device: str) -> Workload:
@@ -25,6 +25,8 @@ def on_device(workload: Workload, device: str) -> Workload:
     if placed.type == "cpu":
         return workload
     kind = _PlacedExperts if isinstance(workload, ExpertWorkload) else _Placed
+    if isinstance(workload, SplitWorkload):
+        kind = _PlacedParts
     return kind(workload, placed)
 
 
@@ -83,3 +85,11 @@ class _PlacedExperts(_Placed):
     def build_share(self, expert_index: int) -> nn.Module:
         assert isinstance(self._inner, ExpertWorkload)
         return self._placed(self._inner.build_share(expert_index))
+
+
+class _PlacedParts(_Placed):
+    """The same for a workload of which tensor-parallel ranks hold a part each."""
+
+    def build_part(self, tp_index: int) -> nn.Module:
+        assert isinstance(self._inner, SplitWorkload)
+        return self._placed(self._inner.build_part(tp_index))

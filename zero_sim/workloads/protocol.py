@@ -66,13 +66,30 @@ class ExpertWorkload(Workload, Protocol):
         ...
 
 
-def build_module(workload: Workload, *, expert_index: int) -> nn.Module:
-    """Return the fresh module of a rank; all ranks have the same one where there are no experts.
+@runtime_checkable
+class SplitWorkload(Workload, Protocol):
+    """A workload of which tensor-parallel ranks hold a part each; `build` returns the whole."""
+
+    def build_part(self, tp_index: int) -> nn.Module:
+        """Return a fresh module with the parts of one tensor-parallel index.
+
+        Parts have the same names wherever they are; those of two indices have two names.
+        """
+        ...
+
+
+def build_module(
+    workload: Workload, *, expert_index: int, tp_index: int | None = None
+) -> nn.Module:
+    """Return the fresh module of a rank; all ranks have the same one where nothing is dealt out.
 
     Args:
         workload: What is trained.
         expert_index: The rank's expert-parallel index.
+        tp_index: Its tensor-parallel index; None for one device, which holds all parts.
     """
+    if tp_index is not None and isinstance(workload, SplitWorkload):
+        return workload.build_part(tp_index)
     if isinstance(workload, ExpertWorkload):
         return workload.build_share(expert_index)
     return workload.build()

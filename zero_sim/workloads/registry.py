@@ -13,6 +13,7 @@ from zero_sim.workloads.moe import MoeWorkload
 from zero_sim.workloads.params import ParamsWorkload
 from zero_sim.workloads.protocol import Workload
 from zero_sim.workloads.ternary import TernaryWorkload
+from zero_sim.workloads.tp_block import TpBlockWorkload
 from zero_sim.workloads.transformer import TransformerWorkload
 from zero_sim.workloads.unusual import UnusualWorkload
 
@@ -47,5 +48,7 @@ def build_workload(scenario: Scenario) -> Workload:
             return BitHashWorkload(scenario)
         case "ternary":
             return TernaryWorkload(scenario)
+        case "tp-block":
+            return TpBlockWorkload(scenario)
         case unknown:
             assert_never(unknown)

@@ -1,0 +1,254 @@
+"""`tp-block`: transformer blocks whose heads and inner features can be split over ranks, exactly.
+
+A block is attention, then two layers with a residual around each. Query, key, value and the first
+layer are column-parallel: a rank has some of their outputs, whole heads of them; what follows is
+row-parallel: a rank has the inputs that fit, and what the ranks give is summed. On one device all
+parts are there and each layer is one product of matrices with all of them.
+
+[Note: splitting without rounding]
+Weights enter as hashes of their bits, -1, 0 or 1, activations and their gradients are clamped to -1
+to 1 behind every sum, as in `ternary`; in the place of softmax stands that clamp. So every product
+is -1, 0 or 1, and every sum that splitting cuts, over inner features forward and over outputs
+backward, is a whole number of at most as many as there are terms. A dtype with p bits of
+significand holds all whole numbers up to 2**p: with no more terms no addition rounds, in whatever
+order and however cut, and the sum of the parts is the bits of the whole (`reference.certificate`
+says the same of sums over ranks). How wide a block may be follows: `terms_max`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.tp_block import HEAD_ELEMS, INNER, POSITIONS
+from zero_sim.workloads.draws import (
+    batch_generator,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
+from zero_sim.workloads.exact import Clamped, HashedTernary
+from zero_sim.workloads.protocol import Batch
+
+
+class Parallel(Protocol):
+    """What a system does around the layers that it splits."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what column-parallel layers read; backward sums its gradient over the ranks."""
+        ...
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Return the sum over the ranks of what row-parallel layers gave."""
+        ...
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Run a block."""
+        ...
+
+
+class OneDevice:
+    """All parts are here: there is nothing to do."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return it."""
+        return x
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Return it."""
+        return y
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Run it, and keep what autograd wants."""
+        return block(x)
+
+
+class SplitLinear(nn.Module):
+    """`x @ hash(weight).T`, of a weight in parts: `part0`, `part1`, ..., all or one of them.
+
+    Args:
+        parts: By index; each part is (outputs, inputs).
+        dim: The dimension in which they lie one behind the other: 0 outputs, 1 inputs.
+    """
+
+    def __init__(self, parts: dict[int, Tensor], *, dim: int) -> None:
+        super().__init__()
+        self._names = tuple(f"part{index}" for index in parts)
+        self._dim = dim
+        for name, part in zip(self._names, parts.values(), strict=True):
+            self.register_parameter(name, nn.Parameter(part.clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., inputs) to (..., outputs)."""
+        hashed = [HashedTernary.apply(getattr(self, name)) for name in self._names]
+        return functional.linear(x, torch.cat(hashed, dim=self._dim))  # pyrefly: ignore
+
+
+class Positions(nn.Module):
+    """What is added to each position: held whole by every rank."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to (rows, positions, width)."""
+        return _clamped(x + HashedTernary.apply(self.weight))  # pyrefly: ignore
+
+
+class Block(nn.Module):
+    """Attention over the heads that are here, then two layers."""
+
+    def __init__(self, layers: dict[str, SplitLinear]) -> None:
+        super().__init__()
+        self.parallel: Parallel = OneDevice()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, positions, width) to the same shape."""
+        x = _clamped(x + self.parallel.leave(self._attend(self.parallel.enter(x))))
+        inner = _clamped(functional.relu(self.get_submodule("up")(self.parallel.enter(x))))
+        return _clamped(x + self.parallel.leave(self.get_submodule("down")(inner)))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        rows, positions, _ = x.shape
+        q, k, v = (
+            self.get_submodule(name)(x).view(rows, positions, -1, HEAD_ELEMS).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        mixed = _clamped(_clamped(q @ k.transpose(2, 3)) @ v)
+        return self.get_submodule("out")(mixed.transpose(1, 2).reshape(rows, positions, -1))
+
+
+class Blocks(nn.Module):
+    """Positions, then blocks; whole, or one rank's parts of it."""
+
+    def __init__(self, bits: dict[str, Tensor], parts: dict[int, dict[str, Tensor]]) -> None:
+        super().__init__()
+        self.positions = Positions(bits["positions"])
+        count = max(int(name.split(".")[0]) for name in next(iter(parts.values()))) + 1
+        self.blocks = nn.ModuleList(
+            Block(
+                {
+                    layer: SplitLinear(
+                        {index: part[f"{block}.{layer}"] for index, part in parts.items()}, dim=dim
+                    )
+                    for layer, dim in LAYERS.items()
+                }
+            )
+            for block in range(count)
+        )
+        self.parallel: Parallel = OneDevice()
+
+    def be_parallel(self, parallel: Parallel) -> None:
+        """Run on one of several ranks from now on.
+
+        Args:
+            parallel: What to do around the layers that are split.
+        """
+        self.parallel = parallel
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.parallel = parallel
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (rows, positions, width), whole numbers, to the same shape."""
+        x = self.positions(inputs)
+        for block in self.blocks:
+            x = self.parallel.run(block, x)
+        return x
+
+
+LAYERS = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1}
+"""Those of a block, with the dimension in which each is split."""
+
+
+def _clamped(x: Tensor) -> Tensor:
+    clamped = Clamped.apply(x)
+    assert isinstance(clamped, Tensor)
+    return clamped
+
+
+class TpBlockWorkload:
+    """Blocks under a loss that is a sum of what they give, each with a sign of its own."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial weights, once.
+
+        Args:
+            scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `topology.tp`, `data` and
+                `run.seed`.
+        """
+        self._scenario = scenario
+        self._dtype = working_dtype(scenario.model.dtype)
+        self._bits = self._draw_bits()
+
+    def build(self) -> nn.Module:
+        """Return the whole, as one device has it: with all parts."""
+        return self._build(range(self._scenario.topology.tp))
+
+    def build_part(self, tp_index: int) -> nn.Module:
+        """Return what the tensor-parallel ranks of an index have, to be told how to be parallel.
+
+        Args:
+            tp_index: From 0.
+        """
+        return self._build([tp_index])
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return inputs and signs, (rows, positions, width) each."""
+        scenario = self._scenario
+        generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
+        shape = (rows_of(scenario, rank=rank), POSITIONS, scenario.model.hidden)
+        inputs = torch.randint(-1, 2, shape, generator=generator).to(self._dtype)
+        signs = torch.randint(2, shape, generator=generator) * 2 - 1
+        plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)
+        return Batch(inputs=inputs, targets=signs)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the signed sum of the outputs, 0-D fp32."""
+        assert batch.targets is not None
+        return (module(batch.inputs).float() * batch.targets).sum()
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: random signs have no held-out part."""
+        return None
+
+    def _build(self, indices: Sequence[int]) -> nn.Module:
+        tp = self._scenario.topology.tp
+        parts = {
+            index: {
+                name: bits.chunk(tp, dim=LAYERS[name.split(".")[1]])[index]
+                for name, bits in self._bits.items()
+                if "." in name
+            }
+            for index in indices
+        }
+        return Blocks(self._bits, parts)
+
+    def _draw_bits(self) -> dict[str, Tensor]:
+        generator, width = weight_generator(self._scenario), self._scenario.model.hidden
+        shapes = {
+            **dict.fromkeys(("query", "key", "value", "out"), (width, width)),
+            "up": (INNER * width, width),
+            "down": (width, INNER * width),
+        }
+
+        def draw(*shape: int) -> Tensor:
+            return (torch.randint(-128, 129, shape, generator=generator) / 64).to(self._dtype)
+
+        return {
+            "positions": draw(POSITIONS, width),
+            **{
+                f"{block}.{layer}": draw(*shape)
+                for block in range(self._scenario.model.blocks)
+                for layer, shape in shapes.items()
+            },
+        }
