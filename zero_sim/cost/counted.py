@@ -102,6 +102,8 @@ class Model:
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=scenario.topology.ep)
         if built.stage < 2 or built.reduce_buffer_elems is not None:
             built = replace(built, arena=False)
+        if built.stage == 3:
+            built = replace(built, checkpoints="none", offload_checkpoints=False)
         if built.stage not in (1, 2):
             built = replace(
                 built,

@@ -129,7 +129,7 @@ def check_overlap(
         return  # The log of a case that overlaps nothing need not be walked through.
     found: list[Finding] = []
     issues = [time for time, moment in enumerate(log.moments) if moment.what == "issue"]
-    calls = _calls_of_ranks(log)
+    calls = _calls_of_ranks(log, within=frozenset(world_ranks))
     for index, hook_trace in hook_traces.items():
         forms = by_registration(sizes[index], scenario=scenario, rank=index)
         rank = _Rank(
@@ -151,7 +151,8 @@ def _sums_of(forms: Sequence[BucketForm], grads: Sequence[GradForm]) -> list[_Su
     return [_Sum(names=form.names_with_elems, calls=[form.sum_call]) for form in reversed(forms)]
 
 
-def _calls_of_ranks(log: EventLog) -> dict[int, list[_Timed]]:
+def _calls_of_ranks(log: EventLog, *, within: frozenset[int]) -> dict[int, list[_Timed]]:
+    """All calls in groups of these ranks; what parts of a model tell each other is left out."""
     timed: dict[int, dict[int, _Timed]] = {}
     for time, moment in enumerate(log.moments):
         calls = timed.setdefault(moment.rank, {})
@@ -161,7 +162,14 @@ def _calls_of_ranks(log: EventLog) -> dict[int, list[_Timed]]:
             calls[moment.record] = _Timed(call=made, issued=time)
         elif moment.what in ("wait", "land"):
             calls[moment.record].waited = min(calls[moment.record].waited, time)
-    return {rank: list(calls.values()) for rank, calls in timed.items()}
+    return {
+        rank: [
+            call
+            for index, call in calls.items()
+            if within.issuperset(log.collectives[index].group_ranks)
+        ]
+        for rank, calls in timed.items()
+    }
 
 
 def _check_sums(rank: _Rank) -> Iterator[Finding]:

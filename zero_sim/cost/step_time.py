@@ -21,7 +21,7 @@ from zero_sim.cost.traffic import WorldRanks, world_ranks_of
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 
-_FEW: tuple[Purpose, ...] = ("norm", "tokens", "scales")
+_FEW: tuple[Purpose, ...] = ("norm", "tokens", "scales", "layers", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

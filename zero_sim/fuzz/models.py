@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from hypothesis import strategies as st
 
 from zero_sim.fuzz.shapes import PARAMS_MAX, shape_lists
 from zero_sim.fuzz.swarm import Swarm
-from zero_sim.scenario.spec import DataSpec, FreezeSpec, ModelName, ModelSpec, NanSpec, Scenario
+from zero_sim.scenario.spec import (
+    DataSpec,
+    FreezeSpec,
+    ModelName,
+    ModelSpec,
+    NanSpec,
+    Scenario,
+    TopologySpec,
+)
+from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED
 from zero_sim.targets import EVERYTHING
 
 BARE: tuple[ModelName, ...] = ("params", "lattice", "bit-hash")
@@ -17,6 +27,7 @@ BARE: tuple[ModelName, ...] = ("params", "lattice", "bit-hash")
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
     "lattice", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
+    "tp-block",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
 """What is drawn from, those to draw more often more often; it shrinks to the first."""
@@ -76,6 +87,9 @@ def models(
             return ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
         case "ternary":
             return ModelSpec(name=name, dtype=dtype, hidden=draw(st.integers(1, 9)))
+        case "tp-block":
+            heads, blocks = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+            return ModelSpec(name=name, dtype=dtype, hidden=HEAD_ELEMS * heads, blocks=blocks)
         case "moe":
             experts = draw(st.sampled_from([4, 6]))
             return ModelSpec(
@@ -94,6 +108,20 @@ def models(
             )
         case _:
             return ModelSpec(name=name, dtype=dtype)
+
+
+def fit_blocks(model: ModelSpec, topology: TopologySpec) -> tuple[ModelSpec, TopologySpec]:
+    """Of a model that is split over ranks, a width that they can split; other models as they are.
+
+    Args:
+        model: The model.
+        topology: Drawn without a look at it.
+    """
+    if model.name != "tp-block":
+        return model, topology
+    shared = (SHARED,) if topology.tp > 1 else ()
+    topology = replace(topology, pp=1, tied=(), shared=shared)
+    return replace(model, hidden=model.hidden * topology.tp), topology
 
 
 def _freeze(draw: st.DrawFn, *names: str) -> tuple[FreezeSpec, ...]:

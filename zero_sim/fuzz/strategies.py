@@ -14,7 +14,7 @@ from dataclasses import replace
 from hypothesis import event
 from hypothesis import strategies as st
 
-from zero_sim.fuzz.models import BARE, MODELS, feeds, models, overflows
+from zero_sim.fuzz.models import BARE, MODELS, feeds, fit_blocks, models, overflows
 from zero_sim.fuzz.optimizers import optimizers
 from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
@@ -116,6 +116,7 @@ def _cases(
     align_elems = draw(st.integers(2, 8)) if swarm.on("aligned") else 1
     names = _names_for(ranks, models_from)
     model = draw(models(ranks=ranks, align_elems=align_elems, names=names, swarm=swarm))
+    model, topology = fit_blocks(model, topology)
     ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
     topology = replace(topology, ep=ep)
     sizes = [spec.numel for spec in param_specs(model, ep=ep)]
@@ -136,8 +137,10 @@ def _cases(
             micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
         ),
     )
-    system = _fitted(system, scenario.optimizer, swarm=swarm)
+    system = _checkpointed(_fitted(system, scenario.optimizer, swarm=swarm), model, swarm=swarm)
     scenario = replace(scenario, system=system)
+    if model.name == "tp-block" and topology.tp > 1:
+        scenario = replace(scenario, world=replace(scenario.world, order="linear"))
     if (skips or scenario.optimizer.loss_scale) and swarm.on("overflow", fits=steps_max > 1):
         scenario = draw(_overflowing(scenario, steps_max=steps_max))
     if reload and scenario.run.steps > 1 and swarm.on("reload"):
@@ -206,6 +209,16 @@ def _fitted(system: SystemSpec, optimizer: OptimizerSpec, *, swarm: Swarm) -> Sy
         system = replace(system, offload_state=False, step_buffer_elems=None)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")
+    return system
+
+
+def _checkpointed(system: SystemSpec, model: ModelSpec, *, swarm: Swarm) -> SystemSpec:
+    """The system with what it keeps of blocks that can be run again."""
+    fits = model.name == "tp-block" and system.stage != 3
+    if swarm.on("checkpoints", fits=fits, often=True):
+        system = replace(system, checkpoints="whole" if swarm.on("whole checkpoints") else "split")
+        if swarm.on("offloaded checkpoints", often=True):
+            system = replace(system, offload_checkpoints=True)
     return system
 
 

@@ -16,6 +16,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from zero_sim.cost.checkpoints import CheckpointWatch
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.grad_peaks import GradPeakWatch
 from zero_sim.cost.hook_trace import HookTrace
@@ -43,6 +44,8 @@ from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
+
+_Watch = PeakWatch | GradPeakWatch | StagingWatch | CheckpointWatch
 
 
 class Judge:
@@ -90,7 +93,7 @@ class Judge:
         self.sizes: dict[int, Sequence[ParamSize]] = {}
         """What each rank trains, if it is one that closed forms hold for."""
         self.hook_traces: dict[int, HookTrace] = {}
-        self._peaks: dict[int, Sequence[PeakWatch | GradPeakWatch | StagingWatch]] = {}
+        self._peaks: dict[int, Sequence[_Watch]] = {}
         """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
         self._observed = dict.fromkeys(ranks, first_step - 1)
@@ -219,6 +222,7 @@ class Judge:
         hook_trace: HookTrace | None = None,
         peaks: PeakWatch | GradPeakWatch | None = None,
         staging: StagingWatch | None = None,
+        checkpoints: CheckpointWatch | None = None,
     ) -> None:
         """Hold a rank to the closed forms of its stage.
 
@@ -228,9 +232,11 @@ class Judge:
             hook_trace: What it will do between its calls; left out where that is not looked at.
             peaks: What it will hold within `weighed_step`; left out likewise.
             staging: What its optimizer will be given in that; left out likewise.
+            checkpoints: What it will keep of activations in that; left out likewise.
         """
         self.sizes[rank] = sizes
-        self._peaks[rank] = [each for each in (peaks, staging) if each is not None]
+        watches = (peaks, staging, checkpoints)
+        self._peaks[rank] = [each for each in watches if each is not None]
         if hook_trace is not None:
             self.hook_traces[rank] = hook_trace
         self._calls_seen[rank] = self._call_count()

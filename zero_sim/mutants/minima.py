@@ -389,6 +389,15 @@ _NUMBERS = {
     "F09": (1, 2, 2, 1, 1),
     "F10": (1, 2, 2, 1, 2),
     "F11": (1, 1, 1, 1, 3),
+    # Layers that are split: two ranks, on each a head of two features; one block has six weights.
+    # What concerns all checkpoints alike shows on one rank, and their order needs two blocks.
+    "F12": (2, 7, 144, 1, 3),
+    "F13": (2, 7, 144, 1, 4),
+    "F14": (2, 7, 144, 1, 4),
+    "F15": (1, 13, 72, 1, 2),
+    "F16": (2, 7, 144, 1, 3),
+    "F17": (1, 7, 40, 1, 2),
+    "F18": (2, 7, 144, 1, 4),
 }
 """Ranks, params, elements, steps, features."""
 

@@ -1,13 +1,17 @@
-"""Faults of residual memory, what is beside model states: arenas, step buffers."""
+"""Faults of residual memory, what is beside model states: arenas, step buffers, checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from zero_sim.layout import Span
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
+from zero_sim.zero import activations
 from zero_sim.zero import arena as arenas
+from zero_sim.zero.activations import TensorParallel
 from zero_sim.zero.arena import Arena, ArenaStorage
 from zero_sim.zero.norm import root_of_squares
 from zero_sim.zero.optimizer import DistributedOptimizer
@@ -129,3 +133,86 @@ def second_time_unscaled_by_the_next_scale(patch: Patches) -> None:
         if self.loss_scaler is not None:
             self._scale_of_step = self.loss_scaler.scale
         right(self, turns, norm=norm)
+
+
+@mutant("F12", "GROUP", "", seen_in="class GROUP", core=True)
+def column_gradients_not_summed(patch: Patches) -> None:
+    """The gradient of what column-parallel layers read is not summed over the ranks."""
+
+    @patch(TensorParallel, "enter")
+    def wrong(right, self, x):
+        return x
+
+
+@mutant("F13", "LAYOUT", "", seen_in="class LAYOUT")
+def part_of_another_rank(patch: Patches) -> None:
+    """Each tensor-parallel rank keeps the part of a checkpoint that the next one is to keep."""
+
+    @patch(activations, "size_and_rank")
+    def wrong(right, group):
+        ranks, rank = right(group)
+        return ranks, (rank + 1) % ranks
+
+
+@mutant("F14", "VOLUME", "", seen_in="class VOLUME", kill="memory")
+def part_keeps_the_whole(patch: Patches) -> None:
+    """A part of a checkpoint is a view, which keeps the whole in memory."""
+
+    @patch(TensorParallel, "keep")
+    def wrong(right, self, x):
+        kept = right(self, x)
+        memory = kept.memory
+        if memory is not None and memory.numel() < x.numel() and not self._offload:
+            whole = memory.new_empty(x.numel())
+            kept.memory = whole[: memory.numel()].copy_(memory)
+        return kept
+
+
+@mutant("F15", "ALIAS", "", seen_in="class ALIAS")
+def checkpoint_of_the_last_block(patch: Patches) -> None:
+    """All blocks are run again from the checkpoint that was kept last."""
+
+    @patch(TensorParallel, "keep")
+    def wrong(right, self, x):
+        kept = right(self, x)
+        if kept.memory is not None:
+            for other in self._kept:
+                if other.memory is not None and other.memory.numel() == kept.memory.numel():
+                    other.memory.copy_(kept.memory)
+        return kept
+
+
+@mutant("F16", "GROUP", "", seen_in="class GROUP")
+def row_gradients_summed(patch: Patches) -> None:
+    """The gradient of a row-parallel sum, which each rank has whole, is summed once more."""
+
+    @patch(TensorParallel, "leave")
+    def wrong(right, self, y):
+        return self.enter(right(self, y))
+
+
+@mutant("F17", "VOLUME", "", seen_in="class VOLUME", kill="memory")
+def checkpoints_stay(patch: Patches) -> None:
+    """A checkpoint stays in memory when its block was run again."""
+
+    @patch(TensorParallel, "bring_back")
+    def wrong(right, self, kept):
+        memory = kept.memory
+        whole = right(self, kept)
+        kept.memory = memory
+        self._kept.append(kept)
+        return whole
+
+
+@mutant("F18", "VOLUME", "", seen_in="class VOLUME", kill="volume")
+def whole_checkpoints_are_gathered(patch: Patches) -> None:
+    """Checkpoints that every rank has whole are sent round all the same."""
+
+    @patch(TensorParallel, "bring_back")
+    def wrong(right, self, kept):
+        whole = right(self, kept)
+        if self._checkpoints == "whole" and self._group is not None:
+            ranks = dist.get_world_size(self._group)
+            gathered = whole.new_empty(ranks * whole.numel())
+            activations.all_gather(gathered, whole.reshape(-1), group=self._group)
+        return whole

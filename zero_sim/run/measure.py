@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero_sim.backends import WorldPool
 from zero_sim.cost.calls import planned_calls
+from zero_sim.cost.checkpoints import checkpoint_bytes
 from zero_sim.cost.counted import Model
 from zero_sim.cost.footprint import footprint_of
 from zero_sim.cost.forms import ParamSize, sizes_of
@@ -76,6 +77,13 @@ class Measured:
                 footprint = footprint_of(sizes, scenario=case, rank=index)
                 yield from differences(self.ledgers[rank], footprint)
                 yield from self._other_calls(group, index)
+                kept = self.ledgers[rank].peak_of("checkpoints").bytes.get("checkpoints", 0)
+                owed = checkpoint_bytes(case, rank=index)
+                if kept != owed:
+                    yield (
+                        f"expected {owed} bytes of checkpoints at most by closed form, got {kept} "
+                        f"on rank {rank}"
+                    )
 
     def _other_calls(self, group: DpCpGroup, index: int) -> Iterator[str]:
         rank = group.ranks[index]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_sim.cost.checkpoints import CheckpointWatch, checkpoint_bytes
 from zero_sim.cost.forms import ParamSize, sizes_of
 from zero_sim.cost.grad_peaks import GradPeakWatch, watch_grad_peaks
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
@@ -33,7 +34,7 @@ from zero_sim.scenario.joining import own_micro_batches
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, PeakEngine, Target, complete
+from zero_sim.targets import CheckpointedEngine, CompletedEngine, PeakEngine, Target, complete
 from zero_sim.targets.answers import model_of
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
@@ -163,6 +164,7 @@ def build_program(
                 hook_trace=built.hook_trace,
                 peaks=built.peaks,
                 staging=built.staging,
+                checkpoints=built.checkpoints,
             )
         _train(
             segment,
@@ -196,6 +198,8 @@ class _Built:
     """What it holds within a step, where gradients come and go and it tells."""
     staging: StagingWatch | None
     """What its optimizer is given in a step, where that goes through a buffer."""
+    checkpoints: CheckpointWatch | None
+    """What it keeps of activations, where it keeps checkpoints."""
 
 
 def _build(
@@ -257,6 +261,12 @@ def _build(
     if scenario.system.step_buffer_elems is not None and engine.costed is not None:
         owed = staged_bytes(sizes, scenario=scenario, rank=group.rank())
         staging = StagingWatch(owed=owed, rank=group.rank())
+    checkpoints = None
+    if scenario.system.checkpoints != "none" and isinstance(engine.costed, CheckpointedEngine):
+        kept = checkpoint_bytes(scenario, rank=group.rank())
+        checkpoints = CheckpointWatch(
+            owed=kept, rank=group.rank(), look=engine.costed.checkpoint_bytes
+        )
     return _Built(
         engine=engine,
         names=frozenset(names.values()),
@@ -266,6 +276,7 @@ def _build(
         own_hooks=own_hooks,
         peaks=peaks,
         staging=staging,
+        checkpoints=checkpoints,
     )
 
 
@@ -422,15 +433,25 @@ def _take_part(
         return []
     with harness_time(pause_clock):
         batch = draw_batch(workload, scenario, step, rank, micro)
-    return [_micro_batch(engine, workload, batch, last_micro=last)]
+    between = None
+    if built.checkpoints is not None and step == context.judge.weighed_step:
+        between = partial(built.checkpoints.between, step)
+    return [_micro_batch(engine, workload, batch, last_micro=last, between=between)]
 
 
 def _micro_batch(
-    engine: CompletedEngine, workload: Workload, batch: Batch, *, last_micro: bool
+    engine: CompletedEngine,
+    workload: Workload,
+    batch: Batch,
+    *,
+    last_micro: bool,
+    between: Callable[[], None] | None = None,
 ) -> Tensor:
     # The loss runs the system's module, so what fails or lasts here is the system's.
     engine.start_micro_batch(last=last_micro)
     # A workload does no more with a module than call it.
     loss = workload.loss(engine.forward, batch)  # pyrefly: ignore
+    if between is not None:
+        between()
     engine.backward(loss, last_micro=last_micro, rows=batch.rows)
     return loss.detach()

@@ -58,6 +58,8 @@ def after_reload(scenario: Scenario) -> Scenario:
             )
         if system.stage < 2 or system.reduce_buffer_elems is not None:
             system = dataclasses.replace(system, arena=False)
+        if system.stage == 3:
+            system = dataclasses.replace(system, checkpoints="none", offload_checkpoints=False)
         if not system.stage:
             system = dataclasses.replace(system, state_over="block", sum_by="reduce-scatter")
         tables["system"] = system

@@ -43,8 +43,8 @@ TP_CONDITIONS = (
     Condition(
         reads=("topology.shared", "model.name", "topology.tp"),
         broken=lambda s: _is_split(s) and s.topology.shared != (SHARED,),
-        message=f"expected '{SHARED}', the one param that all tensor-parallel ranks hold whole, got "
-        "{got}.",
+        message=f"expected '{SHARED}', the one param that all tensor-parallel ranks hold whole, "
+        "got {got}.",
         suggestion=f'Write shared = ["{SHARED}"].',
     ),
     Condition(
@@ -57,15 +57,15 @@ TP_CONDITIONS = (
     Condition(
         reads=("world.order_known", "model.name"),
         broken=lambda s: is_tp_block(s) and not s.world.order_known,
-        message="expected a known order with model 'tp-block', all parts of which one device trains, "
-        "got {got}.",
+        message="expected a known order with model 'tp-block', all parts of which one device "
+        "trains, got {got}.",
         suggestion="Leave it out.",
     ),
     Condition(
         reads=("model.freeze", "model.name"),
         broken=lambda s: is_tp_block(s) and bool(s.model.freeze),
-        message="expected all params of model 'tp-block' to be trained, as a frozen one would leave "
-        "out sums over the ranks, got {got}.",
+        message="expected all params of model 'tp-block' to be trained, as a frozen one would "
+        "leave out sums over the ranks, got {got}.",
         suggestion="Leave it out.",
     ),
     Condition(
@@ -74,6 +74,13 @@ TP_CONDITIONS = (
         message="only of ranks that hold all params it is said that they compute what one device "
         "does, got {got} with model 'tp-block'.",
         suggestion="Leave it out.",
+    ),
+    Condition(
+        reads=("system.checkpoints", "system.stage"),
+        broken=lambda s: s.system.checkpoints != "none" and s.system.stage == 3,
+        message="expected a stage that keeps params whole, as stage 3 frees those of a block that "
+        "is to be run again, got {got} with stage 3.",
+        suggestion="Leave it out, or write stage = 2.",
     ),
     Condition(
         reads=("system.target", "model.name", "topology.tp"),

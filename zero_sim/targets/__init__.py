@@ -17,6 +17,7 @@ from zero_sim.targets.imported import check_target
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options, options_of
 from zero_sim.targets.protocol import (
+    CheckpointedEngine,
     CostedEngine,
     Engine,
     FullEngine,
@@ -50,6 +51,7 @@ __all__ = [
     "OPTIMIZER_SETTINGS",
     "PLAIN_MODELS",
     "Capabilities",
+    "CheckpointedEngine",
     "CompletedEngine",
     "CostedEngine",
     "Engine",

@@ -261,7 +261,16 @@ class ZeroSimEngine:
 
     def held_bytes(self) -> Mapping[str, int]:
         """Bytes of all memory that buffers, optimizer and pipelines reach, by what it is for."""
-        return held_bytes(self._ddp, self._optimizer)
+        held = dict(held_bytes(self._ddp, self._optimizer))
+        # Between two steps nothing is to be run again.
+        held["other"] += self.checkpoint_bytes()
+        return held
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of activation checkpoints, on whatever device."""
+        kept = () if self._tensor_parallel is None else self._tensor_parallel.memory()
+        storages = {each.data_ptr(): each for each in (t.untyped_storage() for t in kept)}
+        return sum(each.nbytes() for each in storages.values())
 
     def whole_bytes(self) -> Iterator[tuple[str, str, int]]:
         """Whole gradients and params of each unit, where its stage shards them."""

@@ -275,6 +275,15 @@ class PeakEngine(CostedEngine, Protocol):
 
 
 @runtime_checkable
+class CheckpointedEngine(CostedEngine, Protocol):
+    """One that keeps activation checkpoints, and is held to how many bytes of them."""
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all memory in which it keeps them now, each once."""
+        ...
+
+
+@runtime_checkable
 class NamedMemoryEngine(Protocol):
     """An engine that names its memory, for a ledger of what a rank holds at every moment."""
 

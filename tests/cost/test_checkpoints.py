@@ -1,0 +1,67 @@
+"""Checkpoints in closed form: bytes kept, and what gathering them sends."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from zero_sim.cost.calls import calls_of_layers
+from zero_sim.cost.checkpoints import checkpoint_bytes, gather_share
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+)
+
+
+def case(tp, *, kept="split", hidden=8, blocks=3, dtype="bf16", micro=1):
+    return Scenario(
+        schema=1,
+        model=ModelSpec(name="tp-block", hidden=hidden, blocks=blocks, dtype=dtype),
+        data=DataSpec(rows=2),
+        topology=TopologySpec(tp=tp),
+        system=SystemSpec(checkpoints=kept),
+        run=RunSpec(micro_batches=micro),
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4, 16, 1024])
+def test_gathers_send_a_twelfth_of_what_blocks_send(tp):
+    share = gather_share(case(tp, hidden=2 * tp), rank=0)
+    assert share == Fraction(1, 12)
+    assert share < Fraction(1, 10)
+
+
+@pytest.mark.parametrize(("kept", "tp"), [("none", 4), ("whole", 4), ("split", 1)])
+def test_where_nothing_is_split_nothing_is_gathered(kept, tp):
+    assert gather_share(case(tp, kept=kept), rank=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("kept", "tp", "dtype", "owed"),
+    # 3 blocks of 2 rows x 4 positions x 8 features.
+    [
+        ("none", 2, "bf16", 0),
+        ("whole", 2, "bf16", 384),
+        ("split", 2, "bf16", 192),
+        ("split", 4, "bf16", 96),
+        ("split", 4, "fp32", 192),
+        ("split", 1, "bf16", 384),
+    ],
+)
+def test_bytes_in_numbers(kept, tp, dtype, owed):
+    assert checkpoint_bytes(case(tp, kept=kept, dtype=dtype), rank=0) == owed
+
+
+@pytest.mark.parametrize(
+    ("kept", "sums", "gathers"), [("none", 4, 0), ("whole", 6, 0), ("split", 6, 1)]
+)
+def test_calls_of_a_block(kept, sums, gathers):
+    counts = Counter()
+    for call, count in calls_of_layers(case(2, kept=kept, micro=2), rank=0).items():
+        counts[call.kind, call.elems] += count
+    owed = Counter({("all_reduce", 64): sums * 6, ("all_gather", 32): gathers * 6})
+    assert counts == +owed
