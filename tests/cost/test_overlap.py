@@ -66,7 +66,11 @@ class Story:
         return [
             finding.message
             for finding in check_overlap(
-                self.log, {0: self.hook_trace}, world_ranks=[0], sizes={0: SIZES}, scenario=scenario
+                self.log,
+                {0: self.hook_trace},
+                world_ranks=range(8),
+                sizes={0: SIZES},
+                scenario=scenario,
             )
         ]
 
@@ -149,7 +153,7 @@ def test_the_count_of_tokens_is_waited_for(divide_by, late):
     )
     story.hook_trace.end(0)
     found = check_overlap(
-        story.log, {0: story.hook_trace}, world_ranks=[0], sizes={0: sizes}, scenario=scenario
+        story.log, {0: story.hook_trace}, world_ranks=range(8), sizes={0: sizes}, scenario=scenario
     )
     assert sum("waited for" in finding.message for finding in found) == late
 

@@ -163,3 +163,15 @@ def test_staging_by_ledger_does_not_grow_with_the_model(buffer):
     assert staged(2, buffer) == staged(8, buffer)
     assert staged(8, buffer)[1] == 4 * buffer
     assert staged(8, None)[1] == staged(8, None)[0] > staged(2, None)[0] == staged(2, None)[1]
+
+
+def test_checkpoints_by_ledger_are_those_of_the_closed_form():
+    name, kept = "systems/zero-r-activations", set()
+    for scenario in load_cases(SCENARIOS / f"{name}.toml"):
+        small = replace(scenario, run=replace(scenario.run, steps=1, micro_batches=1))
+        if scenario.topology.tp == 4 and scenario.system.checkpoints != "none":
+            measured = measure(small)
+            assert list(measured.differences()) == []
+            kept.add(measured.ledgers[0].peak_of("checkpoints").bytes["checkpoints"])
+    # Two blocks of 3 rows x 4 positions x 8 features in bf16, whole or on four ranks.
+    assert kept == {384, 96}

@@ -35,6 +35,10 @@ WITHOUT_USE = {
     "system.state_over": case(system=SystemSpec(state_over="all")),
     "system.contiguous_grads": case(system=SystemSpec(contiguous_grads=False)),
     "system.arena": case(system=SystemSpec(stage=1, arena=True)),
+    "system.checkpoints": case(system=SystemSpec(checkpoints="whole")),
+    "system.offload_checkpoints": case(
+        model=ModelSpec(name="tp-block"), system=SystemSpec(offload_checkpoints=True)
+    ),
     "system.buffers_by": case(system=SystemSpec(buffers_by="param-group")),
     "topology.order": case(topology=TopologySpec(order="pp-dp-cp-tp")),
     "model.freeze[0].start": case(
@@ -50,6 +54,10 @@ WITH_USE = [
     case(system=SystemSpec(redundancy=2, state_over="all")),
     case(system=SystemSpec(reduce_buffer_elems=4, contiguous_grads=False)),
     case(system=SystemSpec(stage=2, arena=True)),
+    case(
+        model=ModelSpec(name="tp-block", hidden=4, blocks=1),
+        system=SystemSpec(checkpoints="split", offload_checkpoints=True),
+    ),
     case(
         system=SystemSpec(buffers_by="param-group"),
         optimizer=OptimizerSpec(groups=(ParamGroupSpec(match="bias", lr=0.1),)),
@@ -93,7 +101,7 @@ def test_every_row_is_tried():
 
 def test_what_is_used_in_its_place_is_said():
     (problem,) = check_scenario(WITHOUT_USE["model.blocks"])
-    assert "only models 'mlp' and 'fp8' use it, got 99 (integer)" in problem.message
+    assert "only models 'mlp', 'fp8' and 'tp-block' use it, got 99 (integer)" in problem.message
     assert "model 'params' uses dtype, shapes, freeze, distinct_start" in problem.message
     (problem,) = check_scenario(WITHOUT_USE["optimizer.eps"])
     assert "optimizer 'sgd' uses lr, warmup_steps, weight_decay, momentum" in problem.message

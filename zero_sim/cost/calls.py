@@ -16,8 +16,7 @@ from zero_sim.cost.grad_forms import GradForm, grad_forms
 from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.joining import counts_over_ranks
 from zero_sim.scenario.spec import Scenario
-from zero_sim.scenario.tp_block import activation_elems, is_tp_block
-from zero_sim.workloads.draws import rows_of
+from zero_sim.scenario.tp_block import activation_elems, is_tp_block, rows_of
 
 WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
 """Of optimizers that look at whole params: fp32 numbers an element of which they need all."""

@@ -11,8 +11,7 @@ from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
-from zero_sim.scenario.tp_block import activation_elems, is_tp_block
-from zero_sim.workloads.draws import rows_of
+from zero_sim.scenario.tp_block import activation_elems, is_tp_block, rows_of
 
 _ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -137,10 +137,7 @@ def _cases(
             micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
         ),
     )
-    system = _checkpointed(_fitted(system, scenario.optimizer, swarm=swarm), model, swarm=swarm)
-    scenario = replace(scenario, system=system)
-    if model.name == "tp-block" and topology.tp > 1:
-        scenario = replace(scenario, world=replace(scenario.world, order="linear"))
+    scenario = _split(_fitted(scenario, swarm=swarm), swarm=swarm)
     if (skips or scenario.optimizer.loss_scale) and swarm.on("overflow", fits=steps_max > 1):
         scenario = draw(_overflowing(scenario, steps_max=steps_max))
     if reload and scenario.run.steps > 1 and swarm.on("reload"):
@@ -203,23 +200,27 @@ def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
     return replace(world, order="linear") if system.sum_by == "first-rank" else world
 
 
-def _fitted(system: SystemSpec, optimizer: OptimizerSpec, *, swarm: Swarm) -> SystemSpec:
-    """The system with what its optimizer allows and makes possible."""
+def _fitted(scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with what its optimizer allows and makes possible."""
+    system, optimizer = scenario.system, scenario.optimizer
     if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
         system = replace(system, offload_state=False, step_buffer_elems=None)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")
-    return system
+    return replace(scenario, system=system)
 
 
-def _checkpointed(system: SystemSpec, model: ModelSpec, *, swarm: Swarm) -> SystemSpec:
-    """The system with what it keeps of blocks that can be run again."""
-    fits = model.name == "tp-block" and system.stage != 3
-    if swarm.on("checkpoints", fits=fits, often=True):
+def _split(scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with what it keeps of blocks that ranks split, and an order that suits them."""
+    system, has_blocks = scenario.system, scenario.model.name == "tp-block"
+    if swarm.on("checkpoints", fits=has_blocks and system.stage != 3, often=True):
         system = replace(system, checkpoints="whole" if swarm.on("whole checkpoints") else "split")
         if swarm.on("offloaded checkpoints", often=True):
             system = replace(system, offload_checkpoints=True)
-    return system
+    world = scenario.world
+    if has_blocks and scenario.topology.tp > 1:
+        world = replace(world, order="linear")
+    return replace(scenario, system=system, world=world)
 
 
 def _names_for(ranks: int, names: Sequence[ModelName]) -> Sequence[ModelName]:

@@ -257,16 +257,6 @@ def _build(
             )
     with harness_time(pause_clock):
         own_hooks = hooks_of(module) - hooks
-    staging = None
-    if scenario.system.step_buffer_elems is not None and engine.costed is not None:
-        owed = staged_bytes(sizes, scenario=scenario, rank=group.rank())
-        staging = StagingWatch(owed=owed, rank=group.rank())
-    checkpoints = None
-    if scenario.system.checkpoints != "none" and isinstance(engine.costed, CheckpointedEngine):
-        kept = checkpoint_bytes(scenario, rank=group.rank())
-        checkpoints = CheckpointWatch(
-            owed=kept, rank=group.rank(), look=engine.costed.checkpoint_bytes
-        )
     return _Built(
         engine=engine,
         names=frozenset(names.values()),
@@ -275,9 +265,27 @@ def _build(
         note=note,
         own_hooks=own_hooks,
         peaks=peaks,
-        staging=staging,
-        checkpoints=checkpoints,
+        staging=_watch_staging(sizes, scenario=scenario, engine=engine, rank=group.rank()),
+        checkpoints=_watch_checkpoints(scenario, engine=engine, rank=group.rank()),
     )
+
+
+def _watch_staging(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, engine: CompletedEngine, rank: int
+) -> StagingWatch | None:
+    if scenario.system.step_buffer_elems is None or engine.costed is None:
+        return None
+    return StagingWatch(owed=staged_bytes(sizes, scenario=scenario, rank=rank), rank=rank)
+
+
+def _watch_checkpoints(
+    scenario: Scenario, *, engine: CompletedEngine, rank: int
+) -> CheckpointWatch | None:
+    costed = engine.costed
+    if scenario.system.checkpoints == "none" or not isinstance(costed, CheckpointedEngine):
+        return None
+    owed = checkpoint_bytes(scenario, rank=rank)
+    return CheckpointWatch(owed=owed, rank=rank, look=costed.checkpoint_bytes)
 
 
 def _train(
@@ -358,6 +366,11 @@ def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: P
         )
 
 
+def _between(built: _Built, step: int) -> Callable[[], None] | None:
+    """What is to be looked at between a forward and its backward."""
+    return None if built.checkpoints is None else partial(built.checkpoints.between, step)
+
+
 def _check_can_reload(engine: CompletedEngine, segment: Segment, *, target: Target) -> None:
     if (segment.save or segment.load) and not engine.can_reload:
         raise UsageError(
@@ -433,9 +446,7 @@ def _take_part(
         return []
     with harness_time(pause_clock):
         batch = draw_batch(workload, scenario, step, rank, micro)
-    between = None
-    if built.checkpoints is not None and step == context.judge.weighed_step:
-        between = partial(built.checkpoints.between, step)
+    between = _between(built, step) if step == context.judge.weighed_step else None
     return [_micro_batch(engine, workload, batch, last_micro=last, between=between)]
 
 

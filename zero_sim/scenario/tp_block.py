@@ -27,6 +27,12 @@ def part_ending(index: int) -> str:
     return f".part{index}"
 
 
+def rows_of(scenario: Scenario, *, rank: int) -> int:
+    """Rows of a micro-batch of a rank of a dp-cp group, as its workload draws them."""
+    data = scenario.data
+    return data.rows + (rank % 3 if data.uneven_rows and data.ranks == "distinct" else 0)
+
+
 def activation_elems(scenario: Scenario, *, rows: int) -> int:
     """Elements between two blocks, of a micro-batch."""
     return rows * POSITIONS * scenario.model.hidden

@@ -30,7 +30,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.targets.held import held_bytes, memory_of, whole_bytes
 from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import class_of, group_index, own_settings, settings_of
-from zero_sim.workloads.tp_block import Blocks
+from zero_sim.workloads.tp_block import Blocks, OneDevice
 from zero_sim.zero import (
     DistributedDataParallel,
     DistributedOptimizer,
@@ -284,6 +284,8 @@ class ZeroSimEngine:
 
     def unwrap(self) -> nn.Module:
         """Give the module back."""
+        if self._tensor_parallel is not None and isinstance(self.module, Blocks):
+            self.module.be_parallel(OneDevice())
         return self._ddp.unwrap()
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
