@@ -10,6 +10,7 @@ from zero_sim.scenario.spec import (
     ExpectSpec,
     FreezeSpec,
     ModelSpec,
+    RunSpec,
     Scenario,
     SystemSpec,
     TopologySpec,
@@ -45,6 +46,9 @@ REFUSED = {
             SPLIT,
             model=replace(BLOCKS, freeze=(FreezeSpec(param="positions.weight", start=0, stop=1),)),
         )
+    ],
+    "run.own_micro_batches": [
+        replace(SPLIT, run=RunSpec(micro_batches=2, own_micro_batches=(1, 2)))
     ],
     "expect.one_device": [
         replace(SPLIT, data=DataSpec(ranks="same"), expect=ExpectSpec(one_device=True))

@@ -186,6 +186,7 @@ def _joined(draw: st.DrawFn, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     is_late = system.divide in ("pre", "premul") and system.sync == "every"
     fits = fewest > 1 and run.micro_batches > least
     fits &= not (is_late and system.divide_by == "micro-batches")
+    fits &= scenario.model.name != "tp-block"
     if not swarm.on("ranks join", fits=fits):
         return scenario
     others = draw(

@@ -69,6 +69,13 @@ TP_CONDITIONS = (
         suggestion="Leave it out.",
     ),
     Condition(
+        reads=("run.own_micro_batches", "model.name"),
+        broken=lambda s: is_tp_block(s) and bool(s.run.own_micro_batches),
+        message="expected as many micro-batches on each rank with model 'tp-block', whose sums "
+        "over the ranks are counted, got {got}.",
+        suggestion="Leave it out.",
+    ),
+    Condition(
         reads=("expect.one_device", "model.name"),
         broken=lambda s: is_tp_block(s) and s.expect.one_device,
         message="only of ranks that hold all params it is said that they compute what one device "
