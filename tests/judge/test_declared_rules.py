@@ -20,7 +20,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     WorldSpec,
 )
-from zero_sim.targets import Numerics
+from zero_sim.targets import Numerics, find_target
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASE = Scenario(
@@ -302,3 +302,31 @@ def test_numerics_may_be_a_function_of_the_case(pool):
 
     for case in (CASE, NARROW):
         assert run_case(case, pool=pool, target=ByDtype()).verdict == "pass"
+
+
+@pytest.mark.parametrize("order", ["ring", "random-tree"])
+def test_a_wrong_norm_is_explained_in_orders_that_depend_on_places(pool, order):
+    """Of a system that tells them: norms of shards are then none that could be computed."""
+
+    class Declared:
+        name, capabilities = "zero_sim", None
+        numerics = Numerics(norm="of-params")
+
+        def build(self, module, *, scenario, group):
+            return find_target("zero_sim").build(module, scenario=scenario, group=group)
+
+    case = replace(CLIPPED, world=WorldSpec(size=3, order=order), system=SystemSpec())
+    found = [
+        run_case(replace(case, run=RunSpec(steps=1, seed=seed)), pool=pool, target=Declared())
+        for seed in range(4)
+    ]
+    assert {result.verdict for result in found} <= {"pass", "fail"}
+    hints = [hint_of(result) for result in found if result.verdict == "fail"]
+    assert any("declare Numerics(norm='of-elements')" in hint for hint in hints)
+
+
+def test_norms_of_what_ranks_own_need_an_order_without_places():
+    case = replace(CASE, world=WorldSpec(size=3, order="ring"))
+    problems = list(Numerics(norm="of-shards").problems(case))
+    assert [problem.path for problem in problems] == ["world.order"]
+    assert list(Numerics(norm="of-shards").problems(CASE)) == []

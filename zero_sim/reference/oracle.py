@@ -494,6 +494,7 @@ class Reference:
             clip_value=spec.clip_value,
             scale=None if self._loss_scale is None else self._loss_scale.scale,
             followed=self._rules,
+            order=self._scenario.world.order,
             factor=lr_factor(spec, step=step),
             dtypes={name: param.dtype for name, param in self._ranks.params().items()},
             scales=dict(self._scales),

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from zero_sim.reference.adding import POSITION_FREE, AddOrder
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, clip_factor, takes_root
 from zero_sim.reference.division import quotient
 from zero_sim.reference.gradient import Measure, flatten_wide, unflatten
@@ -56,6 +57,8 @@ class Otherwise:
     """What losses were multiplied by."""
     followed: Rules
     """Those that were assumed."""
+    order: AddOrder
+    """In which calls add over the ranks."""
     factor: float
     """What learning rates are multiplied by."""
     dtypes: Mapping[str, torch.dtype]
@@ -150,7 +153,9 @@ class Otherwise:
     def norms(self) -> dict[str, Tensor]:
         """The norm by each other rule, by what is declared then."""
         flat = flatten_wide(self.grads, names=list(self.grads))
-        others = [norm for norm in NORMS if norm not in (self.followed.norm, "told")]
+        # Where an order depends on positions, nothing is known of a call that adds squares.
+        known = NORMS if self.order in POSITION_FREE else ("of-elements", "of-params")
+        others = [norm for norm in known if norm not in (self.followed.norm, "told")]
         with isolated():
             found = {
                 f"norm = {norm!r}": self.measure(flat, active=list(self.grads), norm=norm).norm

@@ -209,6 +209,14 @@ class Numerics:
         """What of a case cannot be judged by these rules, each with the path to it."""
         if scenario.optimizer.clip_norm is not None:
             yield from self._not_clipped(scenario)
+        of_parts = self.norm in ("of-rows", "of-own-params", "of-shards")
+        if of_parts and scenario.world.order not in POSITION_FREE:
+            yield Problem(
+                path="world.order",
+                message="this target adds squares of norms over the ranks in one call of its own, "
+                f"of whose place nothing is known, got {show(scenario.world.order)}.",
+                suggestion="Try linear, which is the same everywhere.",
+            )
         world = scenario.world
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
         if self.grads_told == "after-clip":
@@ -237,14 +245,6 @@ class Numerics:
                 message="this target takes the norm of the params that a rank has, which with tp "
                 "or pp are not all.",
                 suggestion="Leave it out, or tp and pp.",
-            )
-        of_parts = self.norm in ("of-rows", "of-own-params", "of-shards")
-        if of_parts and scenario.world.order not in POSITION_FREE:
-            yield Problem(
-                path="world.order",
-                message=f"this target adds squares of norms over the ranks in one call of its own, "
-                f"of whose place nothing is known, got {show(scenario.world.order)}.",
-                suggestion="Try linear, or leave optimizer.clip_norm out.",
             )
         if (by_norms or by_root) and not scenario.world.order_known:
             why = (
