@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_sim.scenario.discover import discover
+from zero_sim.scenario.load import load_cases
 from zero_sim.targets import (
     capabilities_of,
     find_target,
@@ -67,3 +68,17 @@ def test_a_shipped_scenario_runs_it(name):
 def test_a_library_that_is_missing_is_told_with_what_installs_it():
     said = [why_missing(find_target(name)) for name in NAMES]
     assert all("Try `pip install" in why for why in said if why)
+
+
+UPSTREAM = sorted((ROOT / "scenarios" / "upstream").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", UPSTREAM, ids=lambda path: path.stem)
+def test_a_known_divergence_has_all_that_its_authors_need(path):
+    (scenario,) = load_cases(path)
+    script, text = (path.with_suffix(suffix).read_text() for suffix in (".py", ".md"))
+    assert scenario.expect.finding
+    assert "zero_sim" not in script
+    assert "torchrun" in script
+    assert "Version: " in text
+    assert f"`{path.stem}`" in (path.parent / "README.md").read_text()

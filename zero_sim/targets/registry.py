@@ -14,6 +14,7 @@ from zero_sim.targets.printed import PRINTED
 from zero_sim.targets.protocol import Target
 from zero_sim.targets.single_device import SingleDevice
 from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
+from zero_sim.targets.torch.ddp_knobs import TorchDDPKnobs
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
 
@@ -24,6 +25,8 @@ _TARGETS: dict[str, Target] = {
         SingleDevice(),
         SingleDevice(name="single-device-keeping-grads", keeps_grads=True),
         TorchDDP(),
+        TorchDDPKnobs(),
+        TorchDDPKnobs(as_is=True),
         TorchZeroRedundancy(),
         TorchFSDP1(),
         TorchFSDP2(),

@@ -62,12 +62,15 @@ class DDPEngine:
         self._params = {
             name: param for name, param in module.named_parameters() if param.requires_grad
         }
-        self._ddp = nn.parallel.DistributedDataParallel(module, process_group=group)
+        self._ddp = self._wrap(module, group)
         self.module: nn.Module = self._ddp
         self._optimizer = self._build_optimizer(group)
         self._rates = LearningRates(self._optimizer)
         self._unsynced = ExitStack()
         self._reduced: dict[str, Tensor] = {}
+
+    def _wrap(self, module: nn.Module, group: ProcessGroup) -> nn.parallel.DistributedDataParallel:
+        return nn.parallel.DistributedDataParallel(module, process_group=group)
 
     def _build_optimizer(self, group: ProcessGroup) -> Optimizer:
         return plain_optimizer(self._spec, self._params)
