@@ -43,7 +43,7 @@ class DDPKnobsEngine(DDPEngine):
 
     Args:
         module: The model.
-        scenario: The case.
+        scenario: The case; `optimizer` is read.
         group: The data-parallel group.
         options: The value of each option.
     """
