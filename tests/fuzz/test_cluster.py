@@ -56,8 +56,8 @@ def cluster():
 def _wait_for_workers(address, count):
     from distributed import Client
 
-    with Client(address, timeout=120) as client:
-        client.wait_for_workers(count, timeout=120)
+    with Client(address) as client:
+        client.wait_for_workers(count)
 
 
 def _fuzz(*options):
