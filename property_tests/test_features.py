@@ -11,6 +11,7 @@ from zero_sim.fuzz.strategies import scenarios
 from zero_sim.reference import POSITION_FREE
 from zero_sim.run import run_case
 from zero_sim.scenario.rules import check_scenario
+from zero_sim.shrink.repair import repaired
 
 
 def assert_not_wrong(scenario, pool):
@@ -105,7 +106,11 @@ def test_one_model_on_every_stage(pool, scenario, data):
     world = replace(scenario.world, order=order)
     for member in family:
         own = replace(world, order="linear") if member.sum_by == "first-rank" else world
-        assert_not_wrong(replace(scenario, world=own, system=member), pool)
+        # A rank that joins from its first micro-batch on has nothing to gather by at stage 3.
+        case = repaired(replace(scenario, world=own, system=member))
+        # Not every divisor is known before the first of many sums.
+        if member.sync == scenario.system.sync or not check_scenario(case):
+            assert_not_wrong(case, pool)
 
 
 def _through_buffers(plain, data):

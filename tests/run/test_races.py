@@ -77,6 +77,7 @@ class SlowEngine(ZeroSimEngine):
 
     works = ()
     held_bytes = None  # It broadcasts once more than its stage needs, and declares no costs.
+    unwrap = None  # With what it leaves in flight it gives no module back.
 
     def zero_grad(self):
         for work in self.works:

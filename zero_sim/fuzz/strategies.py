@@ -48,6 +48,7 @@ from zero_sim.targets import (
     refusals,
 )
 
+OWN = "zero_sim"
 RANKS_MAX = 12
 STEPS_MAX = 4
 _MANY_RANKS = 11
@@ -77,6 +78,9 @@ def scenarios(
         reload: Whether cases may save a checkpoint and go on in another world.
     """
     able = EVERYTHING if target is None else capabilities_of(target)
+    if target is not None and target.name != OWN:
+        # Its ranks would have to sum what split layers give.
+        models_from = [name for name in models_from if name != "tp-block"]
     drawn = _cases(
         able=able,
         ranks_max=ranks_max,
@@ -172,7 +176,8 @@ def _skips(target: Target, able: Capabilities) -> bool:
 
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """The case with an order that the judge is not told; few, as bounds show less than bits."""
-    may_hide = scenario.world.order != "linear" and not why_order_matters(scenario)
+    may_hide = scenario.world.order != "linear" and scenario.model.name != "tp-block"
+    may_hide &= not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
         scenario = replace(scenario, world=replace(scenario.world, order_known=False))
     return scenario

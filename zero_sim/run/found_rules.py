@@ -195,8 +195,9 @@ class _Search:
         dtypes = [dtype for dtype in get_args(DtypeName) if self._settle_dtype(dtype)]
         self._settle_clip()
         self._settle_overflow()
-        able = self._able(dtypes)
+        # Of rules that pass alike the declared one: in a case that follows they may differ.
         self._name_alternatives()
+        able = self._able(dtypes)
         self._compare(able)
         return self.found
 

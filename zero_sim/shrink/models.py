@@ -137,11 +137,12 @@ def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
 
 
 def with_buckets(scenario: Scenario) -> Iterator[Scenario]:
-    """The case itself, and with smaller buckets, if it has any."""
+    """The case itself, and with smaller buckets or reduce buffers, if it has any."""
     yield scenario
     after = scenario.reload
     for path, now in (
         ("system.bucket_elems", scenario.system.bucket_elems),
+        ("system.reduce_buffer_elems", scenario.system.reduce_buffer_elems),
         ("reload.bucket_elems", None if after is None else after.bucket_elems),
     ):
         for elems in range(1, min(_BUCKET_ELEMS_MAX + 1, now or 0)):

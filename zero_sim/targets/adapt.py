@@ -70,7 +70,7 @@ class CompletedEngine:
         )
         """What nothing is known of, in words for the notes."""
         self.can_reload = hasattr(engine, "save") and hasattr(engine, "load")
-        self.can_unwrap = hasattr(engine, "unwrap")
+        self.can_unwrap = getattr(engine, "unwrap", None) is not None
         self.costed = engine if isinstance(engine, CostedEngine) else None
         """The engine itself, if it declares that the closed forms of its stage hold."""
 

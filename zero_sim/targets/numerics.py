@@ -210,7 +210,9 @@ class Numerics:
         if scenario.optimizer.clip_norm is not None:
             yield from self._not_clipped(scenario)
         of_parts = self.norm in ("of-rows", "of-own-params", "of-shards")
-        if of_parts and scenario.world.order not in POSITION_FREE:
+        # Where the order is not known, such a norm is not owed.
+        known = scenario.world.order_known
+        if of_parts and known and scenario.world.order not in POSITION_FREE:
             yield Problem(
                 path="world.order",
                 message="this target adds squares of norms over the ranks in one call of its own, "
