@@ -246,8 +246,9 @@ class _Search:
             first = result.findings[0]
             self.why = self.why or f"{first.check}: {first.message}"
             changes: Sequence[Mapping[str, Any]] = declared_by(result)
-            if not changes and first.check == Check.EQUALITY_GRAD:
-                # Where it is told in another way and is another one, too, nothing fits by itself.
+            if not changes and first.check in _OF_GRADS:
+                # Where it is told in another way and is another one, too, nothing fits by itself,
+                # nor where it is not told and only what was stepped by it differs.
                 changes, guesses = guesses, ()
             for change in changes if depth and len(tried) < _TRIED_MAX else ():
                 changed_to = with_change(said, change)
@@ -449,6 +450,7 @@ class _Search:
                 self.found.contradicted.append(f"it declares to follow {path}, and does not here")
 
 
+_OF_GRADS = (Check.EQUALITY_GRAD, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _DEFAULTS = {each.name: each.default for each in fields(Numerics)}
 
 
