@@ -27,9 +27,14 @@ def arena_bytes(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) ->
     """
     if not scenario.system.arena:
         return 0
-    forms = by_registration(sizes, scenario=scenario, rank=rank)
-    places = [-(-form.elems * form.grad_bytes // PLACE_BYTES) * PLACE_BYTES for form in forms]
+    # Buckets of experts are in a part to themselves, whose numbers can differ from rank to rank.
+    kinds: dict[str, list[int]] = {}
+    for form in by_registration(sizes, scenario=scenario, rank=rank):
+        place = -(-form.elems * form.grad_bytes // PLACE_BYTES) * PLACE_BYTES
+        kinds.setdefault(form.kind, []).append(place)
     if keeps_grads(scenario):
-        return sum(places)
+        return sum(map(sum, kinds.values()))
     length = 2 if overlaps_grads(scenario.system) else 1
-    return max((sum(places[i : i + length]) for i in range(len(places))), default=0)
+    return sum(
+        max(sum(places[i : i + length]) for i in range(len(places))) for places in kinds.values()
+    )

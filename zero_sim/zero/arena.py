@@ -10,6 +10,9 @@ that order begin at the front of the arena, those at odd ones end at its back, a
 the longest two in a row. Where all gradients stay until the last micro-batch each has a stretch of
 its own. Gradients that come in another order can find their place in use: that unit then has memory
 of its own, once more.
+
+Units of experts have a part of the arena to themselves: ranks can have different numbers of these,
+and what all ranks sum lies in the same place on each of them.
 """
 
 from __future__ import annotations
@@ -111,14 +114,21 @@ def move_grads(buffers: Sequence[Buffer], *, order: Sequence[Unit], config: Zero
         config: Says how many are in memory at a time.
     """
     dtypes = {unit: buffer.grad_dtype for buffer in buffers for unit in buffer.units}
+    kinds = {unit: buffer.plan.key.kind for buffer in buffers for unit in buffer.units}
     stay = config.sync == "last" and config.micro_batches != 1
-    plan = plan_arena(
-        [unit.plan.span.numel * dtypes[unit].itemsize for unit in order],
-        at_a_time=None if stay else 1 + config.overlap_grads,
-    )
-    arena = Arena(plan.size, device=buffers[0].device)
-    for unit, place in zip(order, plan.places, strict=True):
+    places: dict[Unit, Span] = {}
+    size = 0
+    for kind in sorted(set(kinds.values())):
+        units = [unit for unit in order if kinds[unit] == kind]
+        plan = plan_arena(
+            [unit.plan.span.numel * dtypes[unit].itemsize for unit in units],
+            at_a_time=None if stay else 1 + config.overlap_grads,
+        )
+        places |= {unit: place.shift(size) for unit, place in zip(units, plan.places, strict=True)}
+        size += plan.size
+    arena = Arena(size, device=buffers[0].device)
+    for unit in order:
         unit.grad_storage = ArenaStorage(
-            arena, place=place, dtype=dtypes[unit], otherwise=unit.grad_storage
+            arena, place=places[unit], dtype=dtypes[unit], otherwise=unit.grad_storage
         )
     return arena
