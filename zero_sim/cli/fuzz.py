@@ -33,6 +33,8 @@ EXIT_FOUND = 1
 EXIT_LOST = 3
 DEFAULT_SECONDS = 60.0
 DEFAULT_CORPUS = Path(".zero-sim", "corpus")
+STORED_CORPORA = Path(".zero-sim", "stored")
+"""Folders that stand for those in object stores."""
 
 
 class _Shard(click.ParamType):
@@ -47,6 +49,24 @@ class _Shard(click.ParamType):
         if match is None:
             self.fail(f"expected two numbers such as 1/4, got {value!r}", param, ctx)
         return int(match[1]), int(match[2])
+
+
+class CorpusPlace(click.ParamType):
+    """A folder of this machine, or the URL of one in an object store."""
+
+    name = "dir|url"
+
+    def __init__(self, *, exists: bool = False) -> None:
+        self._folder = click.Path(file_okay=False, exists=exists)
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """The place as it was given, if it may be one."""
+        place = str(value)
+        if "://" not in place:
+            self._folder.convert(place, param, ctx)
+        return place
 
 
 @click.command()
@@ -83,9 +103,10 @@ class _Shard(click.ParamType):
 )
 @click.option(
     "--corpus",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Keep everything in DIR, and go on from what is there; a link in it is refused.  "
+    type=CorpusPlace(),
+    metavar="DIR|URL",
+    help="Keep everything in DIR, and go on from what is there; a link in it is refused. A URL "
+    "such as s3://bucket/nightly is a folder in an object store, written after each batch.  "
     f"[default: a folder by target and seed in {DEFAULT_CORPUS}, begun anew]",
 )
 @click.option("--pairs", is_flag=True, help="Also show which pairs of layout features were met.")
@@ -102,7 +123,7 @@ def fuzz(
     jobs: int | None,
     scheduler: str | None,
     shard: tuple[int, int],
-    corpus: Path | None,
+    corpus: str | None,
     pairs: bool,
     as_json: bool,
 ) -> None:
@@ -118,11 +139,18 @@ def fuzz(
     with packages_needed():
         from zero_sim.fuzz.batch_pool import open_batch_pool
         from zero_sim.fuzz.campaign import Plan, run_campaign
+        from zero_sim.fuzz.object_store import folder_for, is_url, open_stored
         from zero_sim.host.device import check_device
         from zero_sim.report.text import render_case
     if scheduler is None:
         # Before a folder is made for it; what a cluster has, it says itself.
         check_device(device)
+    stored = None
+    if corpus is not None and is_url(corpus):
+        stored = open_stored(corpus, here=folder_for(corpus, within=STORED_CORPORA))
+        folder = stored.here
+    else:
+        folder = Path(corpus) if corpus else _fresh_folder(target, seed=seed, device=device)
     plan = Plan(
         target=target,
         device=device,
@@ -131,21 +159,22 @@ def fuzz(
         cases=cases,
         seconds=DEFAULT_SECONDS if seconds is None and cases is None else seconds,
         shard=shard,
-        corpus=corpus or _fresh_folder(target, seed=seed, device=device),
+        corpus=folder,
     )
     started = time.monotonic()
     progress = _Progress(started)
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, open_batch_pool(render=render_case, jobs=jobs, scheduler=scheduler) as batch_pool:
-        totals = run_campaign(plan, batch_pool=batch_pool, tell=progress.tell)
+        send = (lambda: None) if stored is None else stored.send
+        totals = run_campaign(plan, batch_pool=batch_pool, tell=progress.tell, send=send)
     progress.clear()
     elapsed = time.monotonic() - started
     status = exit_status_of(totals)
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)
     if as_json:
-        where = {"device": plan.device, "corpus": str(plan.corpus)}
+        where = {"device": plan.device, "corpus": corpus or str(plan.corpus)}
         echo_report({**totals.as_dict(), **where, "seconds": elapsed, "exit_status": status})
     else:
         show_totals(totals, plan=plan, elapsed=elapsed, pairs=pairs)

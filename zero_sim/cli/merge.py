@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 
-from zero_sim.cli.fuzz import EXIT_LOST, exit_status_of, show_totals
+from zero_sim.cli.fuzz import (
+    EXIT_LOST,
+    STORED_CORPORA,
+    CorpusPlace,
+    exit_status_of,
+    show_totals,
+)
 from zero_sim.cli.parts import echo_report, json_option
 from zero_sim.host.packages import packages_needed
 
@@ -16,8 +22,8 @@ from zero_sim.host.packages import packages_needed
     "folders",
     nargs=-1,
     required=True,
-    metavar="FOLDER...",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="FOLDER|URL...",
+    type=CorpusPlace(exists=True),
 )
 @click.option(
     "--into",
@@ -28,7 +34,7 @@ from zero_sim.host.packages import packages_needed
 )
 @json_option
 @click.pass_context
-def merge(ctx: click.Context, folders: tuple[Path, ...], into: Path, as_json: bool) -> None:
+def merge(ctx: click.Context, folders: tuple[str, ...], into: Path, as_json: bool) -> None:
     """Make one corpus of those that `zero-sim fuzz --shard I/N --corpus FOLDER` left.
 
     `zero-sim fuzz --corpus DIR`, with the seed and target of the campaign, goes on from it.
@@ -39,7 +45,14 @@ def merge(ctx: click.Context, folders: tuple[Path, ...], into: Path, as_json: bo
     with packages_needed():
         from zero_sim.fuzz.campaign import CampaignTotals, Plan
         from zero_sim.fuzz.merging import merge_corpora
-    merged = merge_corpora(folders, into=into)
+        from zero_sim.fuzz.object_store import folder_for, is_url, open_stored
+    here = [
+        open_stored(place, here=folder_for(place, within=STORED_CORPORA)).here
+        if is_url(place)
+        else Path(place)
+        for place in folders
+    ]
+    merged = merge_corpora(here, into=into)
     totals = CampaignTotals()
     for report in merged.reports:
         totals.take(report)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zero_sim.backends.pool import is_lost
-from zero_sim.errors import UsageError, ZeroSimError
+from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.fuzz.batch_pool import BatchPool
 from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
 from zero_sim.fuzz.coverage import NAMES, Grid, pairs_count
@@ -187,6 +187,7 @@ def run_campaign(
     *,
     batch_pool: BatchPool,
     tell: Callable[[CampaignTotals], None] = lambda totals: None,
+    send: Callable[[], None] = lambda: None,
 ) -> CampaignTotals:
     """Run a campaign, or go on with one that its corpus holds.
 
@@ -198,6 +199,8 @@ def run_campaign(
         plan: What to do.
         batch_pool: Who does it.
         tell: Called after each batch with what there is so far.
+        send: Called after each batch that was kept, and at the end, to send the corpus elsewhere;
+            where it raises an EnvironmentProblem no more is run.
 
     Raises:
         UsageError: There is no such target, the corpus is of another campaign, or cannot be read or
@@ -213,7 +216,11 @@ def run_campaign(
         options=tuple(sorted(plan.options)),
     )
     run = _Run(
-        plan=plan, batch_pool=batch_pool, tell=tell, corpus=open_corpus(plan.corpus, head=head)
+        plan=plan,
+        batch_pool=batch_pool,
+        tell=tell,
+        send=send,
+        corpus=open_corpus(plan.corpus, head=head),
     )
     run.run()
     return run.totals
@@ -226,6 +233,7 @@ class _Run:
     plan: Plan
     batch_pool: BatchPool
     tell: Callable[[CampaignTotals], None]
+    send: Callable[[], None]
     corpus: Corpus
     totals: CampaignTotals = field(default_factory=CampaignTotals)
     done: set[int] = field(default_factory=set)
@@ -272,6 +280,7 @@ class _Run:
             self.totals.interrupted = True
         if self.totals.interrupted:
             self._wind_up()
+        self._send()
 
     def _all_batches(self) -> None:
         batches = self.plan.batches()
@@ -326,10 +335,18 @@ class _Run:
         except OSError as error:
             self.totals.unkept = unwritten("a corpus", self.corpus.folder, error)
         self.totals.take(report)
+        self._send()
         out_of_time = job.seconds is not None and (self._seconds_left() or 0.0) <= 0
         if not report.complete and not report.lost and not out_of_time:
             self.totals.interrupted = True
         self.tell(self.totals)
+
+    def _send(self) -> None:
+        if self.totals.unkept is None:
+            try:
+                self.send()
+            except EnvironmentProblem as error:
+                self.totals.unkept = error
 
     def _wind_up(self) -> None:
         """Wait a little for what still runs, and keep what comes of it."""
