@@ -69,7 +69,7 @@ def measure_by(
         norm: The rule; not `told`.
         whole: The measure with the norm of elements.
         grads: fp32, by param that has a gradient.
-        rank_count: Number of ranks.
+        rank_count: Number of ranks of one replica.
         order: In which a call adds over the ranks; not one that depends on positions.
         holdings: What each rank of one replica owns.
     """

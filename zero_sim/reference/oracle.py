@@ -451,7 +451,8 @@ class Reference:
                 norm,
                 whole,
                 grads=grads,
-                rank_count=self._scenario.world.size,
+                # Each block of ranks holds all rows.
+                rank_count=self._scenario.world.size // self._scenario.system.redundancy,
                 order=self._scenario.world.order,
                 holdings=self._holdings(),
             )

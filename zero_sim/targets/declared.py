@@ -270,9 +270,12 @@ def check_asked(target: Target, scenario: Scenario) -> None:
 
 
 def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
+    options = tuple(option_problems(target, scenario))
+    if options:
+        # Rules, and what a target refuses by itself, may be functions of them.
+        return options
     declared = capabilities_of(target).problems(scenario, numerics=numerics_of(target, scenario))
-    options = option_problems(target, scenario)
-    return (*declared, *options, *_own_refusals(target, scenario))
+    return (*declared, *_own_refusals(target, scenario))
 
 
 def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:

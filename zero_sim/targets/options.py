@@ -29,7 +29,8 @@ class Option:
     default: OptionValue
     """What a case has that says nothing; its type is that of all values."""
     values: object = ()
-    """What cases draw: a tuple of values, or a Hypothesis strategy that gives them."""
+    """What cases draw: a tuple of values, or a Hypothesis strategy that gives them. Text can be no
+    other than what a tuple has, or the default."""
     fits: Callable[[Scenario], str] | None = None
     """Says of a case why it cannot have the option at all; '' where it can."""
 
@@ -101,7 +102,7 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
             yield Problem(path=f"{path}.name", message=message, suggestion="Leave one out.")
         seen.add(said.name)
         try:
-            value = parse(said.value, like=option.default)
+            value = value_for(option, said.value)
         except UsageError as error:
             yield Problem(path=f"{path}.value", message=str(error), suggestion="")
             continue
@@ -132,7 +133,7 @@ def check_said(target: Target, said: Mapping[str, str]) -> None:
                 f"expected --option to name one of target {target.name!r} ({have}), got {name!r}."
             )
         try:
-            parse(text, like=known[name].default)
+            value_for(known[name], text)
         except UsageError as error:
             raise UsageError(f"--option {name}: {error}") from None
 
@@ -151,6 +152,25 @@ def parse(text: str, *, like: OptionValue) -> OptionValue:
         return _PARSE[type(like)](text)
     except ValueError:
         raise UsageError(f"expected {_WORDS[type(like)]}, got {text!r}.") from None
+
+
+def value_for(option: Option, text: str) -> OptionValue:
+    """The value of an option that a text stands for.
+
+    Args:
+        option: What can be words has no others than those that cases draw, where these are listed.
+        text: As a case has it.
+
+    Raises:
+        UsageError: It stands for none.
+    """
+    value = parse(text, like=option.default)
+    listed = option.values
+    words = {option.default, *listed} if isinstance(listed, tuple) else set[OptionValue]()
+    if isinstance(value, str) and len(words) > 1 and value not in words:
+        names = ", ".join(sorted(map(str, words)))
+        raise UsageError(f"expected one of {names}, got {text!r}.")
+    return value
 
 
 def written(value: OptionValue) -> str:

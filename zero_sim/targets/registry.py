@@ -17,6 +17,7 @@ from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
 from zero_sim.targets.torch.ddp_knobs import TorchDDPKnobs
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
+from zero_sim.targets.torch.fsdp2_knobs import TorchFSDP2Knobs
 
 _TARGETS: dict[str, Target] = {
     target.name: target
@@ -30,6 +31,8 @@ _TARGETS: dict[str, Target] = {
         TorchZeroRedundancy(),
         TorchFSDP1(),
         TorchFSDP2(),
+        TorchFSDP2Knobs(),
+        TorchFSDP2Knobs(as_is=True),
         *PRINTED,
     )
 }
