@@ -28,7 +28,7 @@ def numerics_with(scenario: Scenario, chosen: Any) -> Numerics:
     """By which rules a case is computed.
 
     Args:
-        scenario: The case.
+        scenario: As the target is given it.
         chosen: The value of each option.
     """
     in_block, reduce = chosen["all_reduce_last"], chosen["reduce_dtype"]
