@@ -1,4 +1,4 @@
-"""DeepSpeed's engine under an optimizer of torch: ZeRO 0, 1, 2 and 3 on fp32 params.
+"""DeepSpeed's engine under an optimizer of torch: ZeRO 0, 1, 2 and 3.
 
 [Note: what DeepSpeed computes]
 With `prescale_gradients` off, stage 1 sums what each rank accumulated over its micro-batches, and
@@ -20,8 +20,11 @@ from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities
 from zero_sim.targets.deepspeed.config import config_of
+from zero_sim.targets.deepspeed.divergences import known_to_go_wrong, never
 from zero_sim.targets.deepspeed.engine import DeepSpeedEngine
+from zero_sim.targets.deepspeed.rules import numerics_for, options_for, why_not_together
 from zero_sim.targets.numerics import Numerics
+from zero_sim.targets.options import chosen_options, option_problems
 from zero_sim.targets.rank_local import Library, RankLocal
 from zero_sim.targets.torch.optim import OPTIMIZERS
 
@@ -80,17 +83,21 @@ class DeepSpeedZero:
     def __init__(self, stage: int, *, as_is: bool = False) -> None:
         self.name = f"deepspeed-zero-{stage}{'-as-is' if as_is else ''}"
         self._stage, self._as_is = stage, as_is
+        self.options = options_for(stage)
         left_out = () if as_is else ("adagrad",)
         self.capabilities = Capabilities(
+            dtypes=("fp32", "bf16", "fp16"),
             stages=(stage,),  # pyrefly: ignore
             # It steps flat partitions, where muon and lamb look at whole params.
             optimizers=tuple(
                 name for name in OPTIMIZERS if name not in (*left_out, *WHOLE_PARAM_OPTIMIZERS)
             ),
+            only=(("system.sum_by", ("reduce-scatter", "all-reduce")),),
             empty_params=as_is,
             scalar_params=as_is,
             follows=(
                 *OPTIMIZER_SETTINGS,
+                "optimizer.loss_scale",
                 "run.micro_batches",
                 *_FOLLOWS[stage],
             ),
@@ -98,36 +105,30 @@ class DeepSpeedZero:
 
     def numerics(self, scenario: Scenario) -> Numerics:
         """By which rules it computes a case."""
-        system = scenario.system
-        # Without contiguous gradients reduce_scatter changes nothing.
-        is_before = system.sum_by == "reduce-scatter" or not system.contiguous_grads
-        return Numerics(
-            divide="pre" if is_before and self._stage else "postmul-rounded",
-            divide_by="ranks",
-            divide_each="step" if self._stage < 2 else "round",
-            sync="last" if self._stage < 2 else "every",
-            grad_dtype="param",
-            grads_told="after-division",
-            norm="told" if self._stage < 3 else "of-elements",
-            clip="fp32-inverse" if self._stage < 3 else "fp64-root-inverse",
-        )
+        options = chosen_options(self, scenario)
+        return numerics_for(scenario, stage=self._stage, options=options)
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """Cases that are known to go wrong."""
-        is_loss = scenario.model.name not in ("mlp", "transformer-260")
-        if self._stage == 0 and is_loss and scenario.run.micro_batches > 1 and not self._as_is:
-            yield Problem(
-                path="run.micro_batches",
-                message="DeepSpeed 0.19.8 divides the gradient by their number where the module's "
-                "output is the loss, whatever scale_wrt_gas says.",
-                suggestion="Try the model mlp; scenarios/upstream has this case.",
-            )
+        """Cases for which no rule is known, and those that are known to go wrong."""
+        if not any(option_problems(self, scenario)):
+            options = chosen_options(self, scenario)
+            why = why_not_together(scenario, stage=self._stage, options=options)
+            if why:
+                yield Problem(
+                    path="system.options",
+                    message=f"expected options for which a rule has a name, got some where {why}.",
+                    suggestion="Leave one out, or the dtype.",
+                )
+        yield from never(scenario, stage=self._stage)
+        if not self._as_is:
+            yield from known_to_go_wrong(scenario, stage=self._stage)
 
     def build(
         self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup
     ) -> DeepSpeedEngine:
         """Wrap the module for training on this rank."""
-        config = config_of(scenario, stage=self._stage)
+        options = chosen_options(self, scenario)
+        config = config_of(scenario, stage=self._stage, options=options)
         return DeepSpeedEngine(module, spec=scenario.optimizer, config=config)
 
 

@@ -1,0 +1,161 @@
+"""DeepSpeed's rules by case and dtype: which there are and what is refused, without the library."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from zero_sim.scenario.spec import (
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    ParamGroupSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import Numerics, find_target, numerics_of, refusals, with_options
+
+STAGES = (0, 1, 2, 3)
+
+
+def case(stage, dtype="fp32", *, said=None, system=None, **tables):
+    optimizer = OptimizerSpec(name="sgd")
+    scenario = Scenario(
+        schema=1,
+        model=ModelSpec(name="mlp", dtype=dtype),
+        world=WorldSpec(size=3),
+        **{"optimizer": optimizer, **tables},
+        system=SystemSpec(target=f"deepspeed-zero-{stage}", stage=stage, **(system or {})),
+    )
+    return with_options(scenario, said or {})
+
+
+def refused(stage, dtype="fp32", **asked):
+    return refusals(find_target(f"deepspeed-zero-{stage}"), case(stage, dtype, **asked))
+
+
+def rules(stage, dtype="fp32", **asked):
+    assert not refused(stage, dtype, **asked)
+    return numerics_of(find_target(f"deepspeed-zero-{stage}"), case(stage, dtype, **asked))
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(s, d) for s in STAGES for d in ("fp32", "bf16", "fp16")]
+)
+def test_every_stage_takes_every_dtype_and_sums_in_it(stage, dtype):
+    found = rules(stage, dtype)
+    assert (found.grad_dtype, found.reduce_dtype, found.accumulate_dtype) == ("param", None, None)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_but_stage_0_skips_steps_that_are_not_finite(stage):
+    assert rules(stage).nonfinite == ("skipped" if stage else "stepped")
+
+
+ALL_REDUCE = {"sum_by": "all-reduce"}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_predivide_divides_before_an_all_reduce_and_the_rest_after_it(stage):
+    found = rules(stage, said={"predivide": "2.0"}, system=ALL_REDUCE)
+    assert (found.divide, found.predivide_by) == ("postmul-rounded", 2.0)
+
+
+@pytest.mark.parametrize(("stage", "rule"), [(0, "premul-fp32"), (1, "pre"), (2, "pre")])
+def test_prescaled_gradients_are_divided_before_the_sum(stage, rule):
+    system = ALL_REDUCE if stage else None
+    assert rules(stage, said={"prescale": "true"}, system=system).divide == rule
+
+
+@pytest.mark.parametrize("name", ["predivide", "prescale"])
+def test_a_reduce_scatter_looks_at_neither(name):
+    value = {"predivide": "2.0", "prescale": "true"}[name]
+    (problem,) = refused(2, said={name: value})
+    assert "a sum that does not look at it" in problem.message
+
+
+def test_a_factor_beside_prescaled_gradients_is_refused():
+    said = {"prescale": "true", "predivide": "2.0"}
+    (problem,) = refused(1, said=said, system=ALL_REDUCE)
+    assert "does not look at the factor" in problem.message
+
+
+def test_what_is_divided_in_one_dtype_and_cast_to_another_is_refused():
+    (problem,) = refused(2, "bf16", said={"communication": "fp32"})
+    assert "divided in another dtype and then cast to fp32" in problem.message
+
+
+def test_what_is_cast_first_has_a_rule():
+    found = rules(2, "bf16", said={"communication": "fp32"}, system=ALL_REDUCE)
+    assert (found.reduce_dtype, found.accumulate_dtype) == ("fp32", "bf16")
+
+
+def test_a_sum_that_is_rounded_after_its_division_is_refused():
+    (problem,) = refused(0, "bf16", said={"communication": "fp32"})
+    assert "then rounded to bf16" in problem.message
+
+
+def test_accumulation_in_fp32_is_of_another_engine_at_stage_1_in_bf16():
+    (problem,) = refused(1, "bf16", said={"accumulation": "fp32"})
+    assert "BF16_Optimizer" in problem.message
+    assert rules(2, "bf16", said={"accumulation": "fp32"}).accumulate_dtype == "fp32"
+
+
+def test_all_other_options_of_a_stage_have_rules_or_a_reason():
+    for stage, dtype, by in product(
+        STAGES, ("fp32", "bf16", "fp16"), ("reduce-scatter", "all-reduce")
+    ):
+        target = find_target(f"deepspeed-zero-{stage}")
+        names = list(target.options)
+        drawn = [(o.default, *o.values) for o in target.options.values()]
+        for values in product(*drawn):
+            said = {n: str(v).lower() for n, v in zip(names, values, strict=True)}
+            asked = case(stage, dtype, said=said, system={"sum_by": by})
+            assert refusals(target, asked) or isinstance(numerics_of(target, asked), Numerics)
+
+
+SCALE = LossScaleSpec(initial=1024.0, growth_interval=100)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_losses_are_scaled_in_fp16_alone(stage):
+    optimizer = OptimizerSpec(loss_scale=SCALE)
+    assert not refused(stage, "fp16", optimizer=optimizer)
+    (problem,) = refused(stage, "bf16", optimizer=optimizer)
+    assert problem.path == "optimizer.loss_scale"
+
+
+def test_a_scale_that_could_reach_1_is_refused():
+    optimizer = OptimizerSpec(loss_scale=replace(SCALE, initial=2.0))
+    (problem,) = refused(1, "fp16", optimizer=optimizer)
+    assert problem.path == "optimizer.loss_scale.initial"
+
+
+def test_a_scale_that_grows_within_the_case_is_known_to_go_wrong():
+    optimizer = OptimizerSpec(loss_scale=replace(SCALE, growth_interval=2))
+    (problem,) = refused(1, "fp16", optimizer=optimizer)
+    assert "scale of the next step" in problem.message
+
+
+def test_a_norm_that_is_compared_is_not_asked_for_where_steps_are_skipped():
+    plain = case(3, optimizer=OptimizerSpec(clip_norm=0.1))
+    skips = replace(plain, data=replace(plain.data, nan=NanSpec(step=0, rank=0)))
+    target = find_target("deepspeed-zero-3")
+    assert not refusals(target, plain)
+    assert [problem.path for problem in refusals(target, skips)] == ["optimizer.clip_norm"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerSpec(),
+        OptimizerSpec(name="sgd", weight_decay=0.1),
+        OptimizerSpec(name="sgd", groups=(ParamGroupSpec(match="bias", weight_decay=0.1),)),
+    ],
+)
+def test_halves_without_zero_are_stepped_by_sgd_without_decay(optimizer):
+    (problem,) = refused(0, "bf16", optimizer=optimizer)
+    assert "steps once with gradients of zero" in problem.message
+    assert not refused(0, "fp32", optimizer=optimizer)

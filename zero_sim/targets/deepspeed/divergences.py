@@ -1,0 +1,90 @@
+"""Divergences of DeepSpeed 0.19.8 that are known, as cases that its targets refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zero_sim.errors import Problem
+from zero_sim.scenario.spec import Scenario
+
+_UPSTREAM = "scenarios/upstream has this case."
+
+
+def never(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
+    """What DeepSpeed cannot be set to, or tells in a way that has no name."""
+    scale = scenario.optimizer.loss_scale
+    skips = scenario.data.nan is not None or scale is not None
+    if stage == 3 and skips and scenario.optimizer.clip_norm is not None:
+        yield Problem(
+            path="optimizer.clip_norm",
+            message="DeepSpeed says inf of the norm of a step that it skips, whatever it is, and "
+            "at stage 3 norms are compared.",
+            suggestion="Leave it out, or what overflows.",
+        )
+    if scale is None:
+        return
+    if scenario.model.dtype != "fp16":
+        yield Problem(
+            path="optimizer.loss_scale",
+            message="DeepSpeed scales losses in fp16 alone, got "
+            f"model.dtype = {scenario.model.dtype!r}.",
+            suggestion="Leave it out, or try fp16.",
+        )
+    if scale.initial < 2**scenario.run.steps:
+        yield Problem(
+            path="optimizer.loss_scale.initial",
+            message="DeepSpeed raises at an overflow at a scale of 1, expected one that "
+            f"{scenario.run.steps} steps cannot halve to that, got {scale.initial:g}.",
+            suggestion=f"Try {2**scenario.run.steps}.",
+        )
+    if scale.growth_interval < 2:
+        yield Problem(
+            path="optimizer.loss_scale.growth_interval",
+            message="DeepSpeed's scale first grows after one step more than its window, expected "
+            f"2 or more, got {scale.growth_interval}.",
+            suggestion="Try 2.",
+        )
+
+
+def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
+    """Cases that are known to go wrong at a stage."""
+    is_loss = scenario.model.name not in ("mlp", "transformer-260")
+    if stage == 0 and is_loss and scenario.run.micro_batches > 1:
+        yield Problem(
+            path="run.micro_batches",
+            message="DeepSpeed 0.19.8 divides the gradient by their number where the module's "
+            f"output is the loss, whatever scale_wrt_gas says. {_UPSTREAM}",
+            suggestion="Try the model mlp.",
+        )
+    scale, steps = scenario.optimizer.loss_scale, scenario.run.steps
+    if scale is not None and scale.growth_interval <= steps:
+        yield Problem(
+            path="optimizer.loss_scale.growth_interval",
+            message="DeepSpeed 0.19.8 divides gradients by the scale of the next step where it "
+            f"grows, expected an interval of more than {steps} steps, got "
+            f"{scale.growth_interval}. {_UPSTREAM}",
+            suggestion=f"Try {steps + 1}.",
+        )
+    if stage == 0 and scenario.model.dtype != "fp32":
+        yield from _whole_halves(scenario)
+
+
+def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
+    """Of stage 0 in bf16 and fp16."""
+    spec = scenario.optimizer
+    if spec.loss_scale is not None:
+        yield Problem(
+            path="optimizer.loss_scale",
+            message="DeepSpeed 0.19.8 divides gradients by it at stage 0 and does not multiply "
+            f"the loss with it. {_UPSTREAM}",
+            suggestion="Leave it out, or try stage 1.",
+        )
+    decays = spec.weight_decay or any(group.weight_decay for group in spec.groups)
+    if spec.name != "sgd" or decays:
+        yield Problem(
+            path="optimizer.name",
+            message="DeepSpeed 0.19.8 steps once with gradients of zero when it begins in "
+            f"{scenario.model.dtype} at stage 0, which counts as a step and decays weights. "
+            f"{_UPSTREAM}",
+            suggestion="Try sgd without weight decay, or stage 1.",
+        )
