@@ -11,6 +11,8 @@ from zero_sim.scenario.spec import (
     NanSpec,
     OptimizerSpec,
     ParamGroupSpec,
+    ReloadSpec,
+    RunSpec,
     Scenario,
     SystemSpec,
     WorldSpec,
@@ -159,3 +161,29 @@ def test_halves_without_zero_are_stepped_by_sgd_without_decay(optimizer):
     (problem,) = refused(0, "bf16", optimizer=optimizer)
     assert "steps once with gradients of zero" in problem.message
     assert not refused(0, "fp32", optimizer=optimizer)
+
+
+def reloaded(stage, dtype="fp32", **said):
+    asked = replace(case(stage, dtype), run=RunSpec(steps=3), reload=ReloadSpec(step=1, **said))
+    return refusals(find_target(f"deepspeed-zero-{stage}"), asked)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_is_loaded_by_as_many_ranks_as_saved_it(stage):
+    assert not reloaded(stage)
+    assert not reloaded(stage, world_size=3)
+    (problem,) = reloaded(stage, world_size=2)
+    assert problem.path == "reload.world_size"
+    assert "elastic" in problem.message
+
+
+@pytest.mark.parametrize("form", ["consolidated", "dcp"])
+def test_a_checkpoint_has_a_file_a_rank(form):
+    assert [problem.path for problem in reloaded(1, form=form)] == ["reload.form"]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (2, "fp16"), (3, "fp32")])
+def test_weights_alone_are_loaded_where_params_are_masters(stage, dtype):
+    assert not reloaded(2, "fp32", weights_only=True)
+    (problem,) = reloaded(stage, dtype, weights_only=True)
+    assert problem.path == "reload.weights_only"

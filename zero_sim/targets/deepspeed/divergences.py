@@ -12,7 +12,29 @@ _UPSTREAM = "scenarios/upstream has this case."
 
 def never(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
     """What DeepSpeed cannot be set to, or tells in a way that has no name."""
-    scale = scenario.optimizer.loss_scale
+    scale, reload = scenario.optimizer.loss_scale, scenario.reload
+    if reload is not None and reload.world_size not in (None, scenario.world.size):
+        yield Problem(
+            path="reload.world_size",
+            message=f"expected as many ranks as before, {scenario.world.size}, got "
+            f"{reload.world_size}: DeepSpeed's elastic checkpoints load with its own optimizers "
+            "alone, and its universal ones are made by a script.",
+            suggestion="Leave it out.",
+        )
+    if reload is not None and reload.weights_only and scenario.model.dtype != "fp32":
+        yield Problem(
+            path="reload.weights_only",
+            message="DeepSpeed makes masters of the params where it loads no optimizer state, "
+            f"expected fp32, got {scenario.model.dtype}.",
+            suggestion="Leave it out, or try fp32.",
+        )
+    if reload is not None and reload.weights_only and stage == 3:
+        yield Problem(
+            path="reload.weights_only",
+            message="DeepSpeed's stage 3 then makes the weights of all ranks' files by its script "
+            "zero_to_fp32, which is not judged.",
+            suggestion="Leave it out, or try stage 2.",
+        )
     skips = scenario.data.nan is not None or scale is not None
     if stage == 3 and skips and scenario.optimizer.clip_norm is not None:
         yield Problem(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_sim.scenario.spec import OptimizerSpec
+from zero_sim.scenario.spec import CheckpointForm, OptimizerSpec
 from zero_sim.targets.deepspeed.parts import parts_of
-from zero_sim.targets.protocol import OwnedPart, StepResult
+from zero_sim.targets.protocol import OwnedPart, Settings, StepResult
 from zero_sim.targets.torch.ddp import plain_optimizer
 from zero_sim.targets.torch.optim import LearningRates
+
+_TAG = "saved"
 
 
 class DeepSpeedEngine:
@@ -82,6 +85,22 @@ class DeepSpeedEngine:
     def parts(self) -> Iterator[OwnedPart]:
         """What this rank has of masters and state."""
         yield from self._parts.owned(self._reduced)
+
+    def settings(self) -> Settings:
+        """The loss scale and for how many steps it was right."""
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        if not self._scales or scaler is None:
+            return Settings(params={})
+        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return Settings(params={}, loss_scale=scaler.cur_scale, good_steps=good_steps)
+
+    def save(self, path: Path, *, form: CheckpointForm) -> None:
+        """Save a checkpoint."""
+        self._engine.save_checkpoint(str(path), tag=_TAG)
+
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
+        """Go on from a checkpoint."""
+        self._engine.load_checkpoint(str(path), tag=_TAG, load_optimizer_states=not weights_only)
 
 
 def import_deepspeed() -> Any:

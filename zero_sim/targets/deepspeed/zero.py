@@ -92,13 +92,17 @@ class DeepSpeedZero:
             optimizers=tuple(
                 name for name in OPTIMIZERS if name not in (*left_out, *WHOLE_PARAM_OPTIMIZERS)
             ),
-            only=(("system.sum_by", ("reduce-scatter", "all-reduce")),),
+            only=(
+                ("system.sum_by", ("reduce-scatter", "all-reduce")),
+                ("reload.form", ("sharded",)),
+            ),
             empty_params=as_is,
             scalar_params=as_is,
             follows=(
                 *OPTIMIZER_SETTINGS,
                 "optimizer.loss_scale",
                 "run.micro_batches",
+                "reload",
                 *_FOLLOWS[stage],
             ),
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import CheckpointForm, Scenario
+from zero_sim.targets.fairscale.saved import load_consolidated, save_consolidated
 from zero_sim.targets.protocol import OwnedPart
 from zero_sim.targets.torch.ddp import DDPEngine
 from zero_sim.targets.torch.optim import LearningRates, class_of, param_groups, settings_of
@@ -45,6 +47,16 @@ class OSSEngine(DDPEngine):
         mine = {id(param) for group in local.param_groups for param in group["params"]}
         names = [name for name, param in self._params.items() if id(param) in mine]
         yield from self._parts_of(names, state=local.state)
+
+    def save(self, path: Path, *, form: CheckpointForm) -> None:
+        """Save a checkpoint, as a whole."""
+        save_consolidated(path, params=self._params, optimizer=self._sharded)
+
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
+        """Go on from a checkpoint, of any number of ranks."""
+        load_consolidated(
+            path, params=self._params, optimizer=self._sharded, weights_only=weights_only
+        )
 
 
 class ShardedDDPEngine(OSSEngine):

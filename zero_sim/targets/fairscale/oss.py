@@ -28,7 +28,9 @@ _FOLLOWS = (
     "run.micro_batches",
     "model.distinct_start",
     "optimizer.clip_norm",
+    "reload",
 )
+_ONLY = (("reload.form", ("consolidated",)),)
 _NUMERICS = replace(TorchDDP.numerics, norm="told", clip="fp32-division")
 
 
@@ -41,6 +43,7 @@ class FairscaleOSS:
         stages=(1,),
         optimizers=OPTIMIZERS,
         follows=_FOLLOWS,
+        only=_ONLY,
     )
     numerics = _NUMERICS
 
@@ -65,7 +68,11 @@ class FairscaleShardedDDP:
         self.name = name
         self._buffer_elems, self._as_is = buffer_elems, as_is
         self.capabilities = Capabilities(
-            stages=(2,), empty_params=as_is, optimizers=OPTIMIZERS, follows=_FOLLOWS
+            stages=(2,),
+            empty_params=as_is,
+            optimizers=OPTIMIZERS,
+            follows=_FOLLOWS,
+            only=_ONLY,
         )
 
     def build(
