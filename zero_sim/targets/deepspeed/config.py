@@ -16,7 +16,7 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
     """The config that a case asks for.
 
     Args:
-        scenario: The case.
+        scenario: The case, which the target is not refused.
         stage: Of ZeRO.
         options: The value of each option.
     """
