@@ -89,6 +89,15 @@ def test_what_is_divided_in_one_dtype_and_cast_to_another_is_refused():
     assert "divided in another dtype and then cast to fp32" in problem.message
 
 
+def test_gradients_that_fp16_does_not_hold_are_not_summed_in_it():
+    target, said = find_target("deepspeed-zero-0"), {"communication": "fp16"}
+    plain = case(0, said=said)
+    exact = replace(plain, model=ModelSpec(name="lattice", shapes=((1,),)))
+    assert not refusals(target, plain)
+    (problem,) = refusals(target, exact)
+    assert "more than fp16 holds" in problem.message
+
+
 def test_what_is_cast_first_has_a_rule():
     found = rules(2, "bf16", said={"communication": "fp32"}, system=ALL_REDUCE)
     assert (found.reduce_dtype, found.accumulate_dtype) == ("fp32", "bf16")

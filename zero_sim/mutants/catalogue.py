@@ -21,6 +21,7 @@ from zero_sim.mutants import (
     places,
     reductions,
     residual,
+    rules,
     scales,
     sending,
     shards,
@@ -56,6 +57,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         giving_back,
         residual,
         joining,
+        rules,
     )
     for one in _in(module)
 )

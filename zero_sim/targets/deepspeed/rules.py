@@ -17,6 +17,7 @@ from typing import Any
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option
+from zero_sim.workloads import EXACT_MODELS
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -51,6 +52,8 @@ def why_not_together(scenario: Scenario, *, stage: int, options: Mapping[str, An
         return "prescale_gradients is set, with which DeepSpeed does not look at the factor"
     if (stage, own, wide) == (1, "bf16", "fp32"):
         return "for that stage 1 has another engine, BF16_Optimizer, which is not wrapped"
+    if wire == "fp16" != own and scenario.model.name in EXACT_MODELS:
+        return f"gradients of the model {scenario.model.name} are more than fp16 holds"
     divides_first = stage in (1, 2) and (
         scenario.system.sum_by == "reduce-scatter" and scenario.system.contiguous_grads
     )
@@ -71,7 +74,10 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
     own = scenario.model.dtype
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     is_mixed = {wire, wide} != {own}
-    divide, first = "pre", None
+    divide, first, told = "pre", None, "sum"
+    if is_mixed or stage == 3:
+        # Stage 3 gives parts of gradients as fp32, whatever they are.
+        told = "fp32" if wide == "fp32" or stage == 3 else "param"
     if is_all_reduced(scenario, stage=stage) and not options["prescale"]:
         divide = "postmul-rounded"
         first = options["predivide"] if options["predivide"] != 1.0 else None
@@ -88,7 +94,7 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         reduce_dtype=wire if is_mixed else None,  # pyrefly: ignore
         nonfinite="stepped" if stage == 0 else "skipped",
         grads_told="after-division",
-        told_dtype="fp32" if stage == 3 or wide == "fp32" else "param",
+        told_dtype=told,
         norm="told" if stage < 3 else "of-elements",
         clip="fp32-inverse" if stage < 3 else "fp64-root-inverse",
     )
