@@ -18,7 +18,7 @@ from zero_sim.fuzz.strategies import scenarios
 from zero_sim.run.judges import open_judge
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, find_target, library_target_names, rank_local_of, why_missing
+from zero_sim.targets import Target, find_target, library_target_names, why_missing
 
 RANKS_MAX = 4
 
@@ -88,9 +88,7 @@ def main() -> int:
     for name in names:
         if options.cases:
             ok &= fuzzed(name, cases=options.cases, seed=options.seed)
-        declared = rank_local_of(find_target(name))
-        # GPUs in name are for simulated ranks alone.
-        if options.gloo and not (declared and declared.cuda_is_cpu):
+        if options.gloo:
             ok &= same_on_gloo(name, cases=options.gloo, seed=options.seed)
     return 0 if ok and names else 1
 

@@ -1,5 +1,8 @@
 """Scripts that want GPUs, on the CPU."""
 
+import subprocess
+import sys
+
 import torch
 
 
@@ -83,3 +86,17 @@ def test_a_device_that_the_node_lacks_is_an_error(launch):
 def test_without_being_asked_cuda_is_what_it_is(launch):
     run = launch("import torch\nprint(torch.cuda.device_count())\n")
     assert run.output == (str(torch.cuda.device_count()),)
+
+
+ASKS_FOR_A_RULE = """
+import functools
+import torch._dynamo
+from zero_sim.script.cuda import CudaOnCpu
+torch._dynamo.trace_rules.clear_lru_cache()
+with CudaOnCpu(device_count=1, rank=lambda: 0).installed():
+    torch._dynamo.trace_rules.lookup(functools.reduce)
+"""
+
+
+def test_the_compiler_finds_rules_after_it_forgot_them():
+    subprocess.run([sys.executable, "-c", ASKS_FOR_A_RULE], check=True)

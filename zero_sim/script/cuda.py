@@ -86,8 +86,9 @@ class CudaOnCpu:
     def installed(self) -> Iterator[None]:
         """Let ranks find GPUs; to be entered by the thread that runs them."""
         self._current.clear()
-        # It looks all functions of torch up by name when it is imported, which optimizers do.
-        real_dynamo()
+        # It looks all functions of torch up by name when it is imported, and again once a process
+        # group was made; ours would stand under several names.
+        real_dynamo().trace_rules.get_torch_obj_rule_map()
         with contextlib.ExitStack() as stack:
             for place, name, value in self._patches():
                 create = place is torch.cuda or place is torch.accelerator

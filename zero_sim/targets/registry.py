@@ -16,6 +16,7 @@ from zero_sim.targets.single_device import SingleDevice
 from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
 from zero_sim.targets.torch.ddp_knobs import TorchDDPKnobs
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
+from zero_sim.targets.torch.fsdp1_knobs import TorchFSDP1Knobs
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
 from zero_sim.targets.torch.fsdp2_knobs import TorchFSDP2Knobs
 
@@ -30,6 +31,8 @@ _TARGETS: dict[str, Target] = {
         TorchDDPKnobs(as_is=True),
         TorchZeroRedundancy(),
         TorchFSDP1(),
+        TorchFSDP1Knobs(),
+        TorchFSDP1Knobs(as_is=True),
         TorchFSDP2(),
         TorchFSDP2Knobs(),
         TorchFSDP2Knobs(as_is=True),

@@ -33,15 +33,11 @@ class FSDP1Engine:
     """
 
     def __init__(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+        from torch.distributed.fsdp import FullyShardedDataParallel
 
         self._fsdp_type = FullyShardedDataParallel
-        chosen: dict[str, Any] = {
-            "process_group": group,
-            "sharding_strategy": ShardingStrategy[_STRATEGIES[scenario.system.stage]],
-            "use_orig_params": True,
-            "device_id": next((p.device for p in module.parameters()), torch.device("cpu")),
-        }
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        chosen = self._chosen(scenario, group=group, device=device)
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
             # That NO_SHARD is to become DDP, and is what one rank gets.
@@ -56,6 +52,19 @@ class FSDP1Engine:
         self._unsynced = ExitStack()
         self._clip_norm = scenario.optimizer.clip_norm
         self._reduced: dict[str, Tensor] = {}
+
+    def _chosen(
+        self, scenario: Scenario, *, group: ProcessGroup, device: torch.device
+    ) -> dict[str, Any]:
+        """What every wrapper is made with."""
+        from torch.distributed.fsdp import ShardingStrategy
+
+        return {
+            "process_group": group,
+            "sharding_strategy": ShardingStrategy[_STRATEGIES[scenario.system.stage]],
+            "use_orig_params": True,
+            "device_id": device,
+        }
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, param in self._fsdp.named_parameters():

@@ -13,6 +13,7 @@ from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.options import OptionValue
 from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
+from zero_sim.targets.torch.wrapping import widen_params
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,8 +43,7 @@ class FSDP2KnobsEngine(FSDP2Engine):
         self._scenario, self._options = scenario, options
         self._system, self._root = scenario.system, module
         self._dtype = _DTYPES[scenario.model.dtype]
-        for param in module.parameters():
-            param.data = param.data.float()
+        widen_params(module)
         super().__init__(module, scenario=scenario, group=group)
         for each in (*self._units, self._sharded):
             self._set(each)

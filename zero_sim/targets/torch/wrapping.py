@@ -1,4 +1,4 @@
-"""Children of a module that are wrapped by themselves, as a user of FSDP would."""
+"""Modules as FSDP is given them: which children are wrapped, and params in fp32."""
 
 from __future__ import annotations
 
@@ -18,3 +18,18 @@ def called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
         if is_called and any(param.requires_grad for param in child.parameters()):
             yield name, child
+
+
+def widen_params(module: nn.Module) -> None:
+    """Give a module params of fp32, as it is before a policy of mixed precision gathers less.
+
+    New ones: where only the memory of a param is swapped, it goes on asking for gradients of the
+    dtype that it had.
+
+    Args:
+        module: The bare model, none of whose params has two names.
+    """
+    for name, param in tuple(module.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        wide = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+        setattr(module.get_submodule(owner), last, wide)
