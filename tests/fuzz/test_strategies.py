@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from zero_sim.errors import Problem
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.effort import EFFORT_MAX, effort_of
 from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
 from zero_sim.fuzz.strategies import STEPS_MAX, faulty_scenarios, scenarios
@@ -20,6 +21,7 @@ from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import segments_of
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
+from zero_sim.shrink.size import params_of
 from zero_sim.targets import EVERYTHING, Capabilities, find_target, refusals, target_names
 from zero_sim.workloads import build_workload
 
@@ -220,6 +222,62 @@ def test_a_case_has_some_features_and_lacks_others(cases):
     counts = {sum(bool(has(case)) for has in FEATURES.values()) for case in cases}
     assert min(counts) <= 2
     assert max(counts) >= 7
+
+
+def group_of(case):
+    return case.world.size // (case.topology.tp * case.topology.pp)
+
+
+def covers_all_params(case):
+    """With settings of their own for each group."""
+    groups = case.optimizer.groups
+    names = [name for name, _ in params_of(case.model)]
+    settings = {(group.lr, group.weight_decay) for group in groups}
+    return (
+        len(groups) > 1
+        and len(settings) == len(groups)
+        and all(any(name.endswith(group.match) for group in groups) for name in names)
+    )
+
+
+RARE = {
+    "copies, each of them on several ranks": lambda s: (
+        s.system.redundancy > 1 and group_of(s) // s.topology.ep // s.system.redundancy > 1
+    ),
+    "one rank that accumulates and divides by what it counts": lambda s: (
+        group_of(s) == 1 and s.run.micro_batches > 1 and s.system.divide_by != "ranks"
+    ),
+    "a freeze before a late reload": lambda s: (
+        s.reload
+        and s.reload.step > 1
+        and any(freeze.start < s.reload.step for freeze in s.model.freeze)
+    ),
+    "an overflow in one of several params": lambda s: (
+        s.data.nan and s.model.name in ("params", "lattice") and sum(map(all, s.model.shapes)) > 1
+    ),
+    "an overflow behind the first micro-batch": lambda s: s.data.nan and s.data.nan.micro_batch,
+    "param groups that cover all params": covers_all_params,
+    "at least eleven ranks": lambda s: s.world.size > 10,
+}
+"""Conjunctions in which faults of other people's systems hid."""
+
+
+@pytest.mark.parametrize("conjunction", RARE)
+def test_rare_conjunctions_are_a_few_in_a_hundred(cases, conjunction):
+    count = sum(bool(RARE[conjunction](case)) for case in cases)
+    assert count >= 20
+
+
+def test_effort_is_spread(cases):
+    """The tenth of the cases that take longest is not half of the work."""
+
+    def effort(case):
+        return effort_of(case, sizes=[math.prod(shape) for _, shape in params_of(case.model)])
+
+    efforts = sorted(map(effort, cases))
+    slowest = efforts[len(efforts) * 9 // 10 :]
+    assert 3 * sum(slowest) < sum(efforts)
+    assert 2 * sum(efforts) < EFFORT_MAX * len(efforts)
 
 
 def test_anything_at_all_shrinks_to_the_least_case():

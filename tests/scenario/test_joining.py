@@ -66,7 +66,14 @@ def test_a_case_that_keeps_the_limits_is_valid():
                 "run": RunSpec(micro_batches=3, own_micro_batches=(3, 0)),
                 "data": DataSpec(nan=NanSpec(step=0, rank=1)),
             },
-            "the rank of data.nan has no data in its step",
+            "the rank of data.nan has no data for its micro-batch",
+        ),
+        (
+            {
+                "run": RunSpec(micro_batches=3, own_micro_batches=(3, 2)),
+                "data": DataSpec(nan=NanSpec(step=0, rank=1, micro_batch=2)),
+            },
+            "the rank of data.nan has no data for its micro-batch",
         ),
         (
             {"system": SystemSpec(divide="pre", sync="every", divide_by="micro-batches")},

@@ -67,6 +67,8 @@ def paths_of(scenario: Scenario) -> list[str]:
         ("data.nan.step", {"data": DataSpec(nan=NanSpec(step=3, rank=0))}),
         ("data.nan.rank", {"data": DataSpec(nan=NanSpec(step=0, rank=2))}),
         ("data.nan.rank", {"data": DataSpec(nan=NanSpec(step=0, rank=-1))}),
+        ("data.nan.micro_batch", {"data": DataSpec(nan=NanSpec(step=0, rank=0, micro_batch=1))}),
+        ("data.nan.element", {"data": DataSpec(nan=NanSpec(step=0, rank=0, element=-1))}),
     ],
 )
 def test_one_broken_rule_is_one_problem(path: str, changed: dict[str, object]) -> None:
@@ -83,6 +85,7 @@ def test_one_broken_rule_is_one_problem(path: str, changed: dict[str, object]) -
         dataclasses.replace(MLP, optimizer=OptimizerSpec(name="sgd", momentum=0.9)),
         dataclasses.replace(MLP, world=WorldSpec(size=4096, order="ring")),
         dataclasses.replace(MLP, data=DataSpec(nan=NanSpec(step=2, rank=1))),
+        dataclasses.replace(MLP, data=DataSpec(nan=NanSpec(step=2, rank=1, element=10**9))),
         dataclasses.replace(PARAMS, model=ModelSpec(name="params", shapes=())),
         dataclasses.replace(PARAMS, model=ModelSpec(name="params", shapes=((0,), ()))),
     ],

@@ -55,3 +55,29 @@ def test_nan_goes_where_the_scenario_says(make_scenario, name, ranks):
                 expected = (step, rank, micro) == (1, 1, 0)
                 assert math.isnan(flat[0]) == expected
                 assert not flat[1:].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"])
+def test_nan_goes_to_the_element_of_the_micro_batch_that_is_named(make_scenario, name):
+    """Counted round, where the inputs have fewer elements."""
+
+    def flat(micro, *, element):
+        nan = NanSpec(step=0, rank=0, micro_batch=1, element=element)
+        scenario = make_scenario(name, shapes=((0,), (2, 3)), data=DataSpec(nan=nan))
+        batch = build_workload(scenario).batch(step=0, rank=0, micro=micro)
+        return batch.inputs.reshape(-1)
+
+    elems = len(flat(1, element=0))
+    assert not flat(0, element=5).isnan().any()
+    assert flat(1, element=5).isnan().nonzero().tolist() == [[5]]
+    assert flat(1, element=elems + 3).isnan().nonzero().tolist() == [[3]]
+
+
+def test_nan_in_bare_params_stays_in_one_of_them(make_scenario):
+    """So that a shard of the gradient is finite, and whoever looks at it alone goes on."""
+    nan = NanSpec(step=0, rank=0, element=7)
+    workload = build_workload(make_scenario("params", shapes=((2,), (4,)), data=DataSpec(nan=nan)))
+    module = workload.build()
+    workload.loss(module, workload.batch(step=0, rank=0, micro=0)).backward()
+    first, second = (param.grad for param in module.parameters())
+    assert first.isfinite().all() != second.isfinite().all()

@@ -35,6 +35,7 @@ _PRICE = 4 * PARAMS_MAX
 """Choices at least as many as all shapes of a bare model take."""
 _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
 _WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
+_NOT_FINITE = st.sampled_from(["inf", "nan"])
 _FROZEN_FROM = (0, 0, 1, 2)
 """Steps at which a param is frozen; most cases have few."""
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
@@ -150,15 +151,18 @@ def feeds(draw: st.DrawFn, *, model: ModelSpec, swarm: Swarm | None = None) -> D
 
 
 @st.composite
-def overflows(draw: st.DrawFn, *, scenario: Scenario) -> NanSpec:
-    """A NaN or an infinity on one rank at one step, for a case with loss scaling.
+def overflows(draw: st.DrawFn, *, scenario: Scenario, elems: int = 1) -> NanSpec:
+    """A NaN or an infinity on one rank at one step, for a case in which such a step is skipped.
 
     Args:
         draw: Given by Hypothesis.
-        scenario: The case, which has loss scaling.
+        scenario: The case, with loss scaling, or for a target that skips such steps without.
+        elems: Elements of all params; of bare ones each has two in the input.
     """
     return NanSpec(
         rank=draw(st.integers(0, scenario.world.size - 1)),
         step=draw(st.integers(0, scenario.run.steps - 1)),
-        value=draw(st.sampled_from(["inf", "nan"])),
+        value=draw(_NOT_FINITE),
+        micro_batch=draw(st.integers(0, scenario.run.micro_batches - 1)),
+        element=draw(st.integers(0, max(1, 2 * elems - 1))),
     )

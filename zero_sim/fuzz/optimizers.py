@@ -40,6 +40,8 @@ _ENDINGS: dict[ModelName, tuple[str, str]] = {
 """Ends of names of params, by model; of all others biases and weights."""
 _GROWTH_INTERVALS = st.sampled_from([2, 1, 3])
 _SETTINGS = st.none() | st.sampled_from([0.0, 0.01])
+_DIFFERENT = st.permutations([0.01, 0.0, 0.05])
+_ONE_IN_FOUR = st.sampled_from([False, False, False, True])
 
 
 @st.composite
@@ -102,18 +104,33 @@ def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
 def param_groups(
     draw: st.DrawFn, *, model: ModelSpec, decay: bool = True
 ) -> tuple[ParamGroupSpec, ...]:
-    """One or two param groups that params of a model fall into.
+    """One or two param groups that params of a model fall into; or a few that all of them do.
 
     Args:
         draw: Given by Hypothesis.
         model: The model.
         decay: Whether the optimizer has weight decay.
     """
+    names = [name for name, _ in params_of(model)]
     chosen = _ENDINGS.get(model.name, ("bias", "weight"))[: draw(st.integers(1, 2))]
+    if draw(_ONE_IN_FOUR):
+        return _covering(draw, chosen, names=names, decay=decay)
     groups = tuple(
         ParamGroupSpec(
             match=ending, lr=draw(_SETTINGS), weight_decay=draw(_SETTINGS) if decay else None
         )
         for ending in chosen
     )
-    return matching_groups(groups, [name for name, _ in params_of(model)])
+    return matching_groups(groups, names)
+
+
+def _covering(
+    draw: st.DrawFn, endings: Sequence[str], *, names: Sequence[str], decay: bool
+) -> tuple[ParamGroupSpec, ...]:
+    """Groups of all params: none is left with the settings of the optimizer, and no two alike."""
+    rates, decays = draw(_DIFFERENT), draw(_DIFFERENT)
+    groups = tuple(
+        ParamGroupSpec(match=ending, lr=lr, weight_decay=weight_decay if decay else None)
+        for ending, lr, weight_decay in zip((*endings, ""), rates, decays, strict=False)
+    )
+    return matching_groups(groups, names)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from hypothesis import event
 from hypothesis import strategies as st
 
+from zero_sim.fuzz.effort import EFFORT_MAX, effort_of, steps_within
 from zero_sim.fuzz.models import BARE, MODELS, feeds, fit_blocks, models, overflows
 from zero_sim.fuzz.optimizers import optimizers
 from zero_sim.fuzz.options import with_drawn_options
@@ -54,7 +56,14 @@ STEPS_MAX = 4
 _MANY_RANKS = 11
 _RANKS_MOSTLY = st.sampled_from([3] * 11 + [8] * 4 + [RANKS_MAX])
 """Most ranks of a case, as often as it says; one in so many has shards of two digits."""
+_RANKS_AFTER_SLOW = 4
+"""Most ranks after the checkpoint of a case that takes long without it."""
+_SQUARISH = (4, 4, 4, 6, 8)
+"""Numbers of ranks that can hold several copies, each of them on several ranks: the others seldom
+meet what goes between copies and what goes within one at once."""
 _STEPS_MOSTLY = st.sampled_from([2, 2, 2, STEPS_MAX])
+_STEPS_WITH_FREEZE = st.sampled_from([2, STEPS_MAX])
+"""A param that is trained again, and a checkpoint after that, take three steps and more."""
 
 
 def scenarios(
@@ -111,20 +120,22 @@ def _cases(
     # What goes wrong among many ranks, or in many steps, mostly does in few, where a case costs a
     # fraction: broken systems are found sooner for it.
     ranks_max = min(draw(_RANKS_MOSTLY), ranks_max)
-    steps_limit = min(draw(_STEPS_MOSTLY), steps_max)
     # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
     ranks_max = min(ranks_max, able.world_size_max or ranks_max)
-    ranks = draw(st.integers(_MANY_RANKS if ranks_max > _MANY_RANKS else 1, ranks_max))
+    ranks = draw(_ranks(ranks_max))
     swarm = Swarm(draw, able=able)
     topology = draw(topologies(ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm))
     align_elems = draw(st.integers(2, 8)) if swarm.on("aligned") else 1
     names = _names_for(ranks, models_from)
     model = draw(models(ranks=ranks, align_elems=align_elems, names=names, swarm=swarm))
     model, topology = fit_blocks(model, topology)
+    steps_limit = draw(_STEPS_WITH_FREEZE if model.freeze else _STEPS_MOSTLY)
     ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
     topology = replace(topology, ep=ep)
     sizes = [spec.numel for spec in param_specs(model, ep=ep)]
     system = draw(systems(ranks=ranks // ep, sizes=sizes, align_elems=align_elems, swarm=swarm))
+    # What a mean of one rank is divided by are its own micro-batches.
+    accumulates = swarm.on("accumulation", often=ranks == 1)
     scenario = Scenario(
         schema=1,
         name="drawn",
@@ -136,15 +147,14 @@ def _cases(
         topology=topology,
         system=system,
         optimizer=draw(optimizers(model=model, swarm=swarm)),
-        run=RunSpec(
-            steps=draw(st.integers(1, steps_limit)),
-            micro_batches=draw(st.integers(1, 3)) if swarm.on("accumulation") else 1,
-        ),
+        run=RunSpec(steps=1, micro_batches=draw(st.integers(1, 3)) if accumulates else 1),
     )
+    scenario = draw(_paced(scenario, sizes=sizes, steps_max=min(steps_limit, steps_max)))
     scenario = _split(_fitted(scenario, swarm=swarm), swarm=swarm)
     if (skips or scenario.optimizer.loss_scale) and swarm.on("overflow", fits=steps_max > 1):
-        scenario = draw(_overflowing(scenario, steps_max=steps_max))
-    if reload and scenario.run.steps > 1 and swarm.on("reload"):
+        scenario = draw(_overflowing(scenario, sizes=sizes, steps_max=steps_max))
+    if reload and scenario.run.steps > 1 and swarm.on("reload", often=bool(model.freeze)):
+        is_slow = effort_of(scenario, sizes=sizes) > EFFORT_MAX
         after = draw(
             reloads(
                 steps=scenario.run.steps,
@@ -152,7 +162,7 @@ def _cases(
                 system=system,
                 topology=topology,
                 sizes=sizes,
-                ranks_max=ranks_max,
+                ranks_max=min(ranks_max, _RANKS_AFTER_SLOW) if is_slow else ranks_max,
                 swarm=swarm,
             )
         )
@@ -166,6 +176,27 @@ def _cases(
     scenario = replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
     names = [name for name, _ in params_of(model)]
     return without_unused(with_known_names(scenario, names))
+
+
+@st.composite
+def _paced(
+    draw: st.DrawFn, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
+) -> Scenario:
+    """The case with a number of steps, as its effort allows."""
+    most = steps_within(scenario, sizes=sizes, most=steps_max)
+    run = replace(scenario.run, steps=draw(st.integers(1, most)))
+    if effort_of(replace(scenario, run=run), sizes=sizes) > EFFORT_MAX:
+        # Two are as good as three at what accumulation gets wrong.
+        run = replace(run, micro_batches=min(run.micro_batches, 2))
+    return replace(scenario, run=run)
+
+
+@lru_cache
+def _ranks(most: int) -> st.SearchStrategy[int]:
+    """Ranks of a dp-cp group, up to so many."""
+    if most > _MANY_RANKS:
+        return st.integers(_MANY_RANKS, most)
+    return st.sampled_from([*range(1, most + 1), *(ranks for ranks in _SQUARISH if ranks <= most)])
 
 
 def _skips(target: Target, able: Capabilities) -> bool:
@@ -236,15 +267,17 @@ def _names_for(ranks: int, names: Sequence[ModelName]) -> Sequence[ModelName]:
 
 
 @st.composite
-def _overflowing(draw: st.DrawFn, scenario: Scenario, *, steps_max: int) -> Scenario:
+def _overflowing(
+    draw: st.DrawFn, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
+) -> Scenario:
     """The case with a step that is skipped, and others.
 
     With no other no update would be compared; what a skipped step leaves behind, such as a count of
     good steps, may show only two steps later.
     """
-    steps = draw(st.integers(2, steps_max))
+    steps = draw(st.integers(2, steps_within(scenario, sizes=sizes, most=steps_max)))
     scenario = replace(scenario, run=replace(scenario.run, steps=steps))
-    nan = draw(overflows(scenario=scenario))
+    nan = draw(overflows(scenario=scenario, elems=sum(sizes)))
     return replace(scenario, data=replace(scenario.data, nan=nan))
 
 

@@ -120,6 +120,9 @@ def systems(
     stage = draw(_stages(swarm))
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     copies = [] if buffered else divisors(ranks)[1:]
+    # Of fewer copies than ranks each is shared: what goes between copies and what goes within one
+    # are two groups then, and each can be taken for the other.
+    shared = copies[:-1]
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
     sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
     divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
@@ -129,8 +132,8 @@ def systems(
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
         partition = "uneven"
     bucket_elems = draw(bucket_sizes(sizes)) if swarm.on("buckets") else None
-    has_copies = swarm.on("copies", fits=bool(stage and copies))
-    redundancy = draw(st.sampled_from(copies)) if has_copies else 1
+    has_copies = swarm.on("copies", fits=bool(stage and copies), often=bool(shared))
+    redundancy = draw(st.sampled_from([*shared, *shared, *copies])) if has_copies else 1
     across = swarm.on("state over all", fits=bool(stage and copies))
     few = divisors(ranks // redundancy)[1:-1]
     in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
@@ -166,7 +169,9 @@ def systems(
         else None,
         sync=sync,
         divide=divide,
-        divide_by=draw(st.sampled_from(counts)) if swarm.on("divide by") else "ranks",
+        divide_by=draw(st.sampled_from(counts))
+        if swarm.on("divide by", often=ranks == 1)
+        else "ranks",
         grad_dtype="fp32" if swarm.on("fp32 grads") else "param",
     )
 
@@ -263,7 +268,7 @@ def reloads(
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
     return ReloadSpec(
-        step=draw(st.integers(1, steps - 1)),
+        step=draw(st.integers(1, steps - 1) if not model.freeze else st.sampled_from(_late(steps))),
         form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
         weights_only=swarm.on("weights only"),
         world_size=ranks * parts,
@@ -287,6 +292,14 @@ def _other_stages(draw: st.DrawFn, system: SystemSpec, swarm: Swarm) -> Stage | 
         kept = tuple(stage for stage in kept if stage != 2)
     others = [stage for stage in swarm.able.stages if stage in kept and stage != system.stage]
     return draw(st.sampled_from(others)) if others else None
+
+
+def _late(steps: int) -> list[int]:
+    """Steps to save a checkpoint after, the last ones more often than the first.
+
+    A param that was frozen has steps of its own behind it only then.
+    """
+    return [step for step in range(1, steps) for _ in range(step)]
 
 
 def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:

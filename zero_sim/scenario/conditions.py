@@ -111,9 +111,12 @@ def _somebody_trains(scenario: Scenario) -> bool:
 
 
 def _has_data_to_spoil(scenario: Scenario) -> bool:
-    """Whether the rank that is to see a NaN sees anything in that step."""
+    """Whether the rank that is to see a NaN has the micro-batch that holds it."""
     nan = scenario.data.nan
-    return nan is None or own_micro_batches(scenario.run, step=nan.step, rank=nan.rank) > 0
+    if nan is None:
+        return True
+    own = own_micro_batches(scenario.run, step=nan.step, rank=nan.rank)
+    return own > nan.micro_batch or not scenario.run.own_micro_batches
 
 
 def _claims_one_device(scenario: Scenario) -> bool:
@@ -365,8 +368,8 @@ CONDITIONS = (
     Condition(
         reads=("run.own_micro_batches", "data.nan"),
         broken=lambda s: not _has_data_to_spoil(s),
-        message="the rank of data.nan has no data in its step, got {got}.",
-        suggestion="Write at least 1 everywhere.",
+        message="the rank of data.nan has no data for its micro-batch of its step, got {got}.",
+        suggestion="Write more than data.nan.micro_batch everywhere.",
     ),
     Condition(
         reads=("run.own_micro_batches", "system.divide_by", "system.divide", "system.sync"),

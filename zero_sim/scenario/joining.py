@@ -35,4 +35,5 @@ def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
         sizes += [reload.world_size or scenario.world.size]
         stages += [system.stage if reload.stage is None else reload.stage]
     fewest = min(sizes) // (scenario.topology.tp * scenario.topology.pp)
-    return fewest, int(3 in stages or scenario.data.nan is not None)
+    nan = scenario.data.nan
+    return fewest, max(int(3 in stages), 0 if nan is None else nan.micro_batch + 1)

@@ -268,6 +268,25 @@ def _nan_rank(scenario: Scenario) -> Iterator[Problem]:
         yield from _index("rank", scenario.data.nan.rank, scenario.world.size, "world.size")
 
 
+def _nan_micro_batch(scenario: Scenario) -> Iterator[Problem]:
+    if scenario.data.nan is not None:
+        place, count = scenario.data.nan.micro_batch, scenario.run.micro_batches
+        yield from _index("micro_batch", place, count, "run.micro_batches")
+
+
+def _nan_element(scenario: Scenario) -> Iterator[Problem]:
+    nan = scenario.data.nan
+    if nan is not None and nan.element < 0:
+        yield Problem(
+            path="data.nan.element",
+            message=f"expected an integer at least 0, got {describe_value(nan.element)}.",
+            suggestion="Try 0; elements count from 0.",
+        )
+
+
+_PLURALS = {"step": "steps", "rank": "ranks", "micro_batch": "micro-batches"}
+
+
 def _index(name: str, value: int, stop: int, source: str) -> Iterator[Problem]:
     # A count below 1 is reported as such; every index would be wrong with it.
     if stop >= 1 and not 0 <= value < stop:
@@ -275,7 +294,7 @@ def _index(name: str, value: int, stop: int, source: str) -> Iterator[Problem]:
             path=f"data.nan.{name}",
             message=f"expected an integer at least 0 and less than {source} = {stop}, "
             f"got {describe_value(value)}.",
-            suggestion=f"Try {stop - 1 if value >= stop else 0}; {name}s count from 0.",
+            suggestion=f"Try {stop - 1 if value >= stop else 0}; {_PLURALS[name]} count from 0.",
         )
 
 
@@ -301,6 +320,8 @@ RULES = (
     Rule(reads=("model.shapes",), check=_dims),
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
     Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
+    Rule(reads=("data.nan.micro_batch", "run.micro_batches"), check=_nan_micro_batch),
+    Rule(reads=("data.nan.element",), check=_nan_element),
     Rule(reads=("model.freeze",), check=check_freeze),
     Rule(reads=("optimizer.groups", "optimizer.name"), check=check_groups),
     Rule(

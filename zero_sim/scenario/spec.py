@@ -118,16 +118,22 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanSpec:
-    """Plant a NaN or an infinity in the input of one rank at one step."""
+    """Plant a NaN or an infinity in what one rank is fed at one step."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
     step: int
     """Step, counted from 0."""
     rank: int
-    """Rank whose first micro-batch of that step holds it."""
+    """Rank of which a micro-batch of that step holds it."""
     value: Literal["nan", "inf"] = "nan"
     """What to plant."""
+    micro_batch: int = 0
+    """Which of the rank's micro-batches of that step, counted from 0."""
+    element: int = 0
+    """Which element of that micro-batch's inputs, counted from 0 and, past the last one, from the
+    first again. Inputs of bare params are factors of their elements: what is not finite stays in
+    the gradient of one param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

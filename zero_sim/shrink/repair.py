@@ -49,7 +49,13 @@ def repaired(scenario: Scenario) -> Scenario:
         size = min(size, after.world_size or size) if after is not None else size
     nan = scenario.data.nan
     if nan is not None:
-        nan = replace(nan, rank=min(nan.rank, size - 1), step=min(nan.step, steps - 1))
+        micro_batch = min(nan.micro_batch, scenario.run.micro_batches - 1)
+        nan = replace(
+            nan,
+            rank=min(nan.rank, size - 1),
+            step=min(nan.step, steps - 1),
+            micro_batch=max(0, micro_batch),
+        )
     faults = tuple(replace(each, rank=min(each.rank, size - 1)) for each in scenario.faults)
     data = replace(scenario.data, nan=nan)
     scenario = _repair_joins(replace(scenario, data=data, reload=after, faults=faults))

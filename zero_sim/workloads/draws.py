@@ -82,11 +82,13 @@ def rows_of(scenario: Scenario, *, rank: int) -> int:
 
 
 def plant_nan(inputs: Tensor, *, scenario: Scenario, step: int, rank: int, micro: int) -> Tensor:
-    """Put the NaN or infinity that the scenario asks for, if any, into the first element, in place.
+    """Put the NaN or infinity that the scenario asks for, if any, into an element, in place.
 
     It goes to the rank named, also where all ranks otherwise share rank 0's data.
     """
     nan = scenario.data.nan
-    if nan is not None and (nan.step, nan.rank, 0) == (step, rank, micro) and inputs.numel():
-        inputs.view(-1)[0] = math.inf if nan.value == "inf" else math.nan
+    if nan is None or (nan.step, nan.rank, nan.micro_batch) != (step, rank, micro):
+        return inputs
+    if elems := inputs.numel():
+        inputs.view(-1)[nan.element % elems] = math.inf if nan.value == "inf" else math.nan
     return inputs

@@ -1,0 +1,53 @@
+"""Efforts are estimated without running, and hold steps within bounds."""
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.fuzz.effort import EFFORT_MAX, effort_of, steps_within
+from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+
+SIZES = [4, 4, 4]
+CASE = Scenario(
+    schema=1,
+    model=ModelSpec(name="params", shapes=((4,), (4,), (4,))),
+    run=RunSpec(steps=2),
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"world": WorldSpec(size=3)},
+        {"world": WorldSpec(timing="lazy")},
+        {"world": WorldSpec(races=True)},
+        {"system": SystemSpec(bucket_elems=1)},
+        {"run": RunSpec(steps=3)},
+        {"run": RunSpec(steps=2, micro_batches=2)},
+        {"reload": ReloadSpec(step=1)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_is_more_work_is_more_effort(more):
+    assert effort_of(replace(CASE, **more), sizes=SIZES) > effort_of(CASE, sizes=SIZES)
+
+
+def test_ranks_after_a_checkpoint_count_for_the_steps_behind_it():
+    few, many = (
+        replace(CASE, reload=ReloadSpec(step=1, world_size=ranks), run=RunSpec(steps=3))
+        for ranks in (1, 8)
+    )
+    assert effort_of(few, sizes=SIZES) < effort_of(many, sizes=SIZES)
+
+
+def test_steps_fill_what_may_be_spent_and_not_more():
+    large = replace(CASE, world=WorldSpec(size=8))
+    most = steps_within(large, sizes=SIZES, most=100)
+    within, above = (replace(large, run=RunSpec(steps=steps)) for steps in (most, most + 1))
+    assert effort_of(within, sizes=SIZES) <= EFFORT_MAX < effort_of(above, sizes=SIZES)
+
+
+def test_however_large_two_steps_remain():
+    huge = replace(CASE, world=WorldSpec(size=12, races=True, timing="hostile"))
+    assert steps_within(huge, sizes=[1] * 500, most=4) == 2
+    assert steps_within(huge, sizes=[1] * 500, most=1) == 1
