@@ -8,7 +8,7 @@ import json
 import pytest
 
 from zero_sim.errors import ScenarioError
-from zero_sim.scenario import DataSpec, ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.scenario import DataSpec, ModelSpec, NanSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.scenario.costs import WORK_MAX, WORLD_ELEMS_MAX, check_costs
 from zero_sim.scenario.fields import values_at
 from zero_sim.scenario.load import parse_cases
@@ -18,6 +18,7 @@ from zero_sim.scenario.spec import LossScaleSpec, OptimizerSpec, ReloadSpec
 MLP = Scenario(schema=1, model=ModelSpec(name="mlp"))
 FULL = dataclasses.replace(
     MLP,
+    data=DataSpec(nan=NanSpec(step=0, rank=0)),
     reload=ReloadSpec(step=1),
     optimizer=OptimizerSpec(loss_scale=LossScaleSpec()),
     run=RunSpec(own_micro_batches=(1,)),

@@ -67,7 +67,7 @@ def test_ranges_are_those_of_the_rules() -> None:
 def test_every_number_and_list_has_its_limits() -> None:
     """But what other fields bound, and the seed of all: an index, a step, a rank."""
     bound_by_others = {"data.nan.step", "data.nan.rank", "reload.step", "schema"}
-    bound_by_others |= {"optimizer.loss_scale.initial"}
+    bound_by_others |= {"data.nan.micro_batch", "optimizer.loss_scale.initial"}
     for path in set(field_paths()) - bound_by_others:
         field = node(path)
         if field.get("type") in ("integer", "number") and "enum" not in field:

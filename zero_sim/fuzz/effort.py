@@ -25,7 +25,7 @@ def effort_of(scenario: Scenario, *, sizes: Sequence[int]) -> int:
     """Units that judging a case takes, about.
 
     Args:
-        scenario: The case.
+        scenario: Its model does not matter beside the sizes of the params.
         sizes: Elements of each param.
     """
     run, after = scenario.run, scenario.reload

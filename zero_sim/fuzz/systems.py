@@ -119,10 +119,6 @@ def systems(
     swarm = swarm or Swarm(draw)
     stage = draw(_stages(swarm))
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
-    copies = [] if buffered else divisors(ranks)[1:]
-    # Of fewer copies than ranks each is shared: what goes between copies and what goes within one
-    # are two groups then, and each can be taken for the other.
-    shared = copies[:-1]
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
     sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
     divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
@@ -132,9 +128,7 @@ def systems(
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
         partition = "uneven"
     bucket_elems = draw(bucket_sizes(sizes)) if swarm.on("buckets") else None
-    has_copies = swarm.on("copies", fits=bool(stage and copies), often=bool(shared))
-    redundancy = draw(st.sampled_from([*shared, *shared, *copies])) if has_copies else 1
-    across = swarm.on("state over all", fits=bool(stage and copies))
+    redundancy, across = _copies(draw, ranks, fits=stage > 0 and not buffered, swarm=swarm)
     few = divisors(ranks // redundancy)[1:-1]
     in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
     keeps_all = swarm.on("kept after forward", fits=stage == 3)
@@ -174,6 +168,19 @@ def systems(
         else "ranks",
         grad_dtype="fp32" if swarm.on("fp32 grads") else "param",
     )
+
+
+def _copies(draw: st.DrawFn, ranks: int, *, fits: bool, swarm: Swarm) -> tuple[int, bool]:
+    """How many copies there are of what is sharded, and whether the state has none.
+
+    Of fewer copies than ranks each is shared: what goes between copies and what goes within one are
+    two groups then, and each can be taken for the other.
+    """
+    counts = divisors(ranks)[1:] if fits else []
+    shared = counts[:-1]
+    has_copies = swarm.on("copies", fits=bool(counts), often=bool(shared))
+    redundancy = draw(st.sampled_from([*shared, *shared, *counts])) if has_copies else 1
+    return redundancy, swarm.on("state over all", fits=bool(counts))
 
 
 @st.composite

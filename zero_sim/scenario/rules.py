@@ -70,6 +70,7 @@ BOUNDS = (
     Bound(path="model.blocks", least=1, most=10_000),
     Bound(path="model.experts", least=1, most=10_000),
     Bound(path="data.rows", least=1, most=2**20),
+    Bound(path="data.nan.element", least=0, most=2**63 - 1),
     Bound(path="world.size", least=1, most=WORLD_SIZE_MAX),
     Bound(path="topology.tp", least=1, most=WORLD_SIZE_MAX),
     Bound(path="topology.cp", least=1, most=WORLD_SIZE_MAX),
@@ -274,16 +275,6 @@ def _nan_micro_batch(scenario: Scenario) -> Iterator[Problem]:
         yield from _index("micro_batch", place, count, "run.micro_batches")
 
 
-def _nan_element(scenario: Scenario) -> Iterator[Problem]:
-    nan = scenario.data.nan
-    if nan is not None and nan.element < 0:
-        yield Problem(
-            path="data.nan.element",
-            message=f"expected an integer at least 0, got {describe_value(nan.element)}.",
-            suggestion="Try 0; elements count from 0.",
-        )
-
-
 _PLURALS = {"step": "steps", "rank": "ranks", "micro_batch": "micro-batches"}
 
 
@@ -321,7 +312,6 @@ RULES = (
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
     Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
     Rule(reads=("data.nan.micro_batch", "run.micro_batches"), check=_nan_micro_batch),
-    Rule(reads=("data.nan.element",), check=_nan_element),
     Rule(reads=("model.freeze",), check=check_freeze),
     Rule(reads=("optimizer.groups", "optimizer.name"), check=check_groups),
     Rule(
