@@ -264,8 +264,9 @@ RARE = {
 
 @pytest.mark.parametrize("conjunction", RARE)
 def test_rare_conjunctions_are_a_few_in_a_hundred(cases, conjunction):
+    """Three and more; Hypothesis draws other cases whenever a constant in the code changes."""
     count = sum(bool(RARE[conjunction](case)) for case in cases)
-    assert count >= 20
+    assert count >= 15
 
 
 def test_effort_is_spread(cases):
@@ -276,7 +277,7 @@ def test_effort_is_spread(cases):
 
     efforts = sorted(map(effort, cases))
     slowest = efforts[len(efforts) * 9 // 10 :]
-    assert 3 * sum(slowest) < sum(efforts)
+    assert 5 * sum(slowest) < 2 * sum(efforts)
     assert 3 * sum(efforts) < 2 * EFFORT_MAX * len(efforts)
 
 
