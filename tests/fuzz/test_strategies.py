@@ -270,14 +270,14 @@ def test_rare_conjunctions_are_a_few_in_a_hundred(cases, conjunction):
 
 
 def test_effort_is_spread(cases):
-    """The tenth of the cases that take longest is not half of the work."""
+    """The tenth of the cases that take longest is about a third of the work."""
 
     def effort(case):
         return effort_of(case, sizes=[math.prod(shape) for _, shape in params_of(case.model)])
 
     efforts = sorted(map(effort, cases))
     slowest = efforts[len(efforts) * 9 // 10 :]
-    assert 5 * sum(slowest) < 2 * sum(efforts)
+    assert 100 * sum(slowest) < 37 * sum(efforts)
     assert 3 * sum(efforts) < 2 * EFFORT_MAX * len(efforts)
 
 
