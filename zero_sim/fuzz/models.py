@@ -35,7 +35,6 @@ _PRICE = 4 * PARAMS_MAX
 """Choices at least as many as all shapes of a bare model take."""
 _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
 _WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
-_NOT_FINITE = st.sampled_from(["inf", "nan"])
 _FROZEN_FROM = (0, 0, 1, 2)
 """Steps at which a param is frozen; most cases have few."""
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
@@ -162,7 +161,7 @@ def overflows(draw: st.DrawFn, *, scenario: Scenario, elems: int = 1) -> NanSpec
     return NanSpec(
         rank=draw(st.integers(0, scenario.world.size - 1)),
         step=draw(st.integers(0, scenario.run.steps - 1)),
-        value=draw(_NOT_FINITE),
+        value=draw(st.sampled_from(["inf", "nan"])),
         micro_batch=draw(st.integers(0, scenario.run.micro_batches - 1)),
         element=draw(st.integers(0, max(1, 2 * elems - 1))),
     )
