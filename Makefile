@@ -25,11 +25,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 run: $(VENV)/.installed
-	@echo "== Every case under $(SCENARIOS): a minute or two on two idle cores, a line for each case"
+	@echo "== Every case under $(SCENARIOS): about three minutes on two idle cores, a line for each case"
 	@$(call and_say_how,$(BIN)/zero-sim run $(SCENARIOS) --jobs $$(getconf _NPROCESSORS_ONLN))
 
 test: $(VENV)/.installed
-	@echo "== All tests: about eight minutes on two idle cores, a dot for each"
+	@echo "== All tests: about half an hour on two idle cores, a dot for each"
 	@$(call and_say_how,$(BIN)/python -m pytest --numprocesses auto --quiet -o console_output_style=count)
 
 nightly: $(VENV)/.installed
