@@ -10,7 +10,8 @@ the others what they say before their first step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.grad_peaks import GradPeakWatch
 from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory import bytes_held, check_memory
+from zero_sim.cost.messages import HeldSize
 from zero_sim.cost.peaks import PeakWatch
 from zero_sim.cost.staging import StagingWatch
 from zero_sim.cost.volume import StepWindow
@@ -42,8 +44,9 @@ from zero_sim.judge.trainable import check_trainable
 from zero_sim.reference import SumSite, encode
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, StepResult
+from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
+from zero_sim.targets.costs import CostCase, Costs, form_of
 
 _Watch = PeakWatch | GradPeakWatch | StagingWatch | CheckpointWatch
 
@@ -91,8 +94,14 @@ class Judge:
         self.windows: list[StepWindow] = []
         """Where the steps of all ranks lie in the event log."""
         self.sizes: dict[int, Sequence[ParamSize]] = {}
-        """What each rank trains, if it is one that closed forms hold for."""
+        """What each rank trains, by rank."""
+        self.held_sizes: dict[int, Sequence[HeldSize]] = {}
+        """What the module of each rank has, trained or not, by rank."""
+        self.costs = Costs()
+        """What is declared of the ranks' costs; alike for all of them."""
         self.hook_traces: dict[int, HookTrace] = {}
+        self._held_by_form: dict[int, Mapping[str, int]] = {}
+        """What ranks are to hold by a form of their target's own, by rank."""
         self._peaks: dict[int, Sequence[_Watch]] = {}
         """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
@@ -219,27 +228,45 @@ class Judge:
         rank: int,
         sizes: Sequence[ParamSize],
         *,
+        held: Sequence[HeldSize] = (),
+        costs: Costs,
         hook_trace: HookTrace | None = None,
         peaks: PeakWatch | GradPeakWatch | None = None,
         staging: StagingWatch | None = None,
         checkpoints: CheckpointWatch | None = None,
     ) -> None:
-        """Hold a rank to the closed forms of its stage.
+        """Hold a rank to what is declared of its costs, from the next step on.
 
         Args:
             rank: The rank, within the group.
             sizes: What it trains, as it was before its engine had it.
+            held: What its module has, likewise.
+            costs: What the target declares.
             hook_trace: What it will do between its calls; left out where that is not looked at.
             peaks: What it will hold within `weighed_step`; left out likewise.
             staging: What its optimizer will be given in that; left out likewise.
             checkpoints: What it will keep of activations in that; left out likewise.
         """
-        self.sizes[rank] = sizes
+        self.sizes[rank], self.held_sizes[rank], self.costs = sizes, held, costs
+        if costs.held is not None and costs.held != "textbook":
+            # Code of the target's own: asked here, where what it raises is not the judge's.
+            elems = {size.name: size.elems for size in sizes}
+            case = CostCase(scenario=self.scenario, rank=rank, elems=elems)
+            self._held_by_form[rank] = form_of(costs.held, case, name="held", kind=Mapping)
         watches = (peaks, staging, checkpoints)
         self._peaks[rank] = [each for each in watches if each is not None]
         if hook_trace is not None:
             self.hook_traces[rank] = hook_trace
         self._calls_seen[rank] = self._call_count()
+
+    def note_uncosted(self, names: Iterable[str]) -> None:
+        """Note what of the ranks' costs is held to nothing."""
+        self._group.unobserved.update(names)
+
+    @property
+    def places(self) -> Mapping[int, Sequence[Place]]:
+        """What each rank tells that it owns, by rank."""
+        return self._ownership.places
 
     @property
     def param_names(self) -> frozenset[str]:
@@ -258,7 +285,8 @@ class Judge:
             self._call_starts[rank, step] = self._calls_made()
             # Params of the step before may be looked at in this one.
             self._call_starts.pop((rank, step - 2), None)
-        self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
+        with self._looking(rank):
+            self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
     def observe(
         self,
@@ -279,6 +307,18 @@ class Judge:
         """
         if self._bad_step is not None and step > self._bad_step:
             return
+        with self._looking(rank):
+            self._observe(rank, step, losses, result, engine)
+        self._close_window(rank, step)
+
+    def _observe(
+        self,
+        rank: int,
+        step: int,
+        losses: Sequence[Tensor],
+        result: StepResult,
+        engine: CompletedEngine,
+    ) -> None:
         if self._comparison.follows(step):
             self._comparison.note_told(result.norm)
             self._note_silence(rank, step, engine)
@@ -286,14 +326,22 @@ class Judge:
             if self._comparison.uncertified_step is None:
                 self._report(step, self._compare_result(rank, step, result, expected))
                 self._report(step, self._compare(rank, step, losses, engine, expected))
-                if rank in self.sizes and step == self.weighed_step:
+                if self.costs.held is not None and step == self.weighed_step:
                     self._report(step, self._compare_memory(rank, step, engine))
             else:
                 # Whether it was skipped is not owed either: an overflow may depend on the order.
                 self._skipped[step] = bool(result.skipped)
         else:
             self._skipped.setdefault(step, bool(result.skipped))
-        self._close_window(rank, step)
+
+    @contextmanager
+    def _looking(self, rank: int) -> Iterator[None]:
+        """A block in which what a rank calls is for the judge alone."""
+        start = self._call_count()
+        yield
+        stop = self._call_count()
+        if stop > start:
+            self._looked.setdefault(rank, []).append((start, stop))
 
     def _note_silence(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Note before the reference's first step whether gradients are told, which explain it."""
@@ -481,10 +529,8 @@ class Judge:
             yield Known(what=what, values=loss)
 
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
-        looked = self._call_count()
-        params, held = engine.params(), self._ownership.held[rank]
-        if self._call_count() > looked:
-            self._looked.setdefault(rank, []).append((looked, self._call_count()))
+        with self._looking(rank):
+            params, held = engine.params(), self._ownership.held[rank]
         expected, differs = self._comparison.scales(step), self._group.comparer.differs
         scales = engine.scales([name for name in expected if name in held])
         for name, scale in scales.items():
@@ -513,6 +559,10 @@ class Judge:
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_memory(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
+        if rank in self._held_by_form:
+            own = self._held_by_form[rank]
+            yield from check_memory(engine.held_bytes(), own, step=step, rank=rank)
+            return
         owed = bytes_held(
             self.sizes[rank],
             scenario=self.scenario,

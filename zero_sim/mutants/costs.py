@@ -35,6 +35,20 @@ def gradients_kept(patch: Patches) -> None:
         self.__dict__["_kept"] = kept
 
 
+@mutant("V15", "VOLUME", "MX", seen_in="class VOLUME", kill="volume", core=True)
+def gathered_in_fp32(patch: Patches) -> None:
+    """Params are gathered in fp32 and cast back: as many elements, more bytes."""
+
+    @patch(units, "all_gather")
+    def wrong(right, output, shard, *, group, async_op=False):
+        if not output.dtype.is_floating_point or output.dtype is torch.float32:
+            return right(output, shard, group=group, async_op=async_op)
+        wide = torch.empty(output.shape, dtype=torch.float32, device=output.device)
+        right(wide, shard.float(), group=group)
+        output.copy_(wide)
+        return None
+
+
 @mutant("M115", "VOLUME", "B2", seen_in="DeepSpeed#7371", kill="overlap")
 def reductions_serialised(patch: Patches) -> None:
     """Each reduction is waited for right after it is issued."""

@@ -20,6 +20,7 @@ from zero_sim.cost.checkpoints import CheckpointWatch, checkpoint_bytes
 from zero_sim.cost.forms import ParamSize, sizes_of
 from zero_sim.cost.grad_peaks import GradPeakWatch, watch_grad_peaks
 from zero_sim.cost.hook_trace import Clock, HookTrace, record_hooks
+from zero_sim.cost.messages import HeldSize, held_sizes_of
 from zero_sim.cost.peaks import PeakWatch, watch_peaks
 from zero_sim.cost.staging import StagingWatch, staged_bytes
 from zero_sim.errors import ProtocolError, UsageError
@@ -34,8 +35,16 @@ from zero_sim.scenario.joining import own_micro_batches
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CheckpointedEngine, CompletedEngine, PeakEngine, Target, complete
+from zero_sim.targets import (
+    CheckpointedEngine,
+    CompletedEngine,
+    CostedEngine,
+    PeakEngine,
+    Target,
+    complete,
+)
 from zero_sim.targets.answers import model_of
+from zero_sim.targets.costs import Costs, costs_of
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
 
@@ -157,15 +166,16 @@ def build_program(
             engine.settle()
             with harness_time(pause_clock):
                 context.judge.observe_load(group.rank(), engine)
-        if engine.costed is not None:
-            context.judge.hold_to_costs(
-                group.rank(),
-                built.sizes,
-                hook_trace=built.hook_trace,
-                peaks=built.peaks,
-                staging=built.staging,
-                checkpoints=built.checkpoints,
-            )
+        context.judge.hold_to_costs(
+            group.rank(),
+            built.sizes,
+            held=built.held_sizes,
+            costs=built.costs,
+            hook_trace=built.hook_trace,
+            peaks=built.peaks,
+            staging=built.staging,
+            checkpoints=built.checkpoints,
+        )
         _train(
             segment,
             context,
@@ -188,6 +198,10 @@ class _Built:
     """Of the params of the bare model."""
     sizes: tuple[ParamSize, ...]
     """What it trains."""
+    held_sizes: tuple[HeldSize, ...]
+    """What its module has, trained or not."""
+    costs: Costs
+    """What is declared of what it costs."""
     hook_trace: HookTrace | None
     """What it does between its calls, where it is held to costs and overlaps anything."""
     note: ModuleNote
@@ -221,12 +235,14 @@ def _build(
         )
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
-        sizes = sizes_of(module)
+        sizes, held_sizes = sizes_of(module), held_sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         model = model_of(module, known=context.judge.param_names)
         note = note_module(module)
+    system = target.build(module, scenario=scenario, group=group)
+    costs = costs_of(target, scenario, engine=system)
     engine = complete(
-        target.build(module, scenario=scenario, group=group),
+        system,
         model=model,
         asking=lambda: engine_time(pause_clock),
     )
@@ -237,7 +253,7 @@ def _build(
         hooks = hooks_of(module)
     hook_trace = None
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
-    if clock is not None and overlaps and engine.costed is not None:
+    if clock is not None and overlaps and costs.in_flight == "textbook":
         with harness_time(pause_clock):
             hook_trace = record_hooks(module, names=names, clock=clock)
     peaks: PeakWatch | GradPeakWatch | None = None
@@ -246,14 +262,15 @@ def _build(
         watch = watch_grad_peaks
     elif scenario.system.stage >= 2:
         watch = partial(watch_peaks, module)
-    if watch is not None and isinstance(engine.costed, PeakEngine):
+    costed = engine.costed if costs.held == "textbook" else None
+    if watch is not None and isinstance(costed, PeakEngine):
         with harness_time(pause_clock):
             peaks = watch(
                 names=names,
                 sizes=sizes,
                 scenario=scenario,
                 rank=group.rank(),
-                look=engine.costed.whole_bytes,
+                look=costed.whole_bytes,
             )
     with harness_time(pause_clock):
         own_hooks = hooks_of(module) - hooks
@@ -261,27 +278,28 @@ def _build(
         engine=engine,
         names=frozenset(names.values()),
         sizes=sizes,
+        held_sizes=held_sizes,
+        costs=costs,
         hook_trace=hook_trace,
         note=note,
         own_hooks=own_hooks,
         peaks=peaks,
-        staging=_watch_staging(sizes, scenario=scenario, engine=engine, rank=group.rank()),
-        checkpoints=_watch_checkpoints(scenario, engine=engine, rank=group.rank()),
+        staging=_watch_staging(sizes, scenario=scenario, costed=costed, rank=group.rank()),
+        checkpoints=_watch_checkpoints(scenario, costed=costed, rank=group.rank()),
     )
 
 
 def _watch_staging(
-    sizes: Sequence[ParamSize], *, scenario: Scenario, engine: CompletedEngine, rank: int
+    sizes: Sequence[ParamSize], *, scenario: Scenario, costed: CostedEngine | None, rank: int
 ) -> StagingWatch | None:
-    if scenario.system.step_buffer_elems is None or engine.costed is None:
+    if scenario.system.step_buffer_elems is None or costed is None:
         return None
     return StagingWatch(owed=staged_bytes(sizes, scenario=scenario, rank=rank), rank=rank)
 
 
 def _watch_checkpoints(
-    scenario: Scenario, *, engine: CompletedEngine, rank: int
+    scenario: Scenario, *, costed: CostedEngine | None, rank: int
 ) -> CheckpointWatch | None:
-    costed = engine.costed
     if scenario.system.checkpoints == "none" or not isinstance(costed, CheckpointedEngine):
         return None
     owed = checkpoint_bytes(scenario, rank=rank)

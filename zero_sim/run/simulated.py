@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from zero_sim.backends import WorldPool
 from zero_sim.cost.overlap import check_overlap
+from zero_sim.cost.relations import check_relations, why_unrelated
+from zero_sim.cost.told import (
+    Called,
+    check_bytes,
+    check_in_flight,
+    check_told_calls,
+    told_calls,
+)
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
 from zero_sim.host.device import use_in_thread
@@ -33,7 +41,7 @@ from zero_sim.sim import (
     Replay,
     WorldFailure,
 )
-from zero_sim.targets import Target, find_target
+from zero_sim.targets import Target, capabilities_of, find_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,30 +141,69 @@ class _AllRanks:
         # After a wrong number the calls are that number's doing, and a planned fault is no call.
         if not trial.is_wrong() and not segment.scenario.faults:
             for context in contexts:
-                trial.found.extend(_check_costs(context, world.log))
+                trial.found.extend(_check_costs(context, world.log, target=target))
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """As `Ranks` says; there is no other process."""
         return is_wrong_here
 
 
-def _check_costs(context: GroupContext, log: EventLog) -> Iterator[Finding]:
+def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Iterator[Finding]:
+    """Check what a group cost against what is declared, and against what any system satisfies."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
     if len(judge.sizes) < len(judge.world_ranks):
         return
-    volume = list(
-        check_volume(log.collectives, judge.windows, sizes=judge.sizes, scenario=scenario)
-    )
-    yield from volume
+    costs = judge.costs
+    judge.note_uncosted(costs.undeclared())
+    if why := why_unrelated(judge.scenario):
+        judge.note_uncosted([f"relations of calls, with {why}"])
+    volume = next(_check_volume(context, log, target=target), None)
+    if volume is not None:
+        yield volume
     # Calls that are too many or too few are not on time either.
-    if not volume:
-        yield from check_overlap(
-            log,
-            judge.hook_traces,
-            world_ranks=judge.world_ranks,
-            sizes=judge.sizes,
-            scenario=scenario,
+    if volume is not None or costs.in_flight is None:
+        return
+    if costs.in_flight != "textbook":
+        called = Called(log=log, windows=judge.windows, sizes=judge.sizes, scenario=judge.scenario)
+        yield from check_in_flight(called, costs.in_flight)
+        return
+    yield from check_overlap(
+        log,
+        judge.hook_traces,
+        world_ranks=judge.world_ranks,
+        sizes=judge.sizes,
+        scenario=scenario,
+    )
+
+
+def _check_volume(context: GroupContext, log: EventLog, *, target: Target) -> Iterator[Finding]:
+    """What is wrong with a group's calls, by what is declared first."""
+    judge, scenario = context.judge, context.dp_cp_group.scenario
+    costs = judge.costs
+    called = Called(log=log, windows=judge.windows, sizes=judge.sizes, scenario=judge.scenario)
+    if costs.calls == "textbook":
+        yield from check_volume(
+            log.collectives, judge.windows, sizes=judge.sizes, scenario=scenario
         )
+    elif costs.calls == "told-buckets":
+        places = judge.places
+        if told_calls(places):
+            follows = capabilities_of(target).follows
+            has = "system.bucket_elems" in follows
+            yield from check_told_calls(called, places, has_bucket_elems=has)
+        else:
+            judge.note_uncosted(["calls of told buckets"])
+    if costs.volume == "textbook":
+        yield from check_bytes(replace(called, scenario=scenario), None)
+    elif costs.volume is not None:
+        yield from check_bytes(called, costs.volume)
+    yield from check_relations(
+        log.collectives,
+        judge.windows,
+        held=judge.held_sizes,
+        scenario=judge.scenario,
+        costs=costs,
+    )
 
 
 def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:

@@ -2,6 +2,7 @@
 
 from zero_sim.scenario.own_options import with_options
 from zero_sim.targets.adapt import CompletedEngine, complete
+from zero_sim.targets.costs import TEXTBOOK, CostCase, Costs, costs_of
 from zero_sim.targets.declared import (
     ADAMW_SETTINGS,
     EVERYTHING,
@@ -50,10 +51,13 @@ __all__ = [
     "EVERYTHING",
     "OPTIMIZER_SETTINGS",
     "PLAIN_MODELS",
+    "TEXTBOOK",
     "Capabilities",
     "CheckpointedEngine",
     "CompletedEngine",
+    "CostCase",
     "CostedEngine",
+    "Costs",
     "Engine",
     "FullEngine",
     "LearningRates",
@@ -73,6 +77,7 @@ __all__ = [
     "chosen_options",
     "class_of",
     "complete",
+    "costs_of",
     "find_target",
     "group_index",
     "import_target",

@@ -27,6 +27,7 @@ from zero_sim.scenario.spec import (
     SystemSpec,
     TopologySpec,
 )
+from zero_sim.targets.costs import TEXTBOOK
 from zero_sim.targets.held import held_bytes, memory_of, whole_bytes
 from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import class_of, group_index, own_settings, settings_of
@@ -440,6 +441,7 @@ class ZeroSimTarget:
 
     name = "zero_sim"
     capabilities = None
+    costs = TEXTBOOK
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:
         """Wrap the module for training on this rank."""

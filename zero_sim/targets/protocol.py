@@ -238,13 +238,14 @@ class FullEngine(Engine, Protocol):
 
 @runtime_checkable
 class CostedEngine(Protocol):
-    """An engine that costs what the textbook says.
+    """An engine that tells what it holds, for `Costs.held` of its target.
 
-    Who has these methods declares that the closed forms of its stage hold for its collectives and
-    its memory, and is held to them. In a case that overlaps, that also says when: buckets are
-    reduced one after the other, that of the first registered param last, each before the next
-    gradient arrives and without a wait before the last one has; gathers are issued by the time a
-    step comes back, and each is waited for when a module begins that reads of its bucket.
+    Of a target that declares no `costs`, who has this method declares that the closed forms of its
+    stage hold for its collectives and its memory, and is held to them. In a case that overlaps,
+    that also says when: buckets are reduced one after the other, that of the first registered param
+    last, each before the next gradient arrives and without a wait before the last one has; gathers
+    are issued by the time a step comes back, and each is waited for when a module begins that reads
+    of its bucket.
     """
 
     def held_bytes(self) -> Mapping[str, int]:

@@ -1,0 +1,149 @@
+"""Each part of a target's costs is declared by itself, and holds it by itself."""
+
+import pytest
+
+from zero_sim.backends import WorldPool
+from zero_sim.errors import UsageError
+from zero_sim.mutants import find_mutants
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.targets import Costs
+from zero_sim.targets.own import ZeroSimTarget
+
+PLAIN = SystemSpec(bucket_elems=1000)
+
+
+class Target(ZeroSimTarget):
+    def __init__(self, **costs):
+        self.costs = Costs(**costs)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool() as worlds:
+        yield worlds
+
+
+def judged(pool, target, mutant=None, system=PLAIN, **parts):
+    fields = {
+        "schema": 1, "name": "case", "model": ModelSpec(name="mlp", hidden=32, dtype="bf16"),
+        "world": WorldSpec(size=2), "system": system, "run": RunSpec(steps=2),
+    }  # fmt: skip
+    scenario = Scenario(**(fields | parts))
+    if mutant is None:
+        return run_case(scenario, pool=pool, target=target)
+    (found,) = find_mutants([mutant])
+    with found.apply() as patches:
+        result = run_case(scenario, pool=pool, target=target)
+    assert patches.armed
+    return result
+
+
+def only(result):
+    (finding,) = result.findings
+    return finding
+
+
+ALONE = [
+    ({"volume": "textbook"}, "V15", "invariant.volume"),
+    ({"calls": "textbook"}, "M111", "invariant.volume"),
+    ({"calls": "told-buckets"}, "M111", "invariant.volume"),
+    ({"held": "textbook"}, "V02", "invariant.memory"),
+    ({"in_flight": "textbook"}, "M115", "invariant.overlap"),
+]
+
+
+@pytest.mark.parametrize(("costs", "mutant", "check"), ALONE)
+def test_each_part_finds_what_it_speaks_of(pool, costs, mutant, check):
+    system = SystemSpec(bucket_elems=1000, overlap_grads=mutant == "M115")
+    assert judged(pool, Target(**costs), system=system).verdict == "pass"
+    assert only(judged(pool, Target(**costs), mutant, system=system)).check == check
+
+
+@pytest.mark.parametrize(("costs", "mutant"), [
+    ({"volume": "textbook", "calls": "textbook", "in_flight": "textbook"}, "V02"),
+    ({"volume": "textbook", "calls": "textbook", "held": "textbook"}, "M115"),
+    ({"held": "textbook", "volume": "textbook"}, "V07"),
+])  # fmt: skip
+def test_what_is_not_declared_is_not_held(pool, costs, mutant):
+    system = SystemSpec(bucket_elems=1000, overlap_grads=mutant == "M115")
+    assert judged(pool, Target(**costs), mutant, system=system).verdict == "pass"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_our_own_buckets_are_those_that_it_tells(pool, stage, size):
+    system = SystemSpec(stage=stage, bucket_elems=1000)
+    result = judged(
+        pool, Target(calls="told-buckets"), system=system, world=WorldSpec(size=size),
+        run=RunSpec(steps=2, micro_batches=2),
+    )  # fmt: skip
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+def test_a_told_bucket_that_is_reduced_whole_is_told_from_one_that_is_scattered(pool):
+    said = only(judged(pool, Target(calls="told-buckets"), "M111")).message
+    assert "1 x all_reduce of" in said
+    assert "1 x reduce_scatter of" in said
+
+
+def test_bucket_sizes_that_are_ignored_are_found(pool):
+    class Follows(Target):
+        from zero_sim.targets import EVERYTHING as capabilities
+
+    many = SystemSpec(bucket_elems=100_000)
+    assert judged(pool, Follows(calls="told-buckets"), system=many).verdict == "pass"
+    said = only(judged(pool, Follows(calls="told-buckets"), "V05", system=many)).message
+    assert "parts tell" in said
+    assert "with bucket_elems = 100000" in said
+
+
+def volume(case):
+    padded = sum(case.elems.values())
+    # Scattered whole in bf16, and a half of it gathered; the norm is three numbers.
+    return {"bfloat16": 2 * padded + padded}
+
+
+def test_a_form_of_the_target_s_own_counts_bytes(pool):
+    system = SystemSpec()
+    model = ModelSpec(name="params", shapes=((40, 100),), dtype="bf16")
+    assert judged(pool, Target(volume=volume), system=system, model=model).verdict == "pass"
+    said = only(judged(pool, Target(volume=volume), "V03", system=system, model=model)).message
+    assert "16000 of bfloat16 in place of 12000" in said
+
+
+def held(case):
+    return {"masters": 4 * sum(case.elems.values()) // case.scenario.world.size}
+
+
+def test_a_form_of_the_target_s_own_holds_what_it_names(pool):
+    model = ModelSpec(name="params", shapes=((40, 100),), dtype="bf16")
+    assert judged(pool, Target(held=held), model=model).verdict == "pass"
+    less = Target(held=lambda case: {"masters": 4})
+    said = only(judged(pool, less, model=model)).message
+    assert "holds 8000 bytes of masters after the step, expected 4" in said
+
+
+def test_what_is_in_flight_at_a_time_has_a_most(pool):
+    system = SystemSpec(bucket_elems=1000, overlap_grads=True)
+    largest = Target(in_flight=lambda case: 100_000)
+    assert judged(pool, largest, system=system).verdict == "pass"
+    least = Target(in_flight=lambda case: 10)
+    found = only(judged(pool, least, system=system))
+    assert found.check == "invariant.overlap"
+    assert "bytes in flight when it issues" in found.message
+
+
+def test_a_wrong_declaration_is_refused():
+    with pytest.raises(UsageError, match=r"Costs.calls to be 'textbook' or 'told-buckets'"):
+        Costs(calls="all")
+    with pytest.raises(UsageError, match=r"Costs.gathers to be an integer at least 0"):
+        Costs(gathers=-1)
+
+
+def test_a_form_that_gives_something_else_is_an_error_of_the_target(pool):
+    for name in ("volume", "held"):
+        result = judged(pool, Target(**{name: lambda case: {"float32": "much"}}))
+        assert result.verdict == "error"
+        said = f"expected Costs.{name} to give a mapping of names to integers"
+        assert said in result.error

@@ -1,0 +1,234 @@
+"""Costs in parts: what a target declares of its calls, their bytes and what is in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from zero_sim.cost.calls import planned_calls
+from zero_sim.cost.forms import ParamSize
+from zero_sim.cost.messages import control_elems, messages_of
+from zero_sim.cost.volume import StepWindow
+from zero_sim.findings.records import Finding
+from zero_sim.scenario.checks import Check
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.costs import CostCase, form_of
+from zero_sim.targets.protocol import Place
+
+if TYPE_CHECKING:
+    from zero_sim.sim import CollectiveRecord, EventLog
+    from zero_sim.targets.costs import AtMost, ByName
+
+_CONTROL_PURPOSES = ("norm", "tokens", "scales")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Called:
+    """What one dp-cp group called in the steps of a world."""
+
+    log: EventLog
+    windows: Sequence[StepWindow]
+    """Where its steps lie."""
+    sizes: Mapping[int, Sequence[ParamSize]]
+    """What each of its ranks trains, by rank."""
+    scenario: Scenario
+    """The case as that group sees it."""
+
+    def case(self, rank: int, *, skipped: bool = False) -> CostCase:
+        """What a closed form of a target's own is given."""
+        elems = {size.name: size.elems for size in self.sizes[rank]}
+        return CostCase(scenario=self.scenario, rank=rank, elems=elems, skipped=skipped)
+
+
+def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
+    """Check the bytes that ranks contribute in a step, by dtype.
+
+    Args:
+        called: What was called.
+        form: The target's own; None for the textbook's.
+    """
+    for window in called.windows:
+        sizes = called.sizes[window.rank]
+        owed = (
+            _textbook_bytes(called, window)
+            if form is None
+            else form_of(
+                form,
+                called.case(window.rank, skipped=window.skipped),
+                name="volume",
+                kind=Mapping,
+            )
+        )
+        made, control = Counter[str](), Counter[str]()
+        most = control_elems(sizes)
+        for record in window.records(called.log.collectives):
+            made[record.dtype] += record.bytes
+            if max(record.elems, record.output_elems) <= most:
+                control[record.dtype] += record.bytes
+        wrong = [
+            f"{made[dtype]} of {dtype} in place of {owed.get(dtype, 0)}"
+            for dtype in sorted(made.keys() | owed.keys())
+            if not 0 <= made[dtype] - owed.get(dtype, 0) <= control[dtype]
+        ]
+        if wrong:
+            yield _finding(
+                window,
+                "the bytes of this rank's calls of the step are not those of the closed form: "
+                + ", ".join(wrong),
+            )
+            return
+
+
+def _textbook_bytes(called: Called, window: StepWindow) -> Mapping[str, int]:
+    owed = Counter[str]()
+    planned = planned_calls(
+        called.sizes[window.rank],
+        scenario=called.scenario,
+        rank=window.rank,
+        skipped=window.skipped,
+    )
+    for call, count in planned.items():
+        if call.purpose not in _CONTROL_PURPOSES:
+            owed[call.dtype] += call.bytes * count
+    return owed
+
+
+def check_told_calls(
+    called: Called, places: Mapping[int, Sequence[Place]], *, has_bucket_elems: bool
+) -> Iterator[Finding]:
+    """Check that what is reduced are the buckets that parts tell, each once for each sum.
+
+    Args:
+        called: What was called.
+        places: What each rank tells, by rank.
+        has_bucket_elems: Whether the target follows `system.bucket_elems`.
+    """
+    told = told_calls(places)
+    scenario = called.scenario
+    rounds = 1 if scenario.system.sync == "last" else scenario.run.micro_batches
+    owed = Counter({call: count * rounds for call, count in told.items()})
+    for window in called.windows:
+        sizes = called.sizes[window.rank]
+        control = control_elems(sizes)
+        made = Counter(
+            (record.kind, record.elems)
+            for record in messages_of(window, called.log.collectives, control=control).reduced
+            if _is_within_block(record, scenario)
+        )
+        wanted = Counter({call: count for call, count in owed.items() if call[1] > control})
+        if made != wanted:
+            yield _finding(
+                window,
+                "what this rank reduces in the step are not the buckets that the parts tell: "
+                + _difference(made, wanted),
+            )
+            return
+    if has_bucket_elems and scenario.system.bucket_elems is not None and called.windows:
+        yield from _check_sizes(called, told)
+
+
+def told_calls(places: Mapping[int, Sequence[Place]]) -> Counter[tuple[str, int]]:
+    """Kind and elements of the calls that reduce each told bucket once; empty where none is told.
+
+    Args:
+        places: What each rank tells, by rank.
+    """
+    calls = {
+        (
+            place.buffer,
+            place.reduced_by,
+            place.call_elems if place.joined_elems is None else place.joined_elems,
+            place.flat_start
+            - (place.call_offset if place.joined_offset is None else place.joined_offset),
+        )
+        for told in places.values()
+        for place in told
+        if place.reduced_by and place.call_elems and place.flat_start is not None
+        if place.call_offset is not None
+    }
+    return Counter((str(kind), elems) for _, kind, elems, _ in calls if elems)
+
+
+def _is_within_block(record: CollectiveRecord, scenario: Scenario) -> bool:
+    """Whether a sum is over the ranks that shard a bucket, and none over copies of the shards."""
+    return len(record.group_ranks) == scenario.world.size // scenario.system.redundancy
+
+
+def _check_sizes(called: Called, told: Counter[tuple[str, int]]) -> Iterator[Finding]:
+    """Check that told buckets are near their declared size.
+
+    None reaches further beyond it than one param, and two neighbours are never less between them.
+    """
+    window, asked = called.windows[0], called.scenario.system.bucket_elems
+    assert asked is not None
+    sizes = called.sizes[window.rank]
+    longest = max((size.elems for size in sizes), default=0)
+    payload = sum(size.elems for size in sizes)
+    # One more for each dtype, and kind of params, that share no bucket.
+    most = 2 * payload // asked + len({(size.dtype, size.kind) for size in sizes})
+    if told.total() > most:
+        yield _finding(
+            window,
+            f"parts tell {told.total()} buckets of {payload} elements, expected at most {most} "
+            f"with bucket_elems = {asked}",
+        )
+    largest = max((elems for _, elems in told), default=0)
+    align = called.scenario.system.align_elems * called.scenario.world.size
+    if payload > largest > asked + longest + max(align, 128 * called.scenario.world.size):
+        yield _finding(
+            window,
+            f"parts tell a bucket of {largest} elements, expected at most {asked} by bucket_elems "
+            f"and a param of {longest}",
+        )
+
+
+def _finding(window: StepWindow, message: str) -> Finding:
+    return Finding(
+        check=Check.INVARIANT_VOLUME,
+        step=window.step,
+        rank=window.world_rank,
+        message=message,
+    )
+
+
+def _difference(made: Counter[tuple[str, int]], owed: Counter[tuple[str, int]]) -> str:
+    def listed(calls: Counter[tuple[str, int]]) -> str:
+        return ", ".join(
+            f"{count} x {kind} of {elems} elements"
+            for (kind, elems), count in sorted(calls.items())
+        )
+
+    parts = [f"{listed(made - owed)} too many"] if made - owed else []
+    parts += [f"{listed(owed - made)} missing"] if owed - made else []
+    return "; ".join(parts)
+
+
+def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:
+    """Check how many bytes a rank has issued and not waited for, at any moment of a step.
+
+    Args:
+        called: What was called.
+        most: The target's own form of the most that may be.
+    """
+    records = called.log.collectives
+    for window in called.windows:
+        case = called.case(window.rank, skipped=window.skipped)
+        allowed = form_of(most, case, name="in_flight", kind=int)
+        in_flight: dict[int, int] = {}
+        for moment in called.log.moments:
+            if moment.rank != window.world_rank or not window.start <= moment.record < window.stop:
+                continue
+            if moment.what == "issue":
+                in_flight[moment.record] = records[moment.record].bytes
+            elif moment.what == "land":
+                in_flight.pop(moment.record, None)
+            if sum(in_flight.values()) > allowed:
+                found = _finding(
+                    window,
+                    f"this rank has {sum(in_flight.values())} bytes in flight when it issues "
+                    f"{records[moment.record].text}, expected at most {allowed} by its closed form",
+                )
+                yield replace(found, check=Check.INVARIANT_OVERLAP)
+                return
