@@ -166,16 +166,7 @@ def build_program(
             engine.settle()
             with harness_time(pause_clock):
                 context.judge.observe_load(group.rank(), engine)
-        context.judge.hold_to_costs(
-            group.rank(),
-            built.sizes,
-            held=built.held_sizes,
-            costs=built.costs,
-            hook_trace=built.hook_trace,
-            peaks=built.peaks,
-            staging=built.staging,
-            checkpoints=built.checkpoints,
-        )
+        _hold_to_costs(context.judge, built, rank=group.rank())
         _train(
             segment,
             context,
@@ -187,6 +178,19 @@ def build_program(
         )
 
     return program
+
+
+def _hold_to_costs(judge: Judge, built: _Built, *, rank: int) -> None:
+    judge.hold_to_costs(
+        rank,
+        built.sizes,
+        held=built.held_sizes,
+        costs=built.costs,
+        hook_trace=built.hook_trace,
+        peaks=built.peaks,
+        staging=built.staging,
+        checkpoints=built.checkpoints,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
