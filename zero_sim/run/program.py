@@ -245,11 +245,7 @@ def _build(
         note = note_module(module)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
-    engine = complete(
-        system,
-        model=model,
-        asking=lambda: engine_time(pause_clock),
-    )
+    engine = complete(system, model=model, asking=lambda: engine_time(pause_clock))
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
