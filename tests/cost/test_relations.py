@@ -213,6 +213,20 @@ def test_our_own_system_satisfies_them_at_all_stages(pool, stage, parts, size):
 
 
 @pytest.mark.parametrize(
+    "system",
+    [SystemSpec(sum_by="first-rank", grad_dtype="fp32", align_elems=64), SystemSpec(align_elems=2, align_bytes=127)],
+    ids=["sums of fp32 that the first rank sends back", "alignment beyond the usual"],
+)  # fmt: skip
+def test_what_a_case_asks_for_is_no_finding(pool, system):
+    scenario = Scenario(
+        schema=1, model=ModelSpec(name="params", shapes=((1,),), dtype="bf16"),
+        world=WorldSpec(size=2), system=system,
+    )  # fmt: skip
+    result = run_case(scenario, pool=pool, target=Relaxed())
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+@pytest.mark.parametrize(
     ("name", "stages"),
     [("torch-ddp", (0,)), ("torch-fsdp1", (0, 2, 3)), ("torch-fsdp2", (1,)),
      ("torch-zero-redundancy", (1,))],

@@ -4,10 +4,11 @@
 In a step each element is summed over the ranks once, or once a micro-batch where the rules say so,
 and once more over copies of the shards; and it is gathered at most twice a micro-batch, for forward
 and for backward, and once after the update; with stage 0 never, but for a sum that is made of a
-scatter and a gather. Gathers carry working params, in a dtype no wider than theirs. What a system
-adds of its own is padding: each param up to whole rows for every rank, or to
-`Costs.align_elems`, and each bucket, of which there are no more than params, up to that for each
-rank. Control messages do not count (`zero_sim.cost.messages`).
+scatter and a gather. Gathers carry working params, in a dtype no wider than theirs; but for sums
+that one rank makes and sends back, which have the dtype of gradients. What a system adds of its own
+is padding: each param up to whole rows for every rank, or to `Costs.align_elems` or what the case
+asks to align to, and each bucket, of which there are no more than params, up to that for each rank.
+Control messages do not count (`zero_sim.cost.messages`).
 
 Nothing is said of a case in which other numbers travel by the same calls: activations of split
 layers, experts, what optimizers of whole matrices exchange, ranks that join without data, fp8.
@@ -15,6 +16,7 @@ layers, experts, what optimizers of whole matrices exchange, ranks that join wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,14 +75,16 @@ def check_relations(
         return
     sums, gathers = _sums(scenario), costs.gathers
     gathers = _gathers(scenario) if gathers is None else gathers
+    # An element has a byte at least.
+    asked = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)
+    align_elems = max(costs.align_elems, asked)
     for window in windows:
         sizes = held[window.rank]
-        most = _padded_elems(sizes, ranks=scenario.world.size, align_elems=costs.align_elems)
+        most = _padded_elems(sizes, ranks=scenario.world.size, align_elems=align_elems)
         made = messages_of(window, records, control=control_elems(sizes))
-        # Sums that all ranks get may be made of a scatter and a gather, where nothing is sharded.
         widest = max((size.elem_bytes for size in sizes), default=0)
         for record in made.gathered:
-            if record.elem_bytes > widest and scenario.system.stage:
+            if record.elem_bytes > widest and _gathers_params_alone(scenario):
                 yield _finding(
                     window,
                     f"{record.text} gathers {record.elem_bytes} bytes an element of params that "
@@ -109,6 +113,11 @@ def _finding(window: StepWindow, message: str) -> Finding:
         rank=window.world_rank,
         message=message,
     )
+
+
+def _gathers_params_alone(scenario: Scenario) -> bool:
+    """Whether no sums of gradients are gathered, as a scatter and a gather or by their owner."""
+    return scenario.system.stage > 0 and scenario.system.sum_by != "first-rank"
 
 
 def _sums(scenario: Scenario) -> int:
