@@ -17,6 +17,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.sim import World
+from zero_sim.targets import find_target
 from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
 from zero_sim.targets.torch.fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
@@ -28,6 +29,19 @@ NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp1", "torch-fsdp2"]
 @pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
 def test_it_equals_the_reference(name):
     conformance(name, cases=15)()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_told_as_they_were_before_an_update_that_writes_into_them(name):
+    """torch's foreach SGD adds Nesterov's momentum where gradients lie."""
+    stage = find_target(name).capabilities.stages[0]
+    scenario = Scenario(
+        schema=1, model=ModelSpec(name="params", shapes=((6,),)), world=WorldSpec(size=2),
+        system=SystemSpec(stage=stage), run=RunSpec(steps=2),
+        optimizer=OptimizerSpec(name="sgd", momentum=0.9, nesterov=True, foreach=True),
+    )  # fmt: skip
+    result = run_case(scenario, target=find_target(name))
+    assert (result.verdict, result.findings) == ("pass", ())
 
 
 def test_another_rule_of_division_shows():

@@ -38,7 +38,6 @@ class OSSEngine(DDPEngine):
         """Clip by norm as OSS does; the norm before, where one was taken."""
         if self._spec.clip_norm is None:
             return None
-        self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
         return self._sharded.clip_grad_norm(self._spec.clip_norm)
 
     def parts(self) -> Iterator[OwnedPart]:

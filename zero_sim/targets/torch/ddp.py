@@ -25,6 +25,7 @@ from zero_sim.targets.torch.optim import (
     OPTIMIZERS,
     LearningRates,
     class_of,
+    grads_to_tell,
     param_groups,
     settings_of,
 )
@@ -91,7 +92,7 @@ class DDPEngine:
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if that is asked for, and update the params."""
-        self._reduced = self._gradients()
+        self._reduced = grads_to_tell(self._spec, self._gradients())
         norm = self._clip()
         self._rates.scale(lr_factor)
         self._optimizer.step()
@@ -100,8 +101,6 @@ class DDPEngine:
     def _clip(self) -> Tensor | None:
         """Clip as it is asked for; the norm before, where one was taken."""
         spec, norm = self._spec, None
-        if spec.clip_norm is not None or spec.clip_value is not None:
-            self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
         if spec.clip_value is not None:
             nn.utils.clip_grad_value_(self._params.values(), spec.clip_value)
         if spec.clip_norm is not None:

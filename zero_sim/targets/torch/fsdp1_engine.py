@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.torch.ddp import flat_state, plain_optimizer
-from zero_sim.targets.torch.optim import LearningRates
+from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
 from zero_sim.targets.torch.wrapping import called_children
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class FSDP1Engine:
         self._optimizer = plain_optimizer(scenario.optimizer, self._params)
         self._rates = LearningRates(self._optimizer)
         self._unsynced = ExitStack()
-        self._clip_norm = scenario.optimizer.clip_norm
+        self._spec = scenario.optimizer
         self._reduced: dict[str, Tensor] = {}
 
     def _chosen(
@@ -87,11 +87,11 @@ class FSDP1Engine:
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if that is asked for, and update the shards."""
         grads = {name: param.grad for name, param in self._params.items()}
-        self._reduced = {name: grad for name, grad in grads.items() if grad is not None}
+        known = {name: grad for name, grad in grads.items() if grad is not None}
+        self._reduced = grads_to_tell(self._spec, known)
         norm = None
-        if self._clip_norm is not None:
-            self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
-            norm = self._fsdp.clip_grad_norm_(self._clip_norm)
+        if self._spec.clip_norm is not None:
+            norm = self._fsdp.clip_grad_norm_(self._spec.clip_norm)
         self._rates.scale(lr_factor)
         self._optimizer.step()
         return StepResult(norm=norm)

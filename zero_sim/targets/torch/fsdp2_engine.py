@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.torch.ddp import flat_state, plain_optimizer
-from zero_sim.targets.torch.optim import LearningRates
+from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
 from zero_sim.targets.torch.wrapping import called_children
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FSDP2Engine:
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if that is asked for, and update the shards."""
-        self._reduced = self._gradients()
+        self._reduced = grads_to_tell(self._spec, self._gradients())
         norm = self._clip()
         self._rates.scale(lr_factor)
         self._optimizer.step()
@@ -84,8 +84,6 @@ class FSDP2Engine:
     def _clip(self) -> Tensor | None:
         """Clip as it is asked for; the norm before, where one was taken."""
         spec, norm = self._spec, None
-        if spec.clip_norm is not None or spec.clip_value is not None:
-            self._reduced = {name: grad.clone() for name, grad in self._reduced.items()}
         if spec.clip_value is not None:
             for grad in self._gradients().values():
                 grad.clamp_(-spec.clip_value, spec.clip_value)

@@ -62,6 +62,23 @@ def _settings_known(name: OptimizerName) -> frozenset[str]:
     return frozenset(inspect.signature(_CLASSES[name].__init__).parameters)
 
 
+def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients as they are before clipping and the update, to be told after them.
+
+    They are copies where something is written into them: clipping does, and so does torch's
+    foreach form of SGD with Nesterov's momentum, which adds the momentum where they lie
+    (`torch/optim/sgd.py`, `_multi_tensor_sgd`).
+
+    Args:
+        spec: The optimizer.
+        grads: What the update is about to be given, by param.
+    """
+    clips = spec.clip_norm is not None or spec.clip_value is not None
+    if clips or (spec.foreach and spec.nesterov):
+        return {name: grad.clone() for name, grad in grads.items()}
+    return dict(grads)
+
+
 def group_index(spec: OptimizerSpec, name: str) -> int:
     """Which param group a param belongs to; the last one is for all that no group names."""
     matches = (i for i, group in enumerate(spec.groups) if name.endswith(group.match))
