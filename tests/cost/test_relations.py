@@ -214,7 +214,8 @@ def test_our_own_system_satisfies_them_at_all_stages(pool, stage, parts, size):
 
 @pytest.mark.parametrize(
     "system",
-    [SystemSpec(sum_by="first-rank", grad_dtype="fp32", align_elems=64), SystemSpec(align_elems=2, align_bytes=127)],
+    [SystemSpec(sum_by="first-rank", grad_dtype="fp32", align_elems=64),
+     SystemSpec(align_elems=2, align_bytes=127)],
     ids=["sums of fp32 that the first rank sends back", "alignment beyond the usual"],
 )  # fmt: skip
 def test_what_a_case_asks_for_is_no_finding(pool, system):
