@@ -27,8 +27,8 @@ def slow(monkeypatch):
     return go_on
 
 
-def start(path, run):
-    return save_async(path, ddp=run.ddp, optimizer=run.optimizer)
+def start(path, run, form="sharded"):
+    return save_async(path, ddp=run.ddp, optimizer=run.optimizer, form=form)
 
 
 class TestSaveAsync:
@@ -44,6 +44,21 @@ class TestSaveAsync:
             run.train(2)
             slow.set()
             handle.wait()
+            handle.wait()
+            return facts, kit.load(tmp_path / "c", kit.build()).facts()
+
+        results = run_ranks(RANKS, program)
+        kit.assert_same_runs([loaded for _, loaded in results], [facts for facts, _ in results])
+
+    @pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+    def test_every_form_has_what_there_was(self, run_ranks, kit, tmp_path, form):
+        """Whoever writes it, and when."""
+
+        def program(rank):
+            run = kit.build().train(2)
+            facts = run.facts()
+            handle = start(tmp_path / "c", run, form)
+            run.train(2)
             handle.wait()
             return facts, kit.load(tmp_path / "c", kit.build()).facts()
 

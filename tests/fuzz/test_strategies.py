@@ -207,6 +207,7 @@ FEATURES = {
     "schedule": lambda s: s.world.schedule != "round-robin",
     "frozen": lambda s: s.model.freeze,
     "weights only": lambda s: s.reload and s.reload.weights_only,
+    "saved while training goes on": lambda s: s.reload and s.reload.async_steps,
     "another stage after": lambda s: s.reload and s.reload.stage is not None,
     "another size after": lambda s: s.reload and s.reload.world_size != s.world.size,
 }

@@ -55,7 +55,10 @@ SOUND = [
 def test_what_the_stage_after_it_has_no_use_for_is_refused_with_what_it_uses(path):
     (problem,) = check_scenario(SET_AFTER[path])
     assert problem.path == path
-    assert "a reload to stage 0 uses step, form, weights_only, world_size" in problem.message
+    assert (
+        "a reload to stage 0 uses step, async_steps, form, weights_only, world_size"
+        in problem.message
+    )
 
 
 @pytest.mark.parametrize(

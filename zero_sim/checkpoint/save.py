@@ -88,8 +88,11 @@ class SaveHandle:
         self._files: list[FileRecord] = []
         self._error: Exception | None = None
         self._failure: CheckpointError | None = None
-        self._thread = Thread(target=self._write, args=(plan,), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._thread: Thread | None = None
+        if plan.form != "consolidated":
+            thread = Thread(target=self._write, args=(plan,), name="checkpoint", daemon=True)
+            self._thread = thread
+            thread.start()
 
     @property
     def waited(self) -> bool:
@@ -102,10 +105,12 @@ class SaveHandle:
         Raises:
             CheckpointError: On all ranks, if anything failed on one. A second call says the same.
         """
-        self._thread.join()
-        if self._plan is not None:
+        if self._thread is not None:
+            self._thread.join()
+        plan = self._plan
+        if plan is not None:
             try:
-                _finish(self._plan, self._tell)
+                _finish(plan, self._tell if self._thread is not None else lambda: _write(plan))
             except CheckpointError as failure:
                 self._failure = failure
             self._plan = None
@@ -120,7 +125,7 @@ class SaveHandle:
     def _write(self, plan: SavePlan) -> None:
         # In a thread of its own: no collectives here, the ranks agree in wait().
         try:
-            self._files = write_own_files(plan)
+            self._files = _write(plan)
         except Exception as error:  # noqa: BLE001  (raised by wait(), on all ranks)
             self._error = error
 
@@ -134,17 +139,25 @@ def save_async(
     *,
     ddp: DistributedDataParallel,
     optimizer: DistributedOptimizer,
+    form: Form = "sharded",
 ) -> SaveHandle:
-    """Save as `save` does with `form="sharded"`, while training goes on.
+    """Save as `save` does, while training goes on.
 
     Everything is copied to the CPU before this returns; a thread writes the copies. The checkpoint
     is there once every rank has called `wait` on what this returns, and not before.
+
+    Args:
+        path: As for `save`.
+        ddp: As for `save`.
+        optimizer: As for `save`.
+        form: As for `save`. Of `consolidated` the copies are gathered and written in `wait`: a
+            thread beside training cannot communicate.
 
     Raises:
         CheckpointError: On all ranks, if anything fails on one before the writing starts.
     """
     plan = agree_on_save(
-        path, ddp=ddp, optimizer=optimizer, form="sharded", copy=True, check_free=_check_free
+        path, ddp=ddp, optimizer=optimizer, form=form, copy=True, check_free=_check_free
     )
     handle = SaveHandle(plan)
     if plan.coordinator.rank == 0:

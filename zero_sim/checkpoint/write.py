@@ -111,13 +111,14 @@ class _Attempt:
 def _send_own(plan: SavePlan) -> None:
     """Send this rank's pieces in the order in which rank 0 wants them."""
     pieces, own = plan.pieces, plan.find_pieces(plan.coordinator.rank)
-    works = [
-        plan.coordinator.start_sending(pieces[where].tensors[entry.piece.tensor])
+    # Copies lie on the CPU, wherever the group expects tensors.
+    parts = [
+        pieces[where].tensors[entry.piece.tensor].to(plan.coordinator.device)
         for entry in sort_entries(_list_whole(plan.params))
         for where in own
         if where[0] == entry.piece.param
     ]
-    for work in works:
+    for work in [plan.coordinator.start_sending(part) for part in parts]:
         work.wait()
 
 

@@ -306,8 +306,10 @@ def _check_gathers(rank: _Rank) -> Iterator[Finding]:
     """Every step's gathers, up to the first forward of the next."""
     if not overlaps_params(rank.scenario.system):
         return
-    hook_trace = rank.hook_trace
+    hook_trace, after = rank.hook_trace, rank.scenario.reload
     for step, end in hook_trace.ends.items():
+        if after is not None and after.async_steps and step + 1 == after.step:
+            continue  # Gathers are waited for before a checkpoint is begun.
         begun = rank.issued_in(hook_trace.starts[step, 0], end)
         gathers = [call for call in begun if call.call[0] in _GATHERS]
         # What blocks own of each other's params has to be there before a gather can start.

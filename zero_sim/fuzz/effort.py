@@ -33,7 +33,7 @@ def effort_of(scenario: Scenario, *, sizes: Sequence[int]) -> int:
     if after is None:
         return _CASE + _WORLD_RANK * ranks + ranks * run.steps * _step_of_rank(scenario, sizes)
     others = after.world_size or ranks
-    rank_steps = ranks * after.step + others * (run.steps - after.step)
+    rank_steps = ranks * (after.step + after.async_steps) + others * (run.steps - after.step)
     reloading = _RELOAD + _RELOAD_PARAM * (ranks + others) * len(sizes)
     of_worlds = _CASE + _WORLD_RANK * (ranks + others)
     return of_worlds + reloading + rank_steps * _step_of_rank(scenario, sizes)

@@ -60,6 +60,7 @@ _PATHS = {
     "reduce buffers": "system.reduce_buffer_elems",
     "reload": "reload",
     "reverse": "system.param_order",
+    "saved async": "reload.async_steps",
     "shared": "topology.shared",
     "state over all": "system.state_over",
     "summed to all": "system.sum_by",

@@ -274,8 +274,12 @@ def reloads(
     over = others[system.state_over == "all"] if swarm.on("other state over", fits=cuts) else None
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
+    step = draw(st.integers(1, steps - 1) if not model.freeze else st.sampled_from(_late(steps)))
+    # One in three: each of them takes more steps.
+    goes_on = swarm.on("saved async") and draw(st.integers(0, 2)) == 2
     return ReloadSpec(
-        step=draw(st.integers(1, steps - 1) if not model.freeze else st.sampled_from(_late(steps))),
+        step=step,
+        async_steps=draw(st.integers(1, steps - step)) if goes_on else 0,
         form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
         weights_only=swarm.on("weights only"),
         world_size=ranks * parts,

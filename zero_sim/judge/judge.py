@@ -65,6 +65,7 @@ class Judge:
             stand; left out where there is no log.
         numerics: What the target declares; without it, gradients are told before the division.
         observed: The ranks, within the group, that this judge is shown; all where left out.
+        after_step: Called with every step that the reference has taken, before the next one.
 
     Judges of one world that share a norm have to be told of each other by `join_peers`.
     """
@@ -81,6 +82,7 @@ class Judge:
         calls_made: Callable[[], int] | None = None,
         numerics: Numerics | None = None,
         observed: Collection[int] | None = None,
+        after_step: Callable[[int], None] | None = None,
     ) -> None:
         self.scenario = scenario
         self.first_step = first_step
@@ -121,6 +123,7 @@ class Judge:
             reference=reference,
             order_seed=scenario.run.seed if order_seed is None else order_seed,
         )
+        self._after_step = after_step
         self._call_count = calls_made or int
         self._calls_seen: dict[int, int] = {}
         self._skipped: dict[int, bool] = {}
@@ -285,7 +288,7 @@ class Judge:
             self._call_starts[rank, step] = self._calls_made()
             # Params of the step before may be looked at in this one.
             self._call_starts.pop((rank, step - 2), None)
-        with self._looking(rank):
+        with self.aside(rank):
             self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
     def observe(
@@ -307,7 +310,7 @@ class Judge:
         """
         if self._bad_step is not None and step > self._bad_step:
             return
-        with self._looking(rank):
+        with self.aside(rank):
             self._observe(rank, step, losses, result, engine)
         self._close_window(rank, step)
 
@@ -335,8 +338,8 @@ class Judge:
             self._skipped.setdefault(step, bool(result.skipped))
 
     @contextmanager
-    def _looking(self, rank: int) -> Iterator[None]:
-        """A block in which what a rank calls is for the judge alone."""
+    def aside(self, rank: int) -> Iterator[None]:
+        """A block in which what a rank calls belongs to no step: for the judge, or a checkpoint."""
         start = self._call_count()
         yield
         stop = self._call_count()
@@ -456,6 +459,8 @@ class Judge:
         """Note a step that the reference has just done."""
         self._forget_shown(taken.step)
         self._taken_step = taken.step
+        if self._after_step is not None:
+            self._after_step(taken.step)
         self._skipped[taken.step] = taken.skipped
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         if taken.norm.isfinite():
@@ -529,7 +534,7 @@ class Judge:
             yield Known(what=what, values=loss)
 
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
-        with self._looking(rank):
+        with self.aside(rank):
             params, held = engine.params(), self._ownership.held[rank]
         expected, differs = self._comparison.scales(step), self._group.comparer.differs
         scales = engine.scales([name for name in expected if name in held])

@@ -7,6 +7,7 @@ from types import ModuleType
 
 from zero_sim.errors import UsageError
 from zero_sim.mutants import (
+    async_saves,
     buckets,
     checkpoints,
     costs,
@@ -43,6 +44,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
         lifetimes,
         updates,
         checkpoints,
+        async_saves,
         costs,
         reductions,
         gathers,

@@ -216,7 +216,7 @@ def gathered_to_the_wrong_place(patch: Patches) -> None:
     @patch(write, "_collect_whole")
     def wrong(right, plan, entries, module):
         owners: dict[str, list[Span]] = {}
-        for rank in range(plan.team.size):
+        for rank in range(plan.coordinator.size):
             for name, span in plan.find_pieces(rank):
                 owners.setdefault(name, []).append(span)
         for entry, whole in right(plan, entries, module):

@@ -412,6 +412,12 @@ _NUMBERS = {
     "D13": (1, 1, 1, 1, 0),
     "D14": (1, 1, 1, 1, 1),
     "E09": (1, 10, 25, 1, 1),
+    # Saves while training goes on: a step before, one meanwhile; the reload and these are features.
+    "C15": (1, 1, 1, 2, 2),
+    "C16": (1, 1, 1, 2, 2),
+    "C17": (1, 1, 1, 2, 2),
+    "C18": (1, 2, 2, 2, 2),
+    "C19": (1, 1, 1, 2, 3),
 }
 """Ranks, params, elements, steps, features."""
 

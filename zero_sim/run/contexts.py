@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from copy import deepcopy
+from functools import partial
 
 from zero_sim.judge.comparison import AnyReference, take_reference
 from zero_sim.judge.judge import Judge
@@ -27,7 +29,7 @@ def build_contexts(
     Args:
         segment: The steps to judge, and where.
         references: By number of the group; those of the world before go on, and all are left here
-            for the next one.
+            for the next one, as they are when the checkpoint that it loads is begun.
         target: The system under test.
         device: Where the references compute.
         added_in: The order in which the backend adds; None for the one that the case names.
@@ -68,7 +70,19 @@ def build_contexts(
             order_seed=segment.scenario.run.seed,
             calls_made=calls_made,
             observed=shown,
+            after_step=partial(_keep_for_reload, segment, references, index),
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
     Judge.join_peers([context.judge for context in contexts])
     return contexts
+
+
+def _keep_for_reload(
+    segment: Segment, references: MutableMapping[int, AnyReference], index: int, step: int
+) -> None:
+    """Leave a copy for the next world where a save begins behind a step while training goes on.
+
+    Of modules the copy makes no use: `continue_as` builds them anew.
+    """
+    if step + 1 == segment.save_step:
+        references[index] = deepcopy(references[index])

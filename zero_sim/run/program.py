@@ -40,6 +40,7 @@ from zero_sim.targets import (
     CompletedEngine,
     CostedEngine,
     PeakEngine,
+    Saving,
     Target,
     complete,
 )
@@ -62,6 +63,8 @@ class Segment:
     """Whether to take the weights alone from it."""
     save: Path | None = None
     """Checkpoint to end with."""
+    save_step: int | None = None
+    """The step before which it is begun, where training goes on meanwhile."""
 
 
 @dataclass(slots=True)
@@ -84,7 +87,13 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
         yield Segment(scenario=scenario, start=0, stop=steps)
         return
     path = folder / "checkpoint"
-    yield Segment(scenario=scenario, start=0, stop=reload.step, save=path)
+    yield Segment(
+        scenario=scenario,
+        start=0,
+        stop=reload.step + reload.async_steps,
+        save=path,
+        save_step=reload.step if reload.async_steps else None,
+    )
     yield Segment(
         scenario=after_reload(scenario),
         start=reload.step,
@@ -328,7 +337,10 @@ def _train(
     if dist.get_world_size() > group.size():
         # Judges of all dp-cp groups step together, which they can once every engine is there.
         dist.barrier()
+    saving: Saving | None = None
     for step in range(segment.start, segment.stop):
+        if step == segment.save_step:
+            saving = _begin_save(segment, judge, engine, rank=rank)
         _freeze(built, scenario, step, target_name=target_name)
         engine.zero_grad()
         with harness_time(pause_clock):
@@ -360,6 +372,9 @@ def _train(
     if deferred:
         with harness_time(pause_clock):
             judge.observe_params(rank, segment.stop - 1, engine)
+    if saving is not None:
+        saving.wait()
+        return
     if segment.save is not None:
         assert scenario.reload is not None
         engine.save(segment.save, form=scenario.reload.form)
@@ -371,6 +386,15 @@ def _train(
         outcome.notes.extend(engine.notes())
     if engine.can_unwrap:
         _unwrap(built, judge, rank=rank, step=segment.stop - 1, pause_clock=pause_clock)
+
+
+def _begin_save(segment: Segment, judge: Judge, engine: CompletedEngine, *, rank: int) -> Saving:
+    """Begin a checkpoint between two steps; what it calls belongs to neither."""
+    assert segment.save is not None
+    assert segment.scenario.reload is not None
+    engine.settle()
+    with judge.aside(rank):
+        return engine.save_async(segment.save, form=segment.scenario.reload.form)
 
 
 def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: PauseClock) -> None:

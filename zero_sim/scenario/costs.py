@@ -56,7 +56,8 @@ def _world_elems(scenario: Scenario) -> int:
 def _work(scenario: Scenario) -> int:
     elems, params = _model_size(scenario.model)
     rows = 1 if scenario.model.shapes is not None else 1 + _rows(scenario)
-    passes = _ranks(scenario) * scenario.run.steps * scenario.run.micro_batches
+    steps = scenario.run.steps + (scenario.reload.async_steps if scenario.reload else 0)
+    passes = _ranks(scenario) * steps * scenario.run.micro_batches
     return passes * (elems * rows + params * _PARAM_WORK + _PASS_WORK)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.conditions import CONDITIONS, Condition
-from zero_sim.scenario.fields import default_at, show
+from zero_sim.scenario.fields import default_at, describe_value, show
 from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 _PATHS = {
@@ -77,6 +77,26 @@ def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
         if _PATHS[name] == problem.path:
             return dataclasses.replace(problem, path=f"reload.{name}")
     return problem
+
+
+def check_async_steps(scenario: Scenario) -> Iterator[Problem]:
+    """Check that a checkpoint written while training goes on is complete when the run ends.
+
+    Args:
+        scenario: The case, before the checkpoint.
+    """
+    after, steps = scenario.reload, scenario.run.steps
+    # A checkpoint behind the run is reported as such.
+    if after is None or not 1 <= after.step < steps:
+        return
+    left = steps - after.step
+    if after.async_steps > left:
+        yield Problem(
+            path="reload.async_steps",
+            message=f"expected at most the {left} of run.steps = {steps} that follow "
+            f"reload.step = {after.step}, got {describe_value(after.async_steps)}.",
+            suggestion=f"Try {left}, or more run.steps.",
+        )
 
 
 def check_after_reload(scenario: Scenario) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from zero_sim.scenario.conditions import (
 from zero_sim.scenario.costs import check_costs
 from zero_sim.scenario.expectations import check_faults, check_finding
 from zero_sim.scenario.fields import describe_value, values_at
-from zero_sim.scenario.reload import check_after_reload
+from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.texts import check_texts
 from zero_sim.scenario.tp_conditions import TP_CONDITIONS
@@ -89,6 +89,7 @@ BOUNDS = (
     Bound(path="optimizer.clip_norm", least=0, most=FP32_MAX, open_least=True),
     Bound(path="optimizer.clip_value", least=0, most=FP32_MAX, open_least=True),
     Bound(path="optimizer.loss_scale.growth_interval", least=1, most=2**31 - 1),
+    Bound(path="reload.async_steps", least=0, most=10**6),
     Bound(path="reload.world_size", least=1, most=WORLD_SIZE_MAX),
     Bound(path="reload.ep", least=1, most=WORLD_SIZE_MAX),
     Bound(path="reload.redundancy", least=1, most=WORLD_SIZE_MAX),
@@ -323,6 +324,7 @@ RULES = (
     Rule(reads=("expect.finding",), check=check_finding),
     Rule(reads=("model.freeze", "run.steps"), check=check_freeze_begins),
     Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
+    Rule(reads=("reload.async_steps", "reload.step", "run.steps"), check=check_async_steps),
     *(Rule(reads=(unused.path, *unused.reads), check=unused.check) for unused in UNUSED),
     *(
         Rule(reads=condition.reads, check=condition.check)

@@ -466,6 +466,9 @@ class ReloadSpec:
 
     step: int
     """Steps done before the checkpoint is saved."""
+    async_steps: int = 0
+    """Steps trained while it is written, none of which it has: they are trained again after it; 0
+    where training waits for it."""
     form: CheckpointForm = "sharded"
     """One file a rank; one file with whole params; or torch's distributed checkpoint."""
     weights_only: bool = False

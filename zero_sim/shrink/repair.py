@@ -109,10 +109,12 @@ def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
     ranks = size // (topology.tp * topology.pp)
     ep = _repair_ep(scenario.model, ranks, wanted=after.ep or topology.ep)
     redundancy = largest_divisor(ranks // ep, after.redundancy or scenario.system.redundancy)
-    system = scenario.system
+    system, steps = scenario.system, scenario.run.steps
+    step = min(after.step, steps - 1)
     return replace(
         after,
-        step=min(after.step, scenario.run.steps - 1),
+        step=step,
+        async_steps=min(after.async_steps, steps - step),
         world_size=None if after.world_size is None else size,
         ep=ep if after.ep is not None or ep != topology.ep else None,
         redundancy=redundancy

@@ -24,6 +24,7 @@ from zero_sim.targets.protocol import (
     FullEngine,
     OwnedPart,
     Place,
+    Saving,
     Settings,
     StepResult,
 )
@@ -279,6 +280,21 @@ class CompletedEngine:
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """As the engine does; `can_reload` says whether it does."""
         self._checkpointing("save").save(path, form=form)
+
+    def save_async(self, path: Path, *, form: CheckpointForm) -> Saving:
+        """As the engine does.
+
+        Raises:
+            ProtocolError: It has no such method, or gives nothing that can be waited for.
+        """
+        save = getattr(self._engine, "save_async", None)
+        if save is None:
+            raise ProtocolError(
+                f"expected save_async(path, *, form) of {type(self._engine).__name__}, whose "
+                "target follows reload.async_steps, got none. Try adding it, or leaving that path "
+                "out of what its capabilities follow."
+            )
+        return answers.check_saving(save(path, form=form), engine=self._engine)
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
         """As the engine does; `can_reload` says whether it does."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.errors import ProtocolError
-from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
+from zero_sim.targets.protocol import OwnedPart, Place, Saving, Settings, StepResult
 
 _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "zero_grad": ("zero_grad()", (), {}),
@@ -37,6 +37,7 @@ _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "notes": ("notes()", (), {}),
     "unwrap": ("unwrap()", (), {}),
     "save": ("save(path, *, form)", (None,), {"form": "sharded"}),
+    "save_async": ("save_async(path, *, form)", (None,), {"form": "sharded"}),
     "load": ("load(path, *, weights_only)", (None,), {"weights_only": False}),
     "held_bytes": ("held_bytes()", (), {}),
 }
@@ -266,6 +267,18 @@ def check_names(answer: object, *, engine: object) -> Mapping[str, str]:
         raise ProtocolError(
             f"expected `names` of {_type(engine)} to be {wanted}, got {shown(answer)}."
         )
+    return answer  # pyrefly: ignore
+
+
+def check_saving(answer: object, *, engine: object) -> Saving:
+    """Return the save under way that an engine gives.
+
+    Raises:
+        ProtocolError: It cannot be waited for.
+    """
+    if not callable(getattr(answer, "wait", None)):
+        hint = "Try an object of your own around what is under way, such as a future."
+        raise _wrong(engine, "save_async", "an object with wait()", answer, hint=hint)
     return answer  # pyrefly: ignore
 
 

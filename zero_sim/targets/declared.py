@@ -82,8 +82,8 @@ class Capabilities:
     follows: tuple[str, ...] = ()
     """Paths of options that it follows where a scenario sets them: of `system`, `optimizer` and
     `topology`; and `run.micro_batches`, `model.freeze`, `model.distinct_start`, `reload`: in any
-    form, and on in a world and a layout that these capabilities allow, too. All others must be as
-    by default, or as the numerics say."""
+    form, and on in a world and a layout that these capabilities allow, too; and
+    `reload.async_steps`. All others must be as by default, or as the numerics say."""
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """By path of a field the values that it can have, where not all: `("reload.form",
     ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`."""
@@ -328,6 +328,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
     yield "model.freeze", scenario.model.freeze, ModelSpec(name="mlp").freeze
     yield "model.distinct_start", scenario.model.distinct_start, False
     yield "reload", scenario.reload, None
+    yield "reload.async_steps", scenario.reload.async_steps if scenario.reload else 0, 0
 
 
 EVERYTHING = Capabilities(

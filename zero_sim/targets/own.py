@@ -293,6 +293,12 @@ class ZeroSimEngine:
         """Save a checkpoint; of a model in several parts, a folder with one for each."""
         checkpoint.save(path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form)
 
+    def save_async(self, path: Path, *, form: CheckpointForm) -> checkpoint.SaveHandle:
+        """Begin a checkpoint that is written while training goes on."""
+        return checkpoint.save_async(
+            path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form
+        )
+
     def load(self, path: Path, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint."""
         checkpoint.load(

@@ -225,6 +225,15 @@ class FullEngine(Engine, Protocol):
         """Save a checkpoint; every rank calls it."""
         ...
 
+    def save_async(self, path: Path, *, form: CheckpointForm) -> Saving:
+        """Begin a checkpoint of what there is now; every rank calls it, between two steps.
+
+        Training goes on before the save that it returns is waited for, and nothing of that may be
+        in the checkpoint. Only in cases with `reload.async_steps`, which a target has to say that
+        it follows.
+        """
+        ...
+
     def load(self, path: Path, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint, whatever layout it was saved from; every rank calls it.
 
@@ -233,6 +242,14 @@ class FullEngine(Engine, Protocol):
             weights_only: Whether to take masters and working params alone and keep the fresh
                 optimizer state and loss scale.
         """
+        ...
+
+
+class Saving(Protocol):
+    """A save under way."""
+
+    def wait(self) -> None:
+        """Come back once the checkpoint is complete; every rank calls it, once."""
         ...
 
 

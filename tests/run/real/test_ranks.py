@@ -42,6 +42,7 @@ KINDS = {
         "data": DataSpec(nan=NanSpec(step=1, rank=1, value="inf")),
         "optimizer": OptimizerSpec(loss_scale=LossScaleSpec()),
     },
+    "a checkpoint while training goes on": {"reload": ReloadSpec(step=1, async_steps=2)},
     **RELOADS,
 }
 
