@@ -274,12 +274,10 @@ def reloads(
     over = others[system.state_over == "all"] if swarm.on("other state over", fits=cuts) else None
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
-    step = draw(st.integers(1, steps - 1) if not model.freeze else st.sampled_from(_late(steps)))
-    # One in three: each of them takes more steps.
-    goes_on = swarm.on("saved async") and draw(st.integers(0, 2)) == 2
+    step, async_steps = draw(_moments(steps, model, swarm))
     return ReloadSpec(
         step=step,
-        async_steps=draw(st.integers(1, steps - step)) if goes_on else 0,
+        async_steps=async_steps,
         form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
         weights_only=swarm.on("weights only"),
         world_size=ranks * parts,
@@ -303,6 +301,15 @@ def _other_stages(draw: st.DrawFn, system: SystemSpec, swarm: Swarm) -> Stage | 
         kept = tuple(stage for stage in kept if stage != 2)
     others = [stage for stage in swarm.able.stages if stage in kept and stage != system.stage]
     return draw(st.sampled_from(others)) if others else None
+
+
+@st.composite
+def _moments(draw: st.DrawFn, steps: int, model: ModelSpec, swarm: Swarm) -> tuple[int, int]:
+    """Steps before a checkpoint, and while it is written."""
+    step = draw(st.integers(1, steps - 1) if not model.freeze else st.sampled_from(_late(steps)))
+    # One in three: each of them takes more steps.
+    goes_on = swarm.on("saved async") and draw(st.integers(0, 2)) == 2
+    return step, draw(st.integers(1, steps - step)) if goes_on else 0
 
 
 def _late(steps: int) -> list[int]:
