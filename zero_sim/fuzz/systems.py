@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
@@ -274,12 +275,8 @@ def reloads(
     over = others[system.state_over == "all"] if swarm.on("other state over", fits=cuts) else None
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
-    step, async_steps = draw(_moments(steps, model, swarm))
-    return ReloadSpec(
-        step=step,
-        async_steps=async_steps,
-        form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
-        weights_only=swarm.on("weights only"),
+    return replace(
+        draw(_checkpoints(steps, model, swarm)),
         world_size=ranks * parts,
         stage=stage,
         ep=ep,
@@ -304,12 +301,17 @@ def _other_stages(draw: st.DrawFn, system: SystemSpec, swarm: Swarm) -> Stage | 
 
 
 @st.composite
-def _moments(draw: st.DrawFn, steps: int, model: ModelSpec, swarm: Swarm) -> tuple[int, int]:
-    """Steps before a checkpoint, and while it is written."""
+def _checkpoints(draw: st.DrawFn, steps: int, model: ModelSpec, swarm: Swarm) -> ReloadSpec:
+    """When a checkpoint is taken and how, into the same layout."""
     step = draw(st.integers(1, steps - 1) if not model.freeze else st.sampled_from(_late(steps)))
     # One in three: each of them takes more steps.
     goes_on = swarm.on("saved async") and draw(st.integers(0, 2)) == 2
-    return step, draw(st.integers(1, steps - step)) if goes_on else 0
+    return ReloadSpec(
+        step=step,
+        async_steps=draw(st.integers(1, steps - step)) if goes_on else 0,
+        form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
+        weights_only=swarm.on("weights only"),
+    )
 
 
 def _late(steps: int) -> list[int]:

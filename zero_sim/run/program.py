@@ -372,12 +372,8 @@ def _train(
     if deferred:
         with harness_time(pause_clock):
             judge.observe_params(rank, segment.stop - 1, engine)
-    if saving is not None:
-        saving.wait()
-        return
     if segment.save is not None:
-        assert scenario.reload is not None
-        engine.save(segment.save, form=scenario.reload.form)
+        _end_save(segment, segment.save, engine, saving)
         return
     # On every rank: where params are sharded, a forward is one of them all.
     accuracy = workload.accuracy(engine.module)
@@ -395,6 +391,15 @@ def _begin_save(segment: Segment, judge: Judge, engine: CompletedEngine, *, rank
     engine.settle()
     with judge.aside(rank):
         return engine.save_async(segment.save, form=segment.scenario.reload.form)
+
+
+def _end_save(segment: Segment, path: Path, engine: CompletedEngine, saving: Saving | None) -> None:
+    """Wait for the checkpoint that was begun, or save it all now."""
+    if saving is not None:
+        saving.wait()
+        return
+    assert segment.scenario.reload is not None
+    engine.save(path, form=segment.scenario.reload.form)
 
 
 def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: PauseClock) -> None:
