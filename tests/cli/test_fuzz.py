@@ -13,6 +13,7 @@ from zero_sim.fuzz import batch_pool, campaign, corpus
 from zero_sim.fuzz.recheck import Rechecked
 from zero_sim.fuzz.records import BatchReport, Found
 from zero_sim.host import device
+from zero_sim.mutants import find_mutants
 from zero_sim.shrink import Key
 
 FOUND = Found(
@@ -85,12 +86,13 @@ def test_a_lost_batch_is_3(tmp_path, pool):
 
 
 def test_json_is_one_object(tmp_path, pool):
-    pool.outcome = {"found": (FOUND,), "layouts": {"aligned": 2}}
+    pool.outcome = {"found": (FOUND,), "cases_with": {"reload": 3}}
     done = fuzz(tmp_path, "--cases", "10", "--json")
     data = json.loads(done.stdout)
     assert data["exit_status"] == done.exit_code == 1
     assert data["findings"][0]["check"] == "equality.grad"
-    assert data["layouts"]["aligned"] == 2
+    assert data["coverage"]["features"] == {"reload": 2}
+    assert "pairs" not in data["coverage"]
 
 
 def test_options_reach_the_batches(tmp_path, pool):
@@ -127,8 +129,36 @@ def test_bad_options_are_2(tmp_path, pool, options):
     assert fuzz(tmp_path, *options).exit_code == 2
 
 
-def test_a_table_of_pairs_on_demand(tmp_path, pool):
-    assert "shard ends between params" in fuzz(tmp_path, "--cases", "1", "--pairs").output
+class TestCoverage:
+    def test_a_table_on_demand(self, tmp_path, pool):
+        pool.outcome = {"cases_with": {"reload": 0b11, "system.stage=3": 0b01}}
+        done = fuzz(tmp_path, "--cases", "4", "--coverage")
+        assert done.exit_code == 0, done.output
+        lines = [line.split() for line in done.output.splitlines()]
+        assert ["reload", "2", "50.0%", "1"] in [line[:4] for line in lines]
+        assert ["system.stage=3", "1", "25.0%", "1"] in [line[:4] for line in lines]
+        assert "Never drawn: model.name=mlp, " in done.output
+        assert "1 of 4 cases had a pair that no other had, so about 25% of further" in done.output
+
+    def test_json_has_every_pair_and_which_mutants_it_found(self, tmp_path, pool):
+        pool.outcome = {"cases_with": {"model.name=params": 0b11, "system.stage=3": 0b01}}
+        coverage = json.loads(fuzz(tmp_path, "--cases", "4", "--coverage", "--json").stdout)[
+            "coverage"
+        ]
+        assert coverage["pairs"] == {"model.name=params + system.stage=3": 1}
+        assert "model.name=mlp" in coverage["features_never"]
+        ids = coverage["mutants_by_feature"]["model.name=params"]
+        assert {one.id for one in find_mutants(ids)} == {*ids}
+
+    def test_what_the_target_does_not_follow_is_not_asked_for(self, tmp_path, pool):
+        pool.outcome = {"cases_with": {"reload": 0b11}}
+        done = fuzz(tmp_path, "--cases", "4", "--coverage", "--target", "torch-ddp")
+        assert "system.reduce_buffer_elems" not in done.output.partition("Never drawn:")[0]
+
+    def test_the_order_of_its_lines_does_not_depend_on_anything_else(self, tmp_path, pool):
+        pool.outcome = {"cases_with": {"reload": 0b11, "world.races=true": 0b10}}
+        one, other = (fuzz(tmp_path / name, "--cases", "4", "--coverage") for name in "ab")
+        assert one.output.split("Not yet covered")[0] == other.output.split("Not yet covered")[0]
 
 
 class TestNoCase:

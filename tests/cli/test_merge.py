@@ -8,6 +8,8 @@ from click.testing import CliRunner
 
 from tests.fuzz.test_merging import HEAD, shard
 from zero_sim.cli.main import main
+from zero_sim.fuzz.corpus import open_corpus
+from zero_sim.fuzz.records import BatchReport
 
 
 def merge(*arguments):
@@ -48,3 +50,23 @@ def test_a_campaign_goes_on_from_what_was_merged(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["a"], ["nowhere", "--into", "b"]])
 def test_what_is_not_said_rightly_is_2(arguments):
     assert merge(*arguments).exit_code == 2
+
+
+def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
+    shards = []
+    for number, cases_with in enumerate(
+        ({"reload": 0b11, "world.races=true": 0b01}, {"reload": 0b100, "world.races=true": 0b100}),
+        1,
+    ):
+        folder = shard(tmp_path / f"{number}", number)
+        corpus = open_corpus(folder, head=replace(HEAD, shard=(number, 2)))
+        usual = {"asked": 50, "cases": 50, "seconds": 1.0, "verdicts": {"pass": 50}}
+        corpus.append(BatchReport(index=number - 1, seed=0, cases_with=cases_with, **usual))
+        shards.append(folder)
+    done = merge(*shards, "--into", tmp_path / "all", "--coverage", "--json")
+    told = json.loads(done.stdout)["coverage"]
+    assert (told["cases"], told["features"]) == (100, {"reload": 3, "world.races=true": 2})
+    assert told["pairs"] == {"reload + world.races=true": 2}
+    assert told["new_pair_share"] == 0
+    shown = merge(tmp_path / "all", "--into", tmp_path / "again", "--coverage").stdout
+    assert "What 100 cases had" in shown

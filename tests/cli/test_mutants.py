@@ -73,3 +73,16 @@ def test_an_interrupt_keeps_the_score_so_far(monkeypatch):
     assert result.exit_code == 130
     assert result.stdout.splitlines()[-1].startswith("1 of 1 mutants killed in ")
     assert result.stderr == "Interrupted; 1 mutants were not tried.\n"
+
+
+def test_the_smallest_case_is_recorded_in_a_table(tmp_path):
+    path = tmp_path / "table.json"
+    result = invoke("L01", "--jobs", "1", "--shrink", "--record", str(path))
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text())["L01"]["model"] == {"name": "params", "shapes": [[2]]}
+
+
+def test_only_what_is_shrunk_can_be_recorded(tmp_path):
+    result = invoke("L01", "--record", str(tmp_path / "table.json"))
+    assert result.exit_code == 2
+    assert "expected --shrink with --record" in result.output

@@ -41,7 +41,10 @@ def outputs(
         "replay": [invoke("replay", bundle, "--json").stdout],
         "explain": [invoke("explain", name, "--json").stdout for name in (bundle, "equality.loss")],
         "shrink": [invoke("shrink", bundle, "--seconds", "1e-9", "--json").stdout],
-        "fuzz": [invoke("fuzz", *few, "--corpus", "corpus", "--json").stdout],
+        "fuzz": [
+            invoke("fuzz", *few, "--corpus", corpus, "--json", *more).stdout
+            for corpus, more in (("corpus", ()), ("covered", ("--coverage",)))
+        ],
         "merge": [invoke("merge", "corpus", "--into", "merged", "--json").stdout],
         "memory": [invoke("memory", *counted, "--json").stdout],
         "traffic": [invoke("traffic", *counted, "--json").stdout],

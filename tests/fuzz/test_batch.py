@@ -54,14 +54,14 @@ def test_a_right_system_passes(tmp_path):
     assert report.cases == report.asked == 12
     assert sum(report.verdicts.values()) == 12
     assert set(report.verdicts) <= {"pass", "inconclusive"}
-    assert report.layouts
+    assert report.cases_with
 
 
 def test_a_seed_decides_all(tmp_path):
     reports = [run_batch(job(tmp_path), render_case, cases_from=SMALL) for _ in range(2)]
-    assert reports[0].layouts == reports[1].layouts
+    assert reports[0].cases_with == reports[1].cases_with
     other = run_batch(job(tmp_path, seed=8), render_case, cases_from=SMALL)
-    assert other.layouts != reports[0].layouts
+    assert other.cases_with != reports[0].cases_with
 
 
 def test_a_finding_does_not_end_the_batch(found):

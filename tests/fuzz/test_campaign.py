@@ -47,7 +47,7 @@ class BatchPool:
             future.set_exception(outcome)
             return future
         usual = {"index": job.index, "seed": job.seed, "asked": job.cases, "cases": job.cases}
-        usual |= {"seconds": 1.0, "verdicts": {"pass": job.cases}, "layouts": {"aligned": 1}}
+        usual |= {"seconds": 1.0, "verdicts": {"pass": job.cases}, "cases_with": {"reload": 1}}
         future.set_result(BatchReport(**(usual | outcome)))
         return future
 
@@ -60,7 +60,7 @@ def test_all_cases_are_asked_for(tmp_path):
     totals = run_campaign(Plan(cases=120, corpus=tmp_path), batch_pool=batch_pool)
     assert [job.cases for job in batch_pool.jobs] == [50, 50, 20]
     assert totals.cases == totals.verdicts["pass"] == 120
-    assert totals.grid.counts["aligned"] == 3
+    assert totals.coverage.features["reload"] == 3
     assert not totals.found
     assert not totals.interrupted
 

@@ -1,104 +1,105 @@
-"""Features are read off plans made by hand."""
+"""Coverage counts features and pairs, and estimates what is to come."""
 
-import pytest
+from itertools import combinations, islice
+from random import Random
 
-from zero_sim.fuzz.coverage import NAMES, Grid, features_of, pairs_count
-from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
+from zero_sim.fuzz.coverage import Coverage, note_features, pairs_of
+from zero_sim.fuzz.features import every_feature
 
-
-def layout(sizes, **policy):
-    specs = [ParamSpec(name=f"p{i}", shape=(n,), dtype="fp32") for i, n in enumerate(sizes)]
-    return plan_buffers(specs, policy=LayoutPolicy(**policy))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "policy", "expected"),
-    [
-        ([4], {"shard_count": 1}, {"one shard"}),
-        ([4], {"shard_count": 2}, {"param cut once", "payload just fits"}),
-        ([6], {"shard_count": 3}, {"param cut often", "payload just fits"}),
-        (
-            [2, 2],
-            {"shard_count": 2},
-            {"shard ends between params", "param of N", "payload just fits"},
-        ),
-        (
-            [3],
-            {"shard_count": 2},
-            {"param cut once", "bucket with padding", "payload one over", "payload one short"},
-        ),
-        (
-            [1, 0],
-            {"shard_count": 4},
-            {
-                "bucket with padding", "shard without payload", "rank that owns nothing",
-                "empty param", "one-element param", "param smaller than N", "payload one over",
-            },
-        ),
-        (
-            [4, 4],
-            {"shard_count": 2, "bucket_elems": 4},
-            {
-                "param cut once", "payload just fits", "bucket exactly full", "bucket of one param",
-                "several buckets",
-            },
-        ),
-        (
-            [5],
-            {"shard_count": 2, "partition": "uneven"},
-            {"param cut once", "uneven shards", "payload one over", "payload one short"},
-        ),
-        (
-            [6],
-            {"shard_count": 2, "align_elems": 3},
-            {"param cut once", "aligned", "payload just fits"},
-        ),
-        (
-            [2, 2],
-            {"shard_count": 1, "param_order": "reverse"},
-            {"one shard", "reversed"},
-        ),
-    ],
-)  # fmt: skip
-def test_features_of_a_layout(sizes, policy, expected):
-    assert features_of(layout(sizes, **policy)) == expected
+STAGE, RACES, LAZY = "system.stage=2", "world.races=true", "world.timing=lazy"
+APART = [name for name in every_feature() if name.startswith("layout: ")]
 
 
-def test_several_buffers_are_one_layout():
-    specs = [
-        ParamSpec(name="dense", shape=(4,), dtype="fp32"),
-        ParamSpec(name="expert", shape=(3,), dtype="fp32", kind="expert"),
-    ]
-    dense = plan_buffers(specs[:1], policy=LayoutPolicy(shard_count=4))
-    expert = plan_buffers(specs[1:], policy=LayoutPolicy(shard_count=1))
-    found = features_of([*dense, *expert], redundancy=2)
-    assert {"several buffers", "buffers sharded differently", "redundant", "one shard"} <= found
-    assert "rank that owns nothing" not in found
+def covered(*batches):
+    """What batches of cases come to, each case a list of features."""
+    coverage = Coverage()
+    for cases in batches:
+        cases_with = {}
+        for case, features in enumerate(cases):
+            note_features(cases_with, features, case=case)
+        coverage.take(cases_with, cases=len(cases))
+    return coverage
 
 
-def test_the_grid_counts_features_and_pairs():
-    grid = Grid()
-    grid.add({"empty param", "one shard", "reversed"})
-    grid.add({"empty param"})
-    assert grid.counts["empty param"] == 2
-    assert grid.counts["one shard + empty param"] == 1
-    assert (grid.features_seen, grid.pairs_seen) == (3, 3)
-    assert len(grid.pairs_unseen()) == pairs_count() - 3
+def test_features_and_pairs_are_counted():
+    coverage = covered([[STAGE, RACES], [STAGE], [STAGE, LAZY, RACES]])
+    assert coverage.cases == 3
+    assert coverage.features == {STAGE: 3, RACES: 2, LAZY: 1}
+    assert coverage.pairs == {(STAGE, RACES): 2, (STAGE, LAZY): 1, (RACES, LAZY): 1}
 
 
-def test_the_table_has_a_row_for_each_feature_and_a_mark_for_each_pair():
-    grid = Grid()
-    grid.add(NAMES[:2])
-    rows = grid.table().splitlines()
-    assert len(rows) == len(NAMES)
-    assert rows[1].endswith("1  #")
-    assert rows[2].endswith("0  . .")
+def test_it_counts_what_one_case_after_another_comes_to():
+    random = Random(3)
+    cases = [random.sample(every_feature(), 20) for _ in range(60)]
+    coverage = covered(cases[:50], cases[50:])
+    expected = [pair for features in cases for pair in pairs_of(features)]
+    assert sum(coverage.pairs.values()) == len(expected)
+    assert all(count == expected.count(pair) for pair, count in coverage.pairs.items())
 
 
-def test_grids_add_up():
-    one, other = Grid(), Grid()
-    one.add({"aligned"})
-    other.add({"aligned", "reversed"})
-    one.merge(other.counts)
-    assert one.counts["aligned"] == 2
-    assert one.pairs_seen == 1
+def test_the_order_of_batches_does_not_matter():
+    one, other = [[STAGE, RACES], [STAGE]], [[STAGE, RACES, LAZY]]
+    assert covered(one, other).as_dict() == covered(other, one).as_dict()
+
+
+def test_a_batch_of_which_no_features_are_known_counts_for_nothing():
+    coverage = covered([[STAGE]])
+    coverage.take({}, cases=50)
+    assert coverage.cases == 1
+
+
+def test_what_is_no_feature_is_left_out():
+    coverage = covered([["\x1b[31m", STAGE]])
+    assert coverage.features == {STAGE: 1}
+
+
+def test_what_never_came():
+    coverage = covered([[STAGE, RACES], [STAGE, LAZY], [STAGE]])
+    assert coverage.never([STAGE, RACES, "reload"]) == ["reload"]
+    assert coverage.pairs_never([STAGE, RACES, LAZY, "reload"]) == [((RACES, LAZY), 1 / 3)]
+
+
+def test_pairs_that_one_would_expect_most_come_first():
+    cases = [APART[:1]] * 6 + [APART[1:2]] * 4 + [APART[2:3]] * 2
+    never = covered(cases).pairs_never(APART[:3])
+    assert [expected for _, expected in never] == [2.0, 1.0, 2 / 3]
+
+
+class TestOutlook:
+    def test_before_the_first_case_nothing_is_known(self):
+        assert Coverage().outlook is None
+
+    def test_where_every_case_has_a_pair_of_its_own_the_next_one_will(self):
+        cases = [list(pair) for pair in islice(combinations(APART, 2), 8)]
+        outlook = covered(cases).outlook
+        assert (outlook.new_share, outlook.new_pairs) == (1.0, 1.0)
+
+    def test_where_no_pair_was_met_once_nothing_new_is_to_come(self):
+        outlook = covered([[STAGE, RACES]] * 5).outlook
+        assert (outlook.new_share, outlook.new_pairs, outlook.pairs_left_min) == (0, 0, 0)
+
+    def test_a_case_with_several_new_pairs_is_one_case(self):
+        outlook = covered([[STAGE, RACES, LAZY], [STAGE], [STAGE], [STAGE]]).outlook
+        assert (outlook.new_share, outlook.new_pairs) == (0.25, 0.75)
+
+    def test_a_pair_met_again_in_another_batch_is_new_no_more(self):
+        once = covered([[STAGE, RACES]]).outlook
+        again = covered([[STAGE, RACES]], [[STAGE, RACES]]).outlook
+        assert (once.new_share, again.new_share) == (1.0, 0.0)
+
+    def test_it_is_the_share_of_cases_that_would_be_new_to_all_the_others(self):
+        random = Random(7)
+        # Frequent and rare features, as swarms have.
+        cases = [[n for i, n in enumerate(APART) if random.random() < 0.8**i] for _ in range(40)]
+        new = 0
+        for place, features in enumerate(cases):
+            others = covered(cases[:place] + cases[place + 1 :])
+            new += any(pair not in others.pairs for pair in pairs_of(features))
+        assert 0 < new < 40
+        assert covered(cases[:25], cases[25:]).outlook.new_share == new / 40
+
+    def test_pairs_that_are_left_follow_from_those_met_once_and_twice(self):
+        once = [list(pair) for pair in combinations(APART[:4], 2)]
+        twice = [APART[4:6], APART[4:6]]
+        # Six once, one twice, in eight cases: 7/8 x 6 x 5 / (2 x 2).
+        assert covered(once + twice).outlook.pairs_left_min == 7

@@ -21,8 +21,9 @@ FOUND = Found(
     places=("padding",),
 )
 REPORT = BatchReport(
-    index=0, seed=1, asked=2, cases=2, seconds=0.5, verdicts={"pass": 1, "fail": 1}, found=(FOUND,)
-)
+    index=0, seed=1, asked=2, cases=2, seconds=0.5, verdicts={"pass": 1, "fail": 1}, found=(FOUND,),
+    cases_with={"reload": 0b10},
+)  # fmt: skip
 
 
 def test_a_report_comes_back() -> None:
@@ -62,3 +63,22 @@ def test_so_is_every_field_of_a_finding(name: str, value: object) -> None:
     data["found"][0][name] = value
     with pytest.raises(TypeError, match=f"expected {name} to be"):
         BatchReport.from_dict(data)
+
+
+@pytest.mark.parametrize("which", [-1, 0b100, 1 << 100])
+def test_features_are_of_the_cases_that_ran(which: int) -> None:
+    with pytest.raises(ValueError, match="expected features of 2 cases"):
+        BatchReport.from_dict({**REPORT.as_dict(), "cases_with": {"reload": which}})
+
+
+def test_more_features_than_there_can_be_are_refused() -> None:
+    many = {f"system.options.o{number}=1": 1 for number in range(1_001)}
+    with pytest.raises(ValueError, match="expected features of 2 cases"):
+        BatchReport.from_dict({**REPORT.as_dict(), "cases_with": many})
+
+
+def test_a_report_of_an_earlier_form_has_no_features() -> None:
+    data = REPORT.as_dict() | {"layouts": {"aligned": 2}}
+    del data["cases_with"]
+    report = BatchReport.from_dict(data)
+    assert (report.cases, report.cases_with) == (2, {})

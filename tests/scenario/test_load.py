@@ -199,6 +199,11 @@ class TestMessages:
             "Write it in brackets, as in [1, 2]."
         )
 
+    def test_an_optional_choice_is_no_table(self) -> None:
+        text = GOOD + "[reload]\nstep = 1\nstage = 7\n"
+        wanted = "reload.stage: expected one of 0, 1, 2, 3, got 7 (integer). Leave it out for none."
+        assert only_line(text) == wanted
+
     @pytest.mark.parametrize("value", ["true", "1.0", '"1"'])
     def test_schema_is_the_integer(self, value: str) -> None:
         """Python would take `True == 1 == 1.0`; a file format does not."""

@@ -27,6 +27,8 @@ from zero_sim.report.commands import replay_command
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from zero_sim.fuzz.campaign import CampaignTotals, Plan
 
 EXIT_FOUND = 1
@@ -69,6 +71,14 @@ class CorpusPlace(click.ParamType):
         return place
 
 
+coverage_option = click.option(
+    "--coverage",
+    is_flag=True,
+    help="Also show which features cases had, alone and in pairs, which never, which of them ever "
+    "found a mutant, and what further cases would bring.",
+)
+
+
 @click.command()
 @click.option(
     "--target",
@@ -109,7 +119,7 @@ class CorpusPlace(click.ParamType):
     "such as s3://bucket/nightly is a folder in an object store, written after each batch.  "
     f"[default: a folder by target and seed in {DEFAULT_CORPUS}, begun anew]",
 )
-@click.option("--pairs", is_flag=True, help="Also show which pairs of layout features were met.")
+@coverage_option
 @json_option
 @click.pass_context
 def fuzz(
@@ -124,7 +134,7 @@ def fuzz(
     scheduler: str | None,
     shard: tuple[int, int],
     corpus: str | None,
-    pairs: bool,
+    coverage: bool,
     as_json: bool,
 ) -> None:
     """Draw cases at the edges of a partition, judge them, and shrink what fails.
@@ -175,9 +185,10 @@ def fuzz(
         click.echo(f"Error: {totals.unkept}", err=True)
     if as_json:
         where = {"device": plan.device, "corpus": corpus or str(plan.corpus)}
-        echo_report({**totals.as_dict(), **where, "seconds": elapsed, "exit_status": status})
+        of_all = {**totals.as_dict(), **(all_coverage(totals, plan=plan) if coverage else {})}
+        echo_report({**of_all, **where, "seconds": elapsed, "exit_status": status})
     else:
-        show_totals(totals, plan=plan, elapsed=elapsed, pairs=pairs)
+        show_totals(totals, plan=plan, elapsed=elapsed, coverage=coverage)
     ctx.exit(status)
 
 
@@ -264,14 +275,41 @@ def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
         click.echo(printable(f"{line}\n", lines=True))
 
 
-def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, pairs: bool) -> None:
+def all_coverage(totals: CampaignTotals, *, plan: Plan) -> dict[str, object]:
+    """What a campaign had of features and pairs, ready for JSON, in place of the counts alone.
+
+    Raises:
+        UsageError: There is no such target.
+    """
+    from zero_sim.report.coverage import coverage_data
+
+    names, finders = _drawable(plan), _finders()
+    return {"coverage": coverage_data(totals.coverage, names=names, finders=finders)}
+
+
+def _drawable(plan: Plan) -> tuple[str, ...]:
+    """Features that cases for the target of a campaign can have."""
+    from zero_sim.fuzz.features import features_for
+    from zero_sim.targets import capabilities_of, import_target
+
+    return features_for(capabilities_of(import_target(plan.target)))
+
+
+def _finders() -> Mapping[str, frozenset[str]]:
+    """What of features is left in the smallest case that finds a mutant, by its id."""
+    from zero_sim.mutants.smallest import features_that_found
+
+    return features_that_found()
+
+
+def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool) -> None:
     """Print what came of a campaign.
 
     Args:
         totals: All of it.
         plan: What it was to do.
         elapsed: Seconds that it took.
-        pairs: Whether to show which pairs of layout features were met.
+        coverage: Whether to show which features and pairs were drawn, and which never.
     """
     _show_rechecked(totals, plan=plan)
     for found in totals.found:
@@ -290,8 +328,11 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, pairs: bo
     for lost in totals.lost:
         what = f"Batch {lost.index} (seed {lost.seed}) was lost: {lost.lost}"
         click.echo(printable(what, lines=True))
-    if pairs:
-        click.echo(totals.grid.table() + "\n")
+    if coverage:
+        from zero_sim.report.coverage import render_coverage
+
+        names, finders = _drawable(plan), _finders()
+        click.echo(render_coverage(totals.coverage, names=names, finders=finders) + "\n")
     verdicts = ", ".join(f"{count} {name}" for name, count in sorted(totals.verdicts.items()))
     click.echo(f"{totals.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
     if totals.is_empty and not totals.interrupted and totals.unkept is None:

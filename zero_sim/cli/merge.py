@@ -10,6 +10,8 @@ from zero_sim.cli.fuzz import (
     EXIT_LOST,
     STORED_CORPORA,
     CorpusPlace,
+    all_coverage,
+    coverage_option,
     exit_status_of,
     show_totals,
 )
@@ -32,9 +34,12 @@ from zero_sim.host.packages import packages_needed
     required=True,
     help="A new folder for the corpus of all shards, bundles included.",
 )
+@coverage_option
 @json_option
 @click.pass_context
-def merge(ctx: click.Context, folders: tuple[str, ...], into: Path, as_json: bool) -> None:
+def merge(
+    ctx: click.Context, folders: tuple[str, ...], into: Path, coverage: bool, as_json: bool
+) -> None:
     """Make one corpus of those that `zero-sim fuzz --shard I/N --corpus FOLDER` left.
 
     `zero-sim fuzz --corpus DIR`, with the seed and target of the campaign, goes on from it.
@@ -67,6 +72,7 @@ def merge(ctx: click.Context, folders: tuple[str, ...], into: Path, as_json: boo
         echo_report(
             {
                 **totals.as_dict(),
+                **(all_coverage(totals, plan=plan) if coverage else {}),
                 "device": plan.device,
                 "corpus": str(into),
                 "shards": merged.shard_count,
@@ -76,7 +82,7 @@ def merge(ctx: click.Context, folders: tuple[str, ...], into: Path, as_json: boo
             }
         )
     else:
-        show_totals(totals, plan=plan, elapsed=totals.busy_seconds, pairs=False)
+        show_totals(totals, plan=plan, elapsed=totals.busy_seconds, coverage=coverage)
         if merged.shards_missing:
             missing = ", ".join(map(str, merged.shards_missing))
             click.echo(f"Not there of {merged.shard_count} shards: {missing}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import click
 
@@ -13,6 +14,7 @@ from zero_sim.cli.parts import (
     echo_report,
     json_option,
 )
+from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 
 
@@ -32,6 +34,13 @@ from zero_sim.host.packages import packages_needed
 @click.option(
     "--shrink", is_flag=True, help="Bring each mutant to the smallest case that finds it."
 )
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="With --shrink, write the smallest case of each mutant into FILE, such as "
+    "zero_sim/mutants/smallest.json, which ships; what it has of other mutants stays.",
+)
 @json_option
 @click.pass_context
 def mutants(
@@ -43,6 +52,7 @@ def mutants(
     seed: int,
     jobs: int,
     shrink: bool,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     """Break our own system in known ways and count how many of them zero-sim finds.
@@ -56,6 +66,9 @@ def mutants(
         from zero_sim.mutants import find_mutants
         from zero_sim.mutants.campaign import Budget, run_campaign
         from zero_sim.mutants.score import score_of
+        from zero_sim.mutants.smallest import record_smallest
+    if record is not None and not shrink:
+        raise UsageError("expected --shrink with --record, got it alone. Try both.")
     chosen = find_mutants(ids, kind=kind, core=core)
     if not chosen:
         click.echo("Nothing selected.", err=True)
@@ -67,6 +80,8 @@ def mutants(
     try:
         for trial in run_campaign(tuple(by_id), budget=budget, jobs=jobs):
             trials.append(trial)
+            if record is not None:
+                record_smallest([trial], record)
             if not as_json:
                 click.echo(render_trial(trial, by_id[trial.id]))
     except KeyboardInterrupt:

@@ -17,10 +17,10 @@ from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import CaseResult, unforeseen
-from zero_sim.fuzz.coverage import Grid, features_of
+from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.features import features_of
 from zero_sim.fuzz.known import KnownFindings
-from zero_sim.fuzz.plans import layouts_of
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host.device import check_device
@@ -100,7 +100,8 @@ class _Batch:
     cases: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     keys: Counter[Key] = field(default_factory=Counter)
-    grid: Grid = field(default_factory=Grid)
+    cases_with: dict[str, int] = field(default_factory=dict)
+    """By feature, which cases had it."""
     failed: list[tuple[int, Scenario, Key]] = field(default_factory=list)
     """Which cases have a finding, and which one."""
     met: dict[Key, Found] = field(default_factory=dict)
@@ -137,7 +138,7 @@ class _Batch:
             cases=self.cases,
             seconds=self.seconds,
             verdicts=dict(self.verdicts),
-            layouts=dict(self.grid.counts),
+            cases_with=dict(sorted(self.cases_with.items())),
             keys={str(key): count for key, count in self.keys.items()},
             found=(*self.found.values(), *self._as_met()),
             complete=self.complete,
@@ -153,7 +154,6 @@ class _Batch:
     def _explore(self, scenario: Scenario) -> None:
         result = self.judge(scenario)
         self.verdicts[result.verdict] += 1
-        self.grid.add(features_of(layouts_of(scenario), redundancy=scenario.system.redundancy))
         key = key_of(result)
         if key is not None:
             self.keys[key] += 1
@@ -161,6 +161,8 @@ class _Batch:
             if key not in self.met:
                 self.met[key] = self._describe(key, self.cases, scenario, result, as_met=True)
                 self._keep()
+        # Behind what was kept, which speaks of the cases before.
+        note_features(self.cases_with, features_of(scenario), case=self.cases)
         self.cases += 1
 
     def _keep(self) -> None:

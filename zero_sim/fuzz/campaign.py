@@ -14,7 +14,7 @@ from zero_sim.backends.pool import is_lost
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.fuzz.batch_pool import BatchPool
 from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
-from zero_sim.fuzz.coverage import NAMES, Grid, pairs_count
+from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.recheck import Rechecked, recheck
 from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
 from zero_sim.host.files import unwritten
@@ -91,7 +91,7 @@ class CampaignTotals:
     """Failing cases by finding."""
     found: list[Found] = field(default_factory=list)
     """Distinct findings, in the order in which they came."""
-    grid: Grid = field(default_factory=Grid)
+    coverage: Coverage = field(default_factory=Coverage)
     lost: list[BatchReport] = field(default_factory=list)
     """Batches whose worker died."""
     rechecked: list[Rechecked] = field(default_factory=list)
@@ -115,7 +115,7 @@ class CampaignTotals:
         self.busy_seconds += report.seconds
         self.verdicts.update(report.verdicts)
         self.keys.update(report.keys)
-        self.grid.merge(report.layouts)
+        self.coverage.take(report.cases_with, cases=report.cases)
 
     def note(self, found: Iterable[Found]) -> None:
         """Add findings; two with one smallest case are one.
@@ -140,10 +140,11 @@ class CampaignTotals:
             seconds: Since this run began.
         """
         rate = (self.cases - self.earlier_cases) / seconds if seconds > 0 else 0.0
+        outlook = self.coverage.outlook
+        new = "" if outlook is None else f", new ones in {outlook.new_share:.0%} of cases"
         return (
             f"{self.cases} cases, {rate:.1f} a second, {len(self.found)} distinct findings, "
-            f"layout features {self.grid.features_seen}/{len(NAMES)}, "
-            f"pairs {self.grid.pairs_seen}/{pairs_count()}"
+            f"{len(self.coverage.features)} features, {len(self.coverage.pairs)} pairs{new}"
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -171,10 +172,7 @@ class CampaignTotals:
                 }
                 for found in self.found
             ],
-            "layouts": {name: self.grid.counts[name] for name in NAMES},
-            "pairs_seen": self.grid.pairs_seen,
-            "pairs": pairs_count(),
-            "pairs_unseen": self.grid.pairs_unseen(),
+            "coverage": self.coverage.as_dict(),
             "lost": [{"index": one.index, "seed": one.seed, "why": one.lost} for one in self.lost],
             "rechecked": [one.as_dict() for one in self.rechecked],
             "interrupted": self.interrupted,

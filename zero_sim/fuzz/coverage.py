@@ -1,178 +1,148 @@
-"""Features of layouts, and which of them, alone and in pairs, a campaign has met.
+"""Coverage of a campaign: which features its cases had, alone and in pairs, and what is to come.
 
-Integers only: features are read off the plans that result, not off what a case asked for, so that a
-bucket size nobody notices counts for nothing.
+[Note: what is not yet covered]
+A case is a sample of pairs of features. Drawn cases follow from one distribution, so the last of
+them is as likely as any other to have a pair that none of the others has: the share of cases that
+have such a pair is an estimate of how likely the next one brings a new pair. That is the
+estimator of Good and Turing, left one out, for whole cases (Good, The population frequencies of
+species and the estimation of population parameters, Biometrika 40, 1953). Beside it stand the
+number of new pairs that the next case brings, pairs met once over cases, and the least number of
+pairs that are there to be met, Chao's bound in the form that Q2 = 0 does not trouble (Chao,
+Estimating the population size for capture-recapture data with unequal catchability, Biometrics
+43, 1987; Chao and Colwell call it Chao2).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from zero_sim.layout import BucketPlan, BufferPlan
+from zero_sim.fuzz.features import is_feature, may_meet
 
-Plans = Sequence[BufferPlan]
-
-
-def _any_param(test: Callable[[BufferPlan, int], bool]) -> Callable[[Plans], bool]:
-    return lambda plans: any(
-        test(plan, param.span.numel) for plan in plans for param in plan.params
-    )
+Pair = tuple[str, str]
+"""Two features, in the order of the alphabet."""
 
 
-def _any_bucket(test: Callable[[BufferPlan, BucketPlan], bool]) -> Callable[[Plans], bool]:
-    return lambda plans: any(test(plan, bucket) for plan in plans for bucket in plan.buckets)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What further cases of a campaign can be expected to bring."""
 
-
-def _cut_count(plan: BufferPlan, bucket: BucketPlan) -> int:
-    """Most fragments that one param of a bucket is cut into."""
-    pieces = Counter(
-        fragment.param
-        for shard in range(bucket.shard_count)
-        for fragment in bucket.fragments(shard)
-    )
-    return max(pieces.values(), default=0)
-
-
-def _boundary_between_params(plan: BufferPlan, bucket: BucketPlan) -> bool:
-    """Whether a shard ends exactly where one param does and another one begins."""
-    inner = {param.span.start for param in bucket.params if param.span.numel}
-    starts = (bucket.shard_span(shard).start for shard in range(1, bucket.shard_count))
-    return any(start in inner for start in starts)
-
-
-def _empty_shard(plan: BufferPlan, bucket: BucketPlan) -> bool:
-    return any(
-        bucket.shard_span(shard).intersect(bucket.payload).empty
-        for shard in range(bucket.shard_count)
-    )
-
-
-def _idle_owner(plans: Plans) -> bool:
-    """Whether some rank owns nothing of any buffer."""
-    most = max(plan.policy.shard_count for plan in plans)
-    return any(
-        not any(plan.fragments(shard % plan.policy.shard_count) for plan in plans)
-        for shard in range(most)
-    )
-
-
-def _unit(plan: BufferPlan) -> int:
-    """What a padded bucket is a multiple of, in elements."""
-    return plan.policy.shard_count * plan.policy.shard_multiple(plan.key.dtype)
-
-
-def _remainder(by: int) -> Callable[[BufferPlan, BucketPlan], bool]:
-    """Whether a bucket holds so many elements more than its shards can share evenly."""
-    return lambda plan, bucket: (
-        _unit(plan) > 1
-        and not bucket.payload.empty
-        and bucket.payload.numel % _unit(plan) == by % _unit(plan)
-    )
-
-
-FEATURES: Mapping[str, Callable[[Plans], bool]] = {
-    "one shard": lambda plans: any(plan.policy.shard_count == 1 for plan in plans),
-    "param cut once": _any_bucket(lambda plan, bucket: _cut_count(plan, bucket) == 2),
-    "param cut often": _any_bucket(lambda plan, bucket: _cut_count(plan, bucket) > 2),
-    "shard ends between params": _any_bucket(_boundary_between_params),
-    "bucket with padding": _any_bucket(lambda plan, bucket: not bucket.padding.empty),
-    "shard without payload": _any_bucket(_empty_shard),
-    "rank that owns nothing": _idle_owner,
-    "empty param": _any_param(lambda plan, numel: numel == 0),
-    "one-element param": _any_param(lambda plan, numel: numel == 1),
-    "param smaller than N": _any_param(lambda plan, numel: 0 < numel < plan.policy.shard_count),
-    "param of N": _any_param(
-        lambda plan, numel: plan.policy.shard_count > 1 and numel == plan.policy.shard_count
-    ),
-    "payload just fits": _any_bucket(_remainder(0)),
-    "payload one over": _any_bucket(_remainder(1)),
-    "payload one short": _any_bucket(_remainder(-1)),
-    "bucket exactly full": _any_bucket(
-        lambda plan, bucket: bucket.payload.numel == plan.policy.bucket_elems
-    ),
-    "bucket of one param": _any_bucket(
-        lambda plan, bucket: len(plan.buckets) > 1 and len(bucket.params) == 1
-    ),
-    "several buckets": lambda plans: any(len(plan.buckets) > 1 for plan in plans),
-    "several buffers": lambda plans: len(plans) > 1,
-    "buffers sharded differently": lambda plans: (
-        len({plan.policy.shard_count for plan in plans}) > 1
-    ),
-    "uneven shards": _any_bucket(lambda plan, bucket: not bucket.is_even),
-    "aligned": lambda plans: any(_unit(plan) > plan.policy.shard_count for plan in plans),
-    "reversed": lambda plans: any(
-        plan.policy.param_order == "reverse" and len(plan.params) > 1 for plan in plans
-    ),
-}
-"""By name: whether a layout has it."""
-REDUNDANT = "redundant"
-"""One more, which is no matter of the plans: several ranks own every element."""
-NAMES = (*FEATURES, REDUNDANT)
-
-
-def features_of(plans: Plans, *, redundancy: int = 1) -> frozenset[str]:
-    """What is special about a layout.
-
-    Args:
-        plans: Its buffers.
-        redundancy: Copies of the sharded state.
-    """
-    found = {name for name, has in FEATURES.items() if has(plans)}
-    return frozenset(found | ({REDUNDANT} if redundancy > 1 else set()))
+    new_share: float
+    """How likely the next case has a pair that no case has had."""
+    new_pairs: float
+    """How many such pairs it has, on average."""
+    pairs_left_min: int
+    """At least about so many pairs can be met and have not been."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Grid:
+class Coverage:
     """How many cases had each feature and each pair of them."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    """By name of the feature, or of two joined by ` + ` in the order of `NAMES`."""
+    cases: int = 0
+    """Those of which the features are known."""
+    features: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[Pair] = field(default_factory=Counter)
+    _alone: dict[Pair, int] = field(default_factory=dict)
+    """Of each pair that was met once, in which case."""
 
-    def add(self, features: Collection[str]) -> None:
-        """Count one case.
+    def take(self, cases_with: Mapping[str, int], *, cases: int) -> None:
+        """Add the cases of a batch; the order of batches does not matter.
 
         Args:
-            features: What `features_of` gave for it.
+            cases_with: By feature, which of them have it, as `note_features` writes it down; what
+                is no feature, as of a corpus that another version wrote, is left out.
+            cases: How many they are.
         """
-        ordered = [name for name in NAMES if name in features]
-        self.counts.update(ordered)
-        self.counts.update(map(_pair, combinations(ordered, 2)))
+        names = sorted(filter(is_feature, cases_with))
+        if not names:
+            return
+        for name in names:
+            self.features[name] += cases_with[name].bit_count()
+        for pair in combinations(names, 2):
+            both = cases_with[pair[0]] & cases_with[pair[1]]
+            if both and may_meet(*pair):
+                self._meet(pair, both)
+        self.cases += cases
 
-    def merge(self, counts: Mapping[str, int]) -> None:
-        """Count the cases of another grid, too."""
-        self.counts.update(counts)
+    def _meet(self, pair: Pair, both: int) -> None:
+        self.pairs[pair] += both.bit_count()
+        if self.pairs[pair] == 1:
+            self._alone[pair] = self.cases + both.bit_length()
+        else:
+            self._alone.pop(pair, None)
+
+    def never(self, names: Collection[str]) -> list[str]:
+        """Those features that no case had.
+
+        Args:
+            names: Features that could be.
+        """
+        return [name for name in names if not self.features[name]]
+
+    def pairs_never(self, names: Collection[str]) -> list[tuple[Pair, float]]:
+        """Pairs that no case had, and how many would if each feature were drawn by itself.
+
+        Those that one would expect most often come first: they cannot be, or something is wrong
+        with how cases are drawn.
+
+        Args:
+            names: Features that could be.
+        """
+        met = [name for name in sorted(names) if self.features[name]]
+        found = [
+            (pair, self._expected(pair))
+            for pair in combinations(met, 2)
+            if pair not in self.pairs and may_meet(*pair)
+        ]
+        return sorted(found, key=lambda one: (-one[1], one[0]))
+
+    def _expected(self, pair: Pair) -> float:
+        return self.features[pair[0]] * self.features[pair[1]] / self.cases
 
     @property
-    def features_seen(self) -> int:
-        """Number of features met, of `len(NAMES)`."""
-        return sum(name in self.counts for name in NAMES)
+    def outlook(self) -> Outlook | None:
+        """What further cases can be expected to bring; nothing is known before the first one."""
+        if not self.cases:
+            return None
+        once, twice = len(self._alone), sum(count == 2 for count in self.pairs.values())
+        unmet = (self.cases - 1) / self.cases * once * (once - 1) / (2 * (twice + 1))
+        return Outlook(
+            new_share=len(set(self._alone.values())) / self.cases,
+            new_pairs=once / self.cases,
+            pairs_left_min=round(unmet),
+        )
 
-    @property
-    def pairs_seen(self) -> int:
-        """Number of pairs met, of `pairs_count()`."""
-        return sum(_pair(two) in self.counts for two in combinations(NAMES, 2))
-
-    def pairs_unseen(self) -> list[str]:
-        """The pairs not met yet; some cannot be."""
-        return [_pair(two) for two in combinations(NAMES, 2) if _pair(two) not in self.counts]
-
-    def table(self) -> str:
-        """A triangle of pairs, a row a feature: `.` where a pair was not met, `#` where it was."""
-        width = max(map(len, NAMES))
-        lines = []
-        for row, name in enumerate(NAMES):
-            marks = ("#" if _pair((left, name)) in self.counts else "." for left in NAMES[:row])
-            lines.append(f"{name:<{width}} {self.counts[name]:>7}  {' '.join(marks)}".rstrip())
-        return "\n".join(lines)
-
-
-def pairs_count() -> int:
-    """Number of pairs of features."""
-    return len(NAMES) * (len(NAMES) - 1) // 2
+    def as_dict(self) -> dict[str, object]:
+        """The counts in short, ready for JSON."""
+        outlook = self.outlook
+        return {
+            "cases": self.cases,
+            "features": dict(sorted(self.features.items())),
+            "pairs_met": len(self.pairs),
+            "pairs_met_once": len(self._alone),
+            "new_pair_share": outlook and outlook.new_share,
+            "new_pairs_a_case": outlook and outlook.new_pairs,
+            "pairs_left_min": outlook and outlook.pairs_left_min,
+        }
 
 
-def _pair(two: Iterable[str]) -> str:
-    return " + ".join(two)
+def note_features(cases_with: dict[str, int], features: Collection[str], *, case: int) -> None:
+    """Write down which features a case has: a bit a case, the first case the lowest one.
+
+    So a batch takes a few kilobytes, and what two features have in common is one operation.
+
+    Args:
+        cases_with: By feature; changed.
+        features: What `features_of` gave for the case.
+        case: Its place in the batch.
+    """
+    for name in features:
+        cases_with[name] = cases_with.get(name, 0) | 1 << case
+
+
+def pairs_of(features: Collection[str]) -> Iterator[Pair]:
+    """The pairs that the features of one case make."""
+    return (pair for pair in combinations(sorted(features), 2) if may_meet(*pair))

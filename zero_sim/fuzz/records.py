@@ -13,6 +13,8 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key
 
 _SEED_BYTES = 8
+_FEATURES_MAX = 1_000
+"""Of a batch: what has more was not written by us."""
 _BUNDLE = re.compile(r"([0-9a-f]{12})?")
 
 
@@ -118,8 +120,8 @@ class BatchReport:
     """Cases that it ran; shrinking is not counted."""
     seconds: float
     verdicts: dict[str, int] = field(default_factory=dict)
-    layouts: dict[str, int] = field(default_factory=dict)
-    """Cases by layout feature and pair of them; see `zero_sim.fuzz.coverage`."""
+    cases_with: dict[str, int] = field(default_factory=dict)
+    """By feature, which cases had it, a bit a case; see `zero_sim.fuzz.coverage`."""
     keys: dict[str, int] = field(default_factory=dict)
     """Failing cases by finding, its key joined by `|`."""
     found: tuple[Found, ...] = ()
@@ -142,8 +144,14 @@ class BatchReport:
         """
         fields = dict(data)
         fields["found"] = tuple(map(Found.from_dict, data["found"]))
+        # Of an earlier form, from which which case had what cannot be told any more.
+        fields.pop("layouts", None)
         report = cls(**fields)
         _require_typed(report)
+        if len(report.cases_with) > _FEATURES_MAX or any(
+            which >> report.cases for which in report.cases_with.values()
+        ):
+            raise ValueError(f"expected features of {report.cases} cases, got others")
         return report
 
 

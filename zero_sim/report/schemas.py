@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Literal
 
-VERSION = 1
+VERSION = 2
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Command = Literal[
     "run",
@@ -148,7 +148,7 @@ def _shrink() -> Node:
 def _fuzz() -> Node:
     texts = ("check", "phase", "kind", "manner", "place", "message", "bundle", "size", "scenario")
     finding = dict.fromkeys(texts, _TEXT) | {"seed": _COUNT, "case": _COUNT}
-    counts = ("cases", "earlier_cases", "batches", "pairs_seen", "pairs")
+    counts = ("cases", "earlier_cases", "batches")
     again = ("bundle", "said")
     outcome: Node = {"enum": ["fixed", "fails", "fails-otherwise", "unknown"]}
     lost = _object({"index": _COUNT, "seed": _COUNT, "why": _TEXT})
@@ -158,8 +158,7 @@ def _fuzz() -> Node:
         "verdicts": _COUNTS,
         "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
         "findings": _list(_object(finding)),
-        "layouts": _COUNTS,
-        "pairs_unseen": _list(_TEXT),
+        "coverage": _coverage(),
         "lost": _list(lost),
         "rechecked": _described(
             _list(
@@ -174,6 +173,33 @@ def _fuzz() -> Node:
         "corpus": _TEXT,
         "exit_status": _STATUS,
     }
+
+
+def _coverage() -> Node:
+    share: Node = {"type": ["number", "null"]}
+    ids: Node = {"type": "object", "additionalProperties": _list(_TEXT)}
+    always = {
+        "cases": _described(_COUNT, "Those of which the features are known."),
+        "features": _described(_COUNTS, "Cases by feature."),
+        "pairs_met": _COUNT,
+        "pairs_met_once": _COUNT,
+        "new_pair_share": _described(share, "Likely share of further cases with a new pair."),
+        "new_pairs_a_case": _described(share, "New pairs that the next case likely brings."),
+        "pairs_left_min": _described(_or_null(_COUNT), "Likely least number of pairs to be met."),
+    }
+    on_demand = {
+        "features_never": _list(_TEXT),
+        "pairs": _described(_COUNTS, "Cases by two features, joined by ` + `."),
+        "pairs_never": _described(
+            {"type": "object", "additionalProperties": {"type": "number"}},
+            "In how many cases they would be if features were drawn each by itself.",
+        ),
+        "mutants": _described(_COUNT, "Those of which the smallest case is on record."),
+        "mutants_by_feature": _described(ids, "Those in whose smallest case it is left."),
+        "mutants_by_pair": ids,
+    }
+    with_all = _object({**always, **on_demand})
+    return {"anyOf": [_object(always), _described(with_all, "With --coverage.")]}
 
 
 def _merge() -> Node:

@@ -157,7 +157,8 @@ def toml_type(value: object) -> str:
 
 
 def _strip_none(hint: object) -> object:
-    if isinstance(hint, types.UnionType):
+    # `Literal[...] | None` is of the older kind of union.
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (inner,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
         return inner
     return hint

@@ -17,7 +17,7 @@ from zero_sim.workloads import build_workload
 
 SIMPLEST_MODEL = "params"
 _MODELS_KEPT = 512
-_NO_FEATURES = frozenset(
+UNCOUNTED = frozenset(
     {
         "schema", "name", "description", "model.shapes", "model.hidden", "model.blocks",
         "model.experts", "world.size", "run.steps", "run.seed", "run.stall_seconds",
@@ -100,18 +100,19 @@ def _built(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def settings_of(scenario: Scenario) -> frozenset[str]:
     """Paths of the settings of a case that count as features."""
-    return frozenset(path for path, _, _ in _features_of(scenario))
+    return frozenset(path for path, _, _ in features_with_values(scenario))
 
 
-def _features_of(scenario: Scenario) -> Iterator[tuple[str, Any, tuple[object, ...]]]:
+def features_with_values(scenario: Scenario) -> Iterator[tuple[str, Any, tuple[object, ...]]]:
+    """Path, value and choices of each setting that counts as a feature; of a list, of each item."""
     for path, value, choices in _settings(scenario, ""):
-        if path not in _NO_FEATURES and not (path == "model.name" and value == SIMPLEST_MODEL):
+        if path not in UNCOUNTED and not (path == "model.name" and value == SIMPLEST_MODEL):
             yield path, value, choices
 
 
 def _features(scenario: Scenario) -> Iterator[tuple[int, int]]:
     """Count and weight of each setting that is not as by default."""
-    for path, value, choices in _features_of(scenario):
+    for path, value, choices in features_with_values(scenario):
         weight = 0
         if value in choices:
             weight = choices.index(value)

@@ -1,0 +1,76 @@
+"""The table of smallest cases that ships names mutants that exist, by cases that find them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.backends import WorldPool
+from zero_sim.errors import UsageError
+from zero_sim.mutants import find_mutants
+from zero_sim.mutants.campaign import found_by
+from zero_sim.mutants.records import Trial
+from zero_sim.mutants.smallest import (
+    SHIPPED,
+    features_that_found,
+    record_smallest,
+    smallest_cases,
+)
+from zero_sim.run import run_case
+from zero_sim.scenario.dump import to_chosen_toml
+
+IDS = sorted(smallest_cases())
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorldPool() as worlds:
+        yield worlds
+
+
+def test_every_id_is_that_of_a_mutant_of_the_core_set():
+    assert {*IDS} <= {one.id for one in find_mutants(core=True)}
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_the_case_finds_the_mutant_and_nothing_where_it_is_not(pool, id):
+    (one,) = find_mutants([id])
+    case = smallest_cases()[id]
+    with one.apply():
+        assert found_by(run_case(case, pool=pool))
+    assert run_case(case, pool=pool).verdict in ("pass", "inconclusive")
+
+
+def test_its_features_are_known():
+    features = features_that_found()
+    assert features.keys() == {*IDS}
+    assert {"layout: param cut once", "model.name=params"} <= features["L01"]
+
+
+class TestRecording:
+    def trial(self, id, **more):
+        return Trial(id=id, killed=True, **more)
+
+    def test_what_was_there_of_other_mutants_stays(self, tmp_path):
+        case = replace(smallest_cases()[IDS[0]], name="drawn", description="from somewhere")
+        path = tmp_path / "table.json"
+        path.write_text('{"A": {"schema": 1}, "B": {"schema": 1}}')
+        trials = [self.trial("B", smallest=to_chosen_toml(case)), self.trial("C")]
+        assert record_smallest(trials, path) == 1
+        table = json.loads(path.read_text())
+        assert [*table] == ["A", "B"]
+        assert table["A"] == {"schema": 1}
+        assert table["B"] == json.loads(SHIPPED.read_text())[IDS[0]]
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"A": 1}', "\x00"])
+    def test_something_else_is_not_overwritten(self, tmp_path, text):
+        path = tmp_path / "table.json"
+        path.write_text(text)
+        with pytest.raises(UsageError, match="expected a table of smallest cases in"):
+            record_smallest([], path)
+        assert path.read_text() == text
+
+    def test_a_place_that_cannot_be_is_said(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(UsageError, match="expected to write smallest cases to"):
+            record_smallest([], tmp_path / "file" / "table.json")

@@ -1,0 +1,146 @@
+"""Features of cases: settings that are not as by default, and what is special about the layout.
+
+A feature is called as it would be written: `system.stage=3` where a setting has a few values,
+`system.bucket_elems` where it is a number or a list, `layout: empty param` where it is read off the
+plans that result. How many ranks, steps and params a case has, and its seed, are no features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from functools import cache, lru_cache
+
+from zero_sim.fuzz.layout_features import FEATURES, layout_features
+from zero_sim.fuzz.plans import layouts_of
+from zero_sim.scenario.fields import choices_of, fields_of, is_table
+from zero_sim.scenario.spec import OptionSpec, Scenario
+from zero_sim.shrink.size import UNCOUNTED, features_with_values
+from zero_sim.targets import Capabilities
+from zero_sim.targets.declared import followed
+
+LAYOUT = "layout: "
+"""What names of features of layouts begin with."""
+_OPTIONS = "system.options."
+_ASSERTED = ("faults", "expect", "system.target")
+"""What says nothing of what a case has, but what is to come of it, and whom it is for."""
+_NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
+_CAPABLE = {
+    "model.name": "models",
+    "model.dtype": "dtypes",
+    "system.stage": "stages",
+    "reload.stage": "stages",
+    "optimizer.name": "optimizers",
+    "world.order": "orders",
+}
+"""Settings of which a target names the values that it can be asked for, and as what."""
+
+
+def features_of(scenario: Scenario) -> frozenset[str]:
+    """The names of all features of a case.
+
+    Args:
+        scenario: A valid case.
+    """
+    found = {
+        _called(path, value, choices)
+        for path, value, choices in features_with_values(scenario)
+        if not path.startswith(_ASSERTED)
+    }
+    # Which model is no less telling where it is the simplest.
+    found.add(f"model.name={scenario.model.name}")
+    found.update(LAYOUT + name for name in layout_features(layouts_of(scenario)))
+    return frozenset(found)
+
+
+def features_for(able: Capabilities) -> tuple[str, ...]:
+    """The names of all features that cases for a target can have, in the order of the records.
+
+    Options of its own are not among them.
+
+    Args:
+        able: What the target can be asked for.
+    """
+    return tuple(name for name in every_feature() if _may_have(able, name))
+
+
+@cache
+def every_feature() -> tuple[str, ...]:
+    """The names of all features that a case can have, in the order of the records."""
+    return (*_within(Scenario, ""), *(LAYOUT + name for name in FEATURES))
+
+
+@lru_cache(maxsize=_NAMES_KEPT)
+def is_feature(name: str) -> bool:
+    """Whether a case can have a feature of that name; any option may be some target's own."""
+    return name in every_feature() or name.startswith(_OPTIONS)
+
+
+def setting_of(feature: str) -> str:
+    """Path of the setting that a feature is a value of; of a layout's, the feature itself."""
+    return feature.partition("=")[0]
+
+
+@lru_cache(maxsize=_PAIRS_KEPT)
+def may_meet(one: str, other: str) -> bool:
+    """Whether two features make a pair: not two values of one setting, nor a table and its part."""
+    first, second = sorted((setting_of(one), setting_of(other)), key=len)
+    return first != second and not second.startswith(f"{first}.")
+
+
+def _within(record: type, prefix: str) -> Iterator[str]:
+    """Features that settings of a record, and of the records in it, make."""
+    types = fields_of(record)
+    for column in dataclasses.fields(record):
+        path, expected = prefix + column.name, types[column.name]
+        if path in UNCOUNTED or path == _OPTIONS[:-1] or path.startswith(_ASSERTED):
+            continue
+        table = _table_of(expected)
+        if table is None:
+            # What a table cannot do without is no feature beside the table.
+            if column.default is not dataclasses.MISSING or path == "model.name":
+                yield from _values(path, expected, default=column.default)
+            continue
+        # The parts of a case are always there, but for the one that says of a reload.
+        if prefix or path == "reload":
+            yield path
+        yield from _within(table, f"{path}.")
+
+
+def _values(path: str, expected: object, *, default: object) -> Iterator[str]:
+    """Features that one setting makes."""
+    choices = choices_of(expected) or ((True, False) if expected is bool else ())
+    if not choices:
+        yield path
+    yield from (_called(path, value, choices) for value in choices if value != default)
+
+
+def _table_of(expected: object) -> type | None:
+    """The record that a setting is, or a list of them; None for plain values."""
+    inner = typing.get_args(expected)[0] if typing.get_origin(expected) is tuple else expected
+    return inner if isinstance(inner, type) and is_table(inner) else None
+
+
+def _called(path: str, value: object, choices: tuple[object, ...]) -> str:
+    if isinstance(value, OptionSpec):
+        return f"{path}.{value.name}={value.value}"
+    if isinstance(value, bool):
+        return f"{path}={str(value).lower()}"
+    return f"{path}={value}" if value in choices else path
+
+
+def _may_have(able: Capabilities, feature: str) -> bool:
+    setting, _, value = feature.partition("=")
+    if setting in _CAPABLE:
+        return value in map(str, getattr(able, _CAPABLE[setting]))
+    # What a setting is after a checkpoint follows whoever follows it before.
+    before = setting.replace("reload.", "system.", 1) if setting.startswith("reload.") else setting
+    heads = {path for each in (setting, before) for path in _heads(each)}
+    return not heads & (set(followed()) - set(able.follows))
+
+
+def _heads(path: str) -> Iterator[str]:
+    """The path and those of all tables around it."""
+    parts = path.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))

@@ -1,0 +1,164 @@
+"""The coverage of a campaign as text and data: what was drawn, what never, what found mutants."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+
+from zero_sim.fuzz.coverage import Coverage, Pair, pairs_of
+from zero_sim.report.amounts import aligned
+from zero_sim.untrusted import printable
+
+_PAIRS_SHOWN = 15
+_EXPECTED_MIN = 1.0
+"""Pairs that one would expect in fewer cases say nothing by not being there."""
+
+
+def render_coverage(
+    coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
+) -> str:
+    """A table of features, then what never came, alone and in pairs, and what further cases bring.
+
+    Args:
+        coverage: What a campaign had.
+        names: Features that its cases could have, in the order of rows.
+        finders: By id of a mutant, the features of the smallest case that finds it.
+    """
+    if not coverage.cases:
+        return "Coverage: no case was drawn."
+    parts = [
+        _features(coverage, names=names, finders=finders),
+        _never(coverage, names=names),
+        _pairs_never(coverage, names=names, finders=finders),
+        _pairs_that_found(coverage, finders=finders),
+        _outlook(coverage),
+    ]
+    return printable("\n\n".join(part for part in parts if part), lines=True)
+
+
+def coverage_data(
+    coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
+) -> dict[str, object]:
+    """The same and every pair, ready for JSON.
+
+    Args:
+        coverage: As for `render_coverage`.
+        names: As for `render_coverage`.
+        finders: As for `render_coverage`.
+    """
+    found = {id: map(_joined, pairs_of(features)) for id, features in finders.items()}
+    return {
+        **coverage.as_dict(),
+        "features_never": coverage.never(names),
+        "pairs": {_joined(pair): count for pair, count in sorted(coverage.pairs.items())},
+        "pairs_never": {_joined(pair): expected for pair, expected in coverage.pairs_never(names)},
+        "mutants": len(finders),
+        "mutants_by_feature": _ids_by(finders),
+        "mutants_by_pair": _ids_by(found),
+    }
+
+
+def _ids_by(found: Mapping[str, Collection[str] | map[str]]) -> dict[str, list[str]]:
+    ids: dict[str, list[str]] = {}
+    for id, names in sorted(found.items()):
+        for name in names:
+            ids.setdefault(name, []).append(id)
+    return dict(sorted(ids.items()))
+
+
+def _features(
+    coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
+) -> str:
+    """A row a feature: in how many cases, with how many others, and in how many smallest cases."""
+    others = Counter(chain.from_iterable(coverage.pairs))
+    mutants = Counter(chain.from_iterable(finders.values()))
+    rows = [["feature", "cases", "share", "met with", "mutants"]]
+    for name in dict.fromkeys((*names, *sorted(coverage.features))):
+        count = coverage.features[name]
+        share = f"{count / coverage.cases:.1%}"
+        rows.append([name, f"{count:,}", share, str(others[name]), str(mutants[name] or "-")])
+    return (
+        f"What {_many(coverage.cases, 'case')} had, with how many other features, and in how many "
+        f"of {len(finders)}\nsmallest cases that find a mutant it is left:\n{aligned(rows)}"
+    )
+
+
+def _never(coverage: Coverage, *, names: Sequence[str]) -> str:
+    never = coverage.never(names)
+    return "Never drawn: " + (", ".join(never) or "none; every feature was") + "."
+
+
+def _pairs_never(
+    coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
+) -> str:
+    never = coverage.pairs_never(names)
+    head = (
+        f"{_many(len(coverage.pairs), 'pair')} of features met; {len(never):,} others of features "
+        "that were drawn were not,\nmany of which cannot be."
+    )
+    telling = [(pair, count) for pair, count in never if count >= _EXPECTED_MIN]
+    if not telling:
+        return head
+    found = _mutants_of_pairs(finders)
+    rows = [["expected", "mutants", "never drawn"]]
+    rows += [
+        [f"{count:.1f}", str(found[pair] or "-"), _joined(pair)]
+        for pair, count in telling[:_PAIRS_SHOWN]
+    ]
+    return (
+        f"{head} {len(telling):,} would be there if each feature were drawn by itself;\n"
+        f"in how many cases, the most first:\n{_words_last(rows)}"
+    )
+
+
+def _pairs_that_found(coverage: Coverage, *, finders: Mapping[str, frozenset[str]]) -> str:
+    """Pairs of smallest cases, those that the campaign had least first."""
+    found = _mutants_of_pairs(finders)
+    if not found:
+        return ""
+    seldom = sorted(found, key=lambda pair: (coverage.pairs[pair], -found[pair], pair))
+    rows = [["cases", "mutants", "seldom drawn"]]
+    rows += [
+        [f"{coverage.pairs[pair]:,}", str(found[pair]), _joined(pair)]
+        for pair in seldom[:_PAIRS_SHOWN]
+    ]
+    never = sum(pair not in coverage.pairs for pair in found)
+    return (
+        f"{_many(len(found), 'pair')} are left in smallest cases that find a mutant; {never} of "
+        f"them were never drawn.\nThose drawn least:\n{_words_last(rows)}"
+    )
+
+
+def _outlook(coverage: Coverage) -> str:
+    outlook = coverage.outlook
+    if outlook is None:
+        return ""
+    alone = round(outlook.new_share * coverage.cases)
+    return (
+        f"Not yet covered: {alone:,} of {_many(coverage.cases, 'case')} had a pair that no other "
+        f"had, so about {outlook.new_share:.0%} of further\ncases bring a new one, "
+        f"{outlook.new_pairs:.2g} new pairs a case at first (Good and Turing); at least about "
+        f"{outlook.pairs_left_min:,} pairs\nthat were not met can be (Chao)."
+    )
+
+
+def _mutants_of_pairs(finders: Mapping[str, frozenset[str]]) -> Counter[Pair]:
+    return Counter(chain.from_iterable(map(pairs_of, finders.values())))
+
+
+def _words_last(rows: Sequence[Sequence[str]]) -> str:
+    *numbers, words = zip(*rows, strict=True)
+    padded = [f"{word:<{max(map(len, words))}}" for word in words]
+    return "\n".join(
+        line.rstrip()
+        for line in aligned(list(zip(*numbers, padded, strict=True)), left=0).splitlines()
+    )
+
+
+def _joined(pair: Pair) -> str:
+    return " + ".join(pair)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
