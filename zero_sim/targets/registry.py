@@ -9,6 +9,7 @@ from zero_sim.targets.deepspeed.zero import DEEPSPEED
 from zero_sim.targets.fairscale.oss import FAIRSCALE
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.megatron.core import MegatronCore
+from zero_sim.targets.megatron.fsdp import MEGATRON_FSDP
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.printed import PRINTED
 from zero_sim.targets.protocol import Target
@@ -41,7 +42,7 @@ _TARGETS: dict[str, Target] = {
 }
 
 _LIBRARIES: dict[str, Target] = {
-    target.name: target for target in (*DEEPSPEED, *FAIRSCALE, MegatronCore())
+    target.name: target for target in (*DEEPSPEED, *FAIRSCALE, MegatronCore(), *MEGATRON_FSDP)
 }
 """Targets of libraries that are installed with an extra; they are imported when they are used."""
 

@@ -1,0 +1,101 @@
+"""Megatron-FSDP's rules of arithmetic for a case, what of it has none, and what goes wrong in it.
+
+[Note: Megatron-FSDP's dtypes]
+Gradients are multiplied with the fp32 reciprocal of the number of ranks in `grad_comm_dtype` and
+summed in it, or with `average_in_collective` summed by AVG. They accumulate in `main_grads_dtype`:
+where gradients are not sharded before the sum, where they are after it, every micro-batch. Both are
+the params' dtype where a policy does not say. What is wider is not rounded before it is added to
+what is narrower. Under HSDP what a block accumulated is summed over the blocks at last. Masters are
+fp32, made of the params, and the optimizer is given fp32 gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero_sim.errors import Problem
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.numerics import Numerics
+
+_UPSTREAM = "scenarios/upstream has this case."
+
+
+def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
+    """By which rules a case is computed.
+
+    Args:
+        scenario: As the target is given it.
+        chosen: The value of each option.
+    """
+    accumulated, summed = _dtypes(scenario, chosen)
+    is_scattered, in_blocks = scenario.system.stage > 1, scenario.system.redundancy > 1
+    return Numerics(
+        divide="avg" if chosen["average"] else "premul-fp32",
+        divide_by="ranks",
+        divide_each="round" if chosen["average"] and is_scattered else "step",
+        sync=("every-in-block" if in_blocks else "every") if is_scattered else "last",
+        grad_dtype="param",
+        accumulate_dtype=accumulated,
+        reduce_dtype=summed,
+        grads_told="after-division",
+        told_dtype="fp32",
+    )
+
+
+def _dtypes(scenario: Scenario, chosen: Any) -> tuple[Any, Any]:
+    """In which gradients accumulate, and in which they are summed."""
+    own, main, wire = scenario.model.dtype, chosen["main_grads"], chosen["communication"]
+    accumulated = own if main == "param" else main
+    return accumulated, accumulated if wire == "param" else wire
+
+
+def _is_wider(one: str, other: str) -> bool:
+    return one != other and one == "fp32"
+
+
+def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
+    """What of a case is by no rule that can be declared; arguments as for `numerics_for`."""
+    system = scenario.system
+    accumulated, summed = _dtypes(scenario, chosen)
+    added = summed if system.stage > 1 else scenario.model.dtype
+    if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
+        yield Problem(
+            path="run.micro_batches",
+            message=f"Megatron-FSDP adds {added} gradients, not rounded to {accumulated}, to what "
+            f"it accumulated in {accumulated}, which is by no rule that can be declared.",
+            suggestion="Try one micro-batch, or leave option main_grads out.",
+        )
+    if _is_wider(summed, accumulated):
+        yield Problem(
+            path="system.options",
+            message=f"Megatron-FSDP rounds a sum in {summed} to {accumulated}, which is by no rule "
+            "that can be declared.",
+            suggestion="Leave option communication out.",
+        )
+    if system.redundancy > 1 and summed != accumulated:
+        yield Problem(
+            path="system.redundancy",
+            message=f"Megatron-FSDP adds what blocks summed in {summed} in {accumulated} and sums "
+            "that over the blocks, which is by no rule that can be declared.",
+            suggestion="Leave option communication out.",
+        )
+    if chosen["main_params"] == "param" and (scenario.model.dtype, accumulated) != ("fp32", "fp32"):
+        yield Problem(
+            path="system.options",
+            message="expected params and gradients of fp32 with option main_params = param, "
+            "without which masters would not be fp32.",
+            suggestion="Leave it out.",
+        )
+
+
+def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
+    """Cases that are known to go wrong; arguments as for `numerics_for`."""
+    system = scenario.system
+    if system.stage < 2 and not chosen["overlap_grads"]:
+        yield Problem(
+            path="system.options",
+            message="megatron-fsdp 0.6.1 reduces gradients twice at stages 0 and 1 where "
+            f"overlap_grad_reduce is off. {_UPSTREAM}",
+            suggestion="Leave option overlap_grads out.",
+        )
