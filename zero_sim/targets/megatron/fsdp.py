@@ -1,6 +1,12 @@
 """Megatron-FSDP (the package megatron-fsdp) under a plain optimizer of torch.
 
-[Note: what Megatron-FSDP computes]
+[Note: what stands for what]
+`system.stage` for `zero_dp_strategy`, from `no_shard` to `optim_grads_params`; `system.redundancy`
+for HSDP, whose outer dimension replicates. Units are the classes of the model's children with
+params, or of the model where these are its own. Gradients accumulate as its documentation says:
+with `set_model_auto_sync` at the last micro-batch, or, `synced_by_hand`, with `is_last_microbatch`
+and `finish_grad_sync`. The optimizer is stepped and `install_optimized_model_weights` called, or
+with `shard_optimizer` left to `fully_shard_optimizer`. It calls `torch.cuda` wherever it runs.
 """
 
 from __future__ import annotations
@@ -42,6 +48,7 @@ class MegatronFSDP:
     """
 
     library = Library(package="megatron_fsdp", extra="megatron-fsdp")
+    # `zero-sim doctor --target` finds nothing that its modules keep for one rank.
     rank_local = RankLocal(cuda_is_cpu=True)
     options = {  # noqa: RUF012
         "main_params": Option(default="fp32", values=("param",)),
@@ -55,6 +62,9 @@ class MegatronFSDP:
     }
     capabilities = Capabilities(
         stages=(0, 1, 2, 3),
+        # A scalar has no rows to deal out, and a param without elements no row to count in.
+        scalar_params=False,
+        empty_params=False,
         dtypes=("fp32", "bf16"),
         optimizers=tuple(
             name for name in OPTIMIZERS if name not in ("rprop", *WHOLE_PARAM_OPTIMIZERS)
@@ -82,7 +92,7 @@ class MegatronFSDP:
     ) -> MegatronFSDPEngine:
         """Wrap the module for training on this rank."""
         options = chosen_options(self, scenario)
-        return MegatronFSDPEngine(module, scenario=scenario, options=options)
+        return MegatronFSDPEngine(module, scenario=scenario, options=options, as_is=self._as_is)
 
 
 MEGATRON_FSDP = (MegatronFSDP(), MegatronFSDP(as_is=True))

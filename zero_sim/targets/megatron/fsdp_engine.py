@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.megatron.fsdp_wrapped import import_megatron_fsdp, wrapped
 from zero_sim.targets.options import OptionValue
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.torch.ddp import flat_state, plain_optimizer
 from zero_sim.targets.torch.fsdp2_engine import local_of
-from zero_sim.targets.torch.optim import LearningRates
-from zero_sim.targets.torch.wrapping import called_children
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_REPLICAS, _SHARDS = "replicas", "shards"
+from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
 
 
 class MegatronFSDPEngine:
@@ -32,14 +24,20 @@ class MegatronFSDPEngine:
         module: The model.
         scenario: The case; `optimizer` and `system` are read.
         options: The value of each option.
+        as_is: Whether what is known to go wrong is done: scenarios/upstream has it.
     """
 
     def __init__(
-        self, module: nn.Module, *, scenario: Scenario, options: Mapping[str, OptionValue]
+        self,
+        module: nn.Module,
+        *,
+        scenario: Scenario,
+        options: Mapping[str, OptionValue],
+        as_is: bool = False,
     ) -> None:
-        self._options, self._system = options, scenario.system
+        self._spec, self._stage, self._options = scenario.optimizer, scenario.system.stage, options
         self._names = [name for name, p in module.named_parameters() if p.requires_grad]
-        self._fsdp = self._wrap(module)
+        self._fsdp = wrapped(module, system=scenario.system, options=options, as_is=as_is)
         self.module: nn.Module = self._fsdp
         self._buffer: Any = self._fsdp.param_and_grad_buffer
         self._params: dict[str, Any] = {
@@ -50,56 +48,13 @@ class MegatronFSDPEngine:
         self._optimizer = plain_optimizer(
             scenario.optimizer, {name: self._params[name] for name in self._names}
         )
+        # Nothing else gathers what was stepped then: scenarios/upstream has this case.
+        overlaps = options["overlap_gathers"] or self._stage == 3
+        self._gathers_by_hand = not (overlaps or as_is)
         if options["shard_optimizer"]:
-            from megatron_fsdp import fully_shard_optimizer  # pyrefly: ignore
-
-            fully_shard_optimizer(self._optimizer)
+            import_megatron_fsdp().fully_shard_optimizer(self._optimizer)
         self._rates = LearningRates(self._optimizer)
         self._reduced: dict[str, Tensor] = {}
-
-    def _wrap(self, module: nn.Module) -> Any:
-        warnings.filterwarnings("ignore", module=r"(torch|megatron_fsdp)\..*")
-        logging.getLogger("megatron_fsdp").setLevel(logging.ERROR)
-        from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model  # pyrefly: ignore
-
-        options = self._options
-        units = {type(child) for _, child in called_children(module)} or {type(module)}
-        device = next((param.device for param in module.parameters()), torch.device("cpu"))
-        policy = MixedPrecisionPolicy(
-            main_params_dtype=_DTYPES.get(str(options["main_params"])),
-            main_grads_dtype=_DTYPES.get(str(options["main_grads"])),
-            grad_comm_dtype=_DTYPES.get(str(options["communication"])),
-        )
-        wrapped = fully_shard_model(
-            module,
-            dp_shard_dim=_SHARDS,
-            tp_dim="tp",
-            **self._mesh(),
-            fsdp_unit_modules=sorted(units, key=lambda each: each.__qualname__),
-            zero_dp_strategy=self._system.stage,
-            device=device,
-            mixed_precision_policy=policy,
-            overlap_grad_reduce=bool(options["overlap_grads"]),
-            overlap_param_gather=bool(options["overlap_gathers"]),
-            average_in_collective=bool(options["average"]),
-        )
-        # Only NCCL has the sum that multiplies; `fully_shard_model` does not ask for either.
-        wrapped.ddp_config.gradient_reduce_div_fusion = False
-        return wrapped
-
-    def _mesh(self) -> dict[str, Any]:
-        """The ranks, of which those of one row share what is sharded."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        blocks, ranks = self._system.redundancy, torch.distributed.get_world_size()
-        if blocks == 1:
-            mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=(_SHARDS, "tp"))
-            return {"device_mesh": mesh}
-        mesh: DeviceMesh = init_device_mesh(
-            "cpu", (blocks, ranks // blocks, 1), mesh_dim_names=(_REPLICAS, _SHARDS, "tp")
-        )
-        everyone = mesh[(_REPLICAS, _SHARDS)]._flatten("everyone").get_group()
-        return {"device_mesh": mesh, "dp_outer_dim": _REPLICAS, "hybrid_fsdp_group": everyone}
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
@@ -123,11 +78,14 @@ class MegatronFSDPEngine:
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params."""
         grads = {name: param.grad for name, param in self._params.items()}
-        self._reduced = {name: local_of(g) for name, g in grads.items() if g is not None}
+        present = {name: local_of(grad) for name, grad in grads.items() if grad is not None}
+        self._reduced = grads_to_tell(self._spec, present)
         self._rates.scale(lr_factor)
         self._optimizer.step()
         if not self._options["shard_optimizer"]:
             self._fsdp.install_optimized_model_weights()
+        if self._gathers_by_hand:
+            self._fsdp.start_param_sync()
         return StepResult()
 
     def params(self) -> Mapping[str, Tensor]:
@@ -159,7 +117,7 @@ class MegatronFSDPEngine:
                 if name not in self._params:
                     continue
                 start, stop = 0, orig.numel()
-                if self._system.stage:
+                if self._stage:
                     start, stop = group.main_grad_buffer._get_item_slice_in_shard(index)
                 param, grad = self._params[name], self._reduced.get(name)
                 state = self._optimizer.state.get(param, {})

@@ -12,6 +12,7 @@ fp32, made of the params, and the optimizer is given fp32 gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from zero_sim.errors import Problem
@@ -91,11 +92,50 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     """Cases that are known to go wrong; arguments as for `numerics_for`."""
-    system = scenario.system
+    system, spec = scenario.system, scenario.optimizer
     if system.stage < 2 and not chosen["overlap_grads"]:
         yield Problem(
             path="system.options",
             message="megatron-fsdp 0.6.1 reduces gradients twice at stages 0 and 1 where "
             f"overlap_grad_reduce is off. {_UPSTREAM}",
             suggestion="Leave option overlap_grads out.",
+        )
+    decays = spec.weight_decay or any(group.weight_decay for group in spec.groups)
+    if chosen["shard_optimizer"] and (spec.name != "sgd" or decays):
+        yield Problem(
+            path="system.options",
+            message="megatron-fsdp 0.6.1 steps once with gradients of zero in "
+            "fully_shard_optimizer, which counts as a step and decays weights, expected sgd "
+            f"without weight decay, got {spec.name}. {_UPSTREAM}",
+            suggestion="Leave option shard_optimizer out.",
+        )
+    rows = {prod(shape[1:]) for shape in scenario.model.shapes or ()} - {1}
+    if system.stage and len(rows) > 1:
+        yield Problem(
+            path="model.shapes",
+            message="megatron-fsdp 0.6.1 cuts rows of params in two where it puts params with rows "
+            f"of several lengths into one bucket, and raises, expected one length, got "
+            f"{', '.join(map(str, sorted(rows)))}. {_UPSTREAM}",
+            suggestion="Try one, or stage 0.",
+        )
+    if system.stage > 1 and scenario.world.size == system.redundancy:
+        yield from _in_one_shard(scenario, chosen)
+
+
+def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
+    """Of stages 2 and 3 where one rank has all of what is sharded."""
+    accumulated, summed = _dtypes(scenario, chosen)
+    if accumulated != summed:
+        yield Problem(
+            path="system.options",
+            message="megatron-fsdp 0.6.1 adds gradients to themselves where one rank has all of "
+            f"what is sharded and grad_comm_dtype is another than main_grads_dtype. {_UPSTREAM}",
+            suggestion="Try two ranks for each copy, or leave option communication out.",
+        )
+    if scenario.world.size > 1 and scenario.run.micro_batches > 1:
+        yield Problem(
+            path="run.micro_batches",
+            message="megatron-fsdp 0.6.1 divides what it accumulated again at every micro-batch "
+            f"where one rank has all of what is sharded. {_UPSTREAM}",
+            suggestion="Try one micro-batch, or two ranks for each copy.",
         )

@@ -1,0 +1,152 @@
+"""Megatron-FSDP: rules by case and dtype and what is refused; where it is installed, that it runs."""
+
+import sys
+from dataclasses import replace
+from itertools import product
+from types import ModuleType
+
+import pytest
+
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    ParamGroupSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import (
+    Numerics,
+    find_target,
+    numerics_of,
+    refusals,
+    why_missing,
+    with_options,
+)
+from zero_sim.targets.megatron.fsdp_wrapped import import_megatron_fsdp
+
+TARGET = find_target("megatron-fsdp")
+STAGES = (0, 1, 2, 3)
+missing = why_missing(TARGET)
+installed = pytest.mark.skipif(bool(missing), reason=missing or "installed")
+
+
+def case(stage, dtype="fp32", *, said=None, ranks=3, redundancy=1, micro_batches=1, **tables):
+    model = ModelSpec(name="mlp", hidden=5, dtype=dtype)
+    scenario = Scenario(
+        schema=1,
+        name="set",
+        **{"model": model, "optimizer": OptimizerSpec(lr=0.01), **tables},
+        world=WorldSpec(size=ranks),
+        run=RunSpec(steps=2, micro_batches=micro_batches),
+        system=SystemSpec(target=TARGET.name, stage=stage, redundancy=redundancy),
+    )
+    return with_options(scenario, said or {})
+
+
+def refused(stage, dtype="fp32", *, by=TARGET, **asked):
+    return refusals(by, case(stage, dtype, **asked))
+
+
+def rules(stage, dtype="fp32", **asked):
+    assert not refused(stage, dtype, **asked)
+    return numerics_of(TARGET, case(stage, dtype, **asked))
+
+
+@pytest.mark.parametrize(("stage", "sync"), [(0, "last"), (1, "last"), (2, "every"), (3, "every")])
+def test_what_is_scattered_is_summed_every_micro_batch(stage, sync):
+    assert rules(stage, micro_batches=2).sync == sync
+
+
+@pytest.mark.parametrize(("stage", "sync"), [(1, "last"), (2, "every-in-block")])
+def test_blocks_are_added_at_last(stage, sync):
+    assert rules(stage, ranks=4, redundancy=2, micro_batches=2).sync == sync
+
+
+def test_an_average_is_taken_each_round_where_rounds_are_summed():
+    said = {"average": "true"}
+    assert [rules(stage, said=said).divide_each for stage in STAGES] == ["step"] * 2 + ["round"] * 2
+    assert {rules(stage, said=said).divide for stage in STAGES} == {"avg"}
+
+
+def test_gradients_accumulate_in_one_dtype_and_are_summed_in_another():
+    found = rules(3, "bf16", said={"main_grads": "fp32", "communication": "bf16"}, micro_batches=2)
+    assert (found.accumulate_dtype, found.reduce_dtype) == ("fp32", "bf16")
+    found = rules(1, "bf16", said={"main_grads": "fp32"})
+    assert (found.accumulate_dtype, found.reduce_dtype) == ("fp32", "fp32")
+
+
+def test_what_is_added_without_being_rounded_is_refused():
+    (problem,) = refused(1, said={"main_grads": "bf16"}, micro_batches=2)
+    assert "not rounded to bf16" in problem.message
+    assert not refused(1, said={"main_grads": "bf16"})
+
+
+def test_a_sum_that_is_rounded_is_refused():
+    (problem,) = refused(3, "bf16", said={"communication": "fp32"})
+    assert "rounds a sum in fp32 to bf16" in problem.message
+
+
+def test_masters_that_are_not_fp32_are_refused():
+    (problem,) = refused(1, "bf16", said={"main_params": "param"})
+    assert "masters would not be fp32" in problem.message
+    assert not refused(1, said={"main_params": "param"})
+
+
+@pytest.mark.parametrize(
+    ("stage", "asked", "says"),
+    [
+        (0, {"said": {"overlap_grads": "false"}}, "twice"),
+        (1, {"said": {"overlap_grads": "false"}}, "twice"),
+        (2, {"said": {"shard_optimizer": "true"}}, "steps once with gradients of zero"),
+        (2, {"said": {"communication": "bf16"}, "ranks": 1}, "to themselves"),
+        (3, {"ranks": 2, "redundancy": 2, "micro_batches": 2}, "again at every micro-batch"),
+        (1, {"model": ModelSpec(name="params", shapes=((1, 3), (2, 2)))}, "cuts rows"),
+    ],
+)
+def test_what_goes_wrong_is_refused_but_as_is(stage, asked, says):
+    (problem,) = refused(stage, **asked)
+    assert says in problem.message
+    assert not refused(stage, by=find_target("megatron-fsdp-as-is"), **asked)
+
+
+def test_the_optimizer_is_sharded_by_the_library_where_that_does_nothing_to_it():
+    said, sgd = {"shard_optimizer": "true"}, OptimizerSpec(name="sgd")
+    decays = replace(sgd, groups=(ParamGroupSpec(match="bias", weight_decay=0.1),))
+    assert not refused(3, said=said, optimizer=sgd)
+    assert refused(3, said=said, optimizer=decays)
+
+
+def test_all_options_of_a_stage_have_rules_or_a_reason():
+    drawn = [(option.default, *option.values) for option in TARGET.options.values()]
+    for stage, dtype, values in product(STAGES, ("fp32", "bf16"), product(*drawn)):
+        said = {
+            name: str(value).lower() for name, value in zip(TARGET.options, values, strict=True)
+        }
+        asked = case(stage, dtype, said=said)
+        assert refusals(TARGET, asked) or isinstance(numerics_of(TARGET, asked), Numerics)
+
+
+def test_it_is_imported_as_if_megatron_core_was_not_there(monkeypatch, tmp_path):
+    (tmp_path / "megatron_fsdp.py").write_text(
+        "try:\n    import megatron.core\nexcept ImportError:\n    alone = True\n"
+    )
+    core = ModuleType("megatron.core")
+    for name, module in (("megatron", ModuleType("megatron")), ("megatron.core", core)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "megatron_fsdp", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert import_megatron_fsdp().alone
+    finally:
+        sys.modules.pop("megatron_fsdp", None)
+    assert sys.modules["megatron.core"] is core
+
+
+@installed
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_strategy_equals_the_reference(stage):
+    result = run_case(case(stage, "bf16", micro_batches=2))
+    assert result.passed, result.findings
