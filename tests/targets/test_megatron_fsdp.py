@@ -1,4 +1,4 @@
-"""Megatron-FSDP: rules by case and dtype and what is refused; where it is installed, that it runs."""
+"""Megatron-FSDP: rules by case and dtype, what is refused, and that it runs where it is."""
 
 import sys
 from dataclasses import replace
