@@ -55,7 +55,8 @@ scripts: $(VENV)/.installed
 	$(BIN)/python -m tests.script.against_gloo $(SCRIPTS)
 
 # The libraries of docs/libraries.md in an environment of their own: their scenarios, what is known to go
-# wrong in them, drawn cases, and some of these on gloo processes as well. LIBRARIES=deepspeed-zero-1 for one.
+# wrong in them, drawn cases, some of these on gloo processes as well, and the rules that they follow.
+# LIBRARIES=deepspeed-zero-1 for one.
 LIBRARY_CASES ?= 200
 GLOO_CASES ?= 40
 libraries:
@@ -65,7 +66,7 @@ libraries:
 	  --constraint constraints-libraries.txt --editable ".[test,deepspeed,fairscale,megatron,megatron-fsdp]"
 	$(VENV)-libraries/bin/zero-sim run scenarios/libraries scenarios/upstream --no-bundles
 	$(VENV)-libraries/bin/python -m property_tests.libraries $(LIBRARIES) \
-	  --cases $(LIBRARY_CASES) --gloo $(GLOO_CASES)
+	  --cases $(LIBRARY_CASES) --gloo $(GLOO_CASES) --rules
 
 # The suite with another torch, in an environment of its own: make compat TORCH=2.14.1
 compat:

@@ -1,4 +1,4 @@
-"""Campaigns on targets of libraries that are installed here, and the same cases on gloo processes.
+"""Campaigns on targets of libraries that are installed here, cases on gloo too, and rules found.
 
 `python -m property_tests.libraries --cases 200 --gloo 40`, as `make libraries` does.
 """
@@ -15,6 +15,7 @@ from itertools import islice
 
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import scenarios
+from zero_sim.run.found_rules import find_rules
 from zero_sim.run.judges import open_judge
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario
@@ -75,12 +76,22 @@ def same_on_gloo(name: str, *, cases: int, seed: int) -> bool:
     return not different
 
 
+def rules_recovered(name: str) -> bool:
+    """Work out which rules it follows; whether nothing that it declares is contradicted."""
+    found = find_rules(find_target(name))
+    print(f"{name}: rules by {found.cases} runs, {len(found.contradicted)} as declared otherwise")
+    for said in found.contradicted:
+        print(f"  {said}", flush=True)
+    return not found.contradicted
+
+
 def main() -> int:
     """Run all that is asked for; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="targets; all that are installed if left out")
     parser.add_argument("--cases", type=int, default=200, help="of each campaign")
     parser.add_argument("--gloo", type=int, default=40, help="cases on gloo processes, of each")
+    parser.add_argument("--rules", action="store_true", help="work out their rules, too")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     names = installed(options.names)
@@ -90,6 +101,8 @@ def main() -> int:
             ok &= fuzzed(name, cases=options.cases, seed=options.seed)
         if options.gloo:
             ok &= same_on_gloo(name, cases=options.gloo, seed=options.seed)
+        if options.rules:
+            ok &= rules_recovered(name)
     return 0 if ok and names else 1
 
 

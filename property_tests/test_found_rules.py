@@ -11,7 +11,17 @@ FREE = {"optimizer.name", "optimizer.lr", "system.target", "system.stage"}
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "name", ["zero_sim", "single-device", "torch-ddp", "torch-zero-redundancy", "torch-fsdp2"]
+    "name",
+    [
+        "zero_sim",
+        "single-device",
+        "torch-ddp",
+        "torch-ddp-knobs",
+        "torch-zero-redundancy",
+        "torch-fsdp1",
+        "torch-fsdp1-knobs",
+        "torch-fsdp2",
+    ],
 )
 def test_nothing_that_is_declared_is_contradicted(name):
     target = find_target(name)

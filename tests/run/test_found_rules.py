@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.judge.ruled import Target
-from zero_sim.errors import UsageError
+from zero_sim.errors import Problem, UsageError
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.judge.rules import RulesTried
 from zero_sim.run import found_rules
@@ -44,6 +44,58 @@ def test_the_rules_of_a_system_are_found(quick):
     assert "optimizer.warmup_steps" in found.left_out, "it takes no notice of them"
     assert "optimizer.name = 'sgd'" in found.left_out
     assert "model.name = 'fp8'" in found.left_out
+
+
+def of_sums(engine, wide):
+    """A norm of sums of the elements, whose bits no known form has."""
+    return torch.stack([grad.float().abs().sum() for grad in wide.values()]).norm()
+
+
+def test_a_norm_of_no_known_form_is_taken_as_told(quick):
+    found = find_rules(Target({"norm": of_sums}))
+    assert found.numerics["norm"] == "told"
+    assert "norm: no form that is known has its bits: taken as told" in found.unclear
+
+
+def test_a_norm_that_is_declared_as_told_is_no_contradiction(quick, monkeypatch):
+    monkeypatch.setattr(found_rules, "_ALTERNATIVES", {"norm": ("of-elements", "of-params")})
+    found = find_rules(Target({}, Numerics(norm="told")))
+    assert found.numerics["norm"] == "told"
+    assert found.contradicted == []
+
+
+def test_a_number_that_changes_nothing_here_is_as_declared(quick):
+    """Division by 3 in one go, or by 2 and by 1.5, of which the first is exact."""
+    does = {"divide": "post-rounded", "told": "after-division"}
+    said = Numerics(divide="post-rounded", predivide_by=2.0, grads_told="after-division")
+    found = find_rules(Target(does, said))
+    assert found.numerics["predivide_by"] == 2.0
+    assert "predivide_by = None: the same bits in all of these cases: as declared" in found.unclear
+
+
+class OneDtype(Target):
+    """Weight decay is for bf16 alone."""
+
+    def refuses(self, scenario):
+        if scenario.optimizer.weight_decay and scenario.model.dtype != "bf16":
+            yield Problem(path="optimizer.weight_decay", message="it is for bf16 alone.")
+
+
+def test_what_is_asked_in_one_dtype_alone_is_tried_there(quick):
+    found = find_rules(OneDtype())
+    assert "optimizer.weight_decay" in found.capabilities["follows"]
+
+
+class Refusing(Target):
+    def refuses(self, scenario):
+        if scenario.optimizer.weight_decay:
+            yield Problem(path="optimizer.weight_decay", message="not with this one.")
+
+
+def test_what_is_declared_and_refused_here_is_as_declared(quick):
+    found = find_rules(Refusing())
+    assert found.contradicted == []
+    assert any("weight_decay: the case that would tell is refused" in s for s in found.unclear)
 
 
 def test_what_is_declared_otherwise_is_named(quick):

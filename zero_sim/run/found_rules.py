@@ -20,6 +20,7 @@ from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS
 from zero_sim.run.rule_cases import (
     BASE,
     FOLLOWED,
+    Vary,
     changed,
     clip_cases,
     overflow_case,
@@ -31,7 +32,7 @@ from zero_sim.run.runner import run_case
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import DtypeName, ModelName, OptimizerName, OrderName, Scenario
 from zero_sim.targets import Capabilities, Numerics, Target, capabilities_of, numerics_of
-from zero_sim.targets.declared import followed
+from zero_sim.targets.declared import followed, refusals
 
 _DEPTH = 8
 """Most rules that are changed one after the other."""
@@ -58,6 +59,7 @@ _ALTERNATIVES: Mapping[str, Sequence[object]] = {
     "divide": (*DIVIDE_RULES, "avg"),
     "divide_by": ("ranks", "micro-batches", "tokens"),
     "sync": ("last", "every"),
+    "divide_each": ("step", "round"),
     "grad_dtype": ("param", "fp32"),
     "accumulate_dtype": (None, "param", "fp32"),
     "reduce_dtype": (None, "param", "fp32"),
@@ -208,7 +210,8 @@ class _Search:
             numerics = Numerics(**(self.found.numerics if said is None else said))
             result = run_case(case, pool=self.pool, target=Asked(self.target, numerics))
         except (UsageError, EnvironmentProblem) as error:
-            return str(error).splitlines()[0]
+            # Of several problems the first.
+            return " ".join(line.strip() for line in str(error).splitlines()[:2])
         if result.verdict == "error":
             return (result.error or "it could not be judged").splitlines()[0]
         return result
@@ -250,6 +253,9 @@ class _Search:
                 # Where it is told in another way and is another one, too, nothing fits by itself,
                 # nor where it is not told and only what was stepped by it differs.
                 changes, guesses = guesses, ()
+            if not changes and first.check is Check.EQUALITY_NORM:
+                # Whatever its form, what clips by it can be judged by what is told.
+                changes = ({"norm": "told"},)
             for change in changes if depth and len(tried) < _TRIED_MAX else ():
                 changed_to = with_change(said, change)
                 if changed_to not in tried:
@@ -281,7 +287,8 @@ class _Search:
         why = ""
         declared = capabilities_of(self.target)
         others = [stage for stage in (1, 0) if stage not in declared.stages]
-        for stage in (*sorted(declared.stages, key=lambda stage: stage != 1), *others):
+        # Where nothing is sharded, copies of shards show nothing.
+        for stage in (*sorted(declared.stages, key=lambda stage: (stage == 0, stage)), *others):
             for size in (3, 1):
                 self.base = changed(BASE, world={"size": size}, system={"stage": stage})
                 why = self.settle(self.base)
@@ -297,6 +304,9 @@ class _Search:
         ranks = 7 if self.base.world.size > 1 else 1
         before = dict(self.found.numerics)
         cases = list(rule_cases(self.base, dtype=dtype, ranks_max=ranks))
+        asked = Asked(self.target, Numerics())
+        # What a target refuses of itself says nothing of its rules, but where it refuses all.
+        cases = [case for case in cases if not refusals(asked, case)] or cases
         why = self.settle(*cases)
         if why:
             self.found.left_out[f"model.dtype = {dtype!r}"] = why
@@ -346,8 +356,9 @@ class _Search:
             get_args(OrderName), "world.order", lambda name: changed(base, world={"order": name})
         )
         stages = self._of((0, 1), "system.stage", lambda n: changed(base, system={"stage": n}))
-        higher = [n for n in (2, 3) if n in declared.stages and 1 in stages]
-        if 1 in stages:
+        shards = 1 in stages or base.system.stage > 1
+        higher = [n for n in (2, 3) if n in declared.stages and shards]
+        if shards:
             self.found.unclear.append(
                 "stages 2 and 3 are as 1 in all that is compared, but for costs: "
                 f"{'taken as declared' if higher else 'declare those that it has'}"
@@ -357,7 +368,7 @@ class _Search:
         for name, shape in shapes.items():
             bare = changed(base, model={"name": "params", "shapes": shape})
             able[name] = "params" in able["models"] and self.passes(bare, f"a shape in {shape}")
-        able["follows"] = self._follows(declared)
+        able["follows"] = self._follows(declared, dtypes)
         return Capabilities(**able)
 
     def _of(
@@ -365,7 +376,27 @@ class _Search:
     ) -> tuple[Any, ...]:
         return tuple(v for v in values if self.passes(case_of(v), f"{path} = {v!r}"))
 
-    def _follows(self, declared: Capabilities) -> tuple[str, ...]:
+    def _passes_in(
+        self, dtypes: Sequence[str], vary: Vary, path: str, *, declared: Capabilities
+    ) -> bool:
+        """Whether a case passes in the first dtype in which it can be asked for; else notes why."""
+        why = ""
+        for dtype in dtypes or (self.base.model.dtype,):
+            case = changed(vary(self.base), model={"dtype": dtype})
+            # What is asked of one dtype alone, as loss scales of fp16, is refused in others.
+            refused = self.judge(case)
+            if not isinstance(refused, str):
+                return self.passes(case, path)
+            why = refused
+        if path not in declared.follows:
+            self.found.left_out[path] = why
+            return False
+        self.found.unclear.append(
+            f"{path}: the case that would tell is refused: taken as declared ({why})"
+        )
+        return True
+
+    def _follows(self, declared: Capabilities, dtypes: Sequence[str]) -> tuple[str, ...]:
         follows, hidden = [], []
         for path in _every_path():
             if path in _RULED:
@@ -373,7 +404,7 @@ class _Search:
                 if name not in self.found.numerics and path in declared.follows:
                     follows.append(path)
             elif path in FOLLOWED:
-                if self.passes(FOLLOWED[path](self.base), path):
+                if self._passes_in(dtypes, FOLLOWED[path], path, declared=declared):
                     follows.append(path)
             elif path in declared.follows:
                 follows.append(path)
@@ -401,7 +432,10 @@ class _Search:
             self.found.unclear.append(
                 f"{', '.join(_OF_DTYPES)}: all of them are fp32 where params are: as declared"
             )
-        for name, values in _ALTERNATIVES.items():
+        for name, known in _ALTERNATIVES.items():
+            # What a target declares to be taken as told fits whatever form it has.
+            taken = name == "norm" and declared.get(name) == "told"
+            values = (*known, "told") if taken else known
             if name in _OF_DTYPES and not narrow:
                 if name in declared:
                     self.found.numerics[name] = declared[name]
@@ -422,9 +456,24 @@ class _Search:
             if alike:
                 said = ", ".join(map(repr, alike))
                 self.found.unclear.append(f"{name} = {said}: the same bits in all of these cases")
+        self._take_the_rest(declared, passed[:_ALIKE_CASES])
+        if self.found.numerics.get("norm") == "told" != declared.get("norm"):
+            self.found.unclear.append("norm: no form that is known has its bits: taken as told")
         self.found.numerics = {
             name: value for name, value in self.found.numerics.items() if value != _DEFAULTS[name]
         }
+
+    def _take_the_rest(self, declared: Mapping[str, Any], cases: Sequence[Scenario]) -> None:
+        """Take what is declared of numbers and forms of its own, where cases pass with it alike."""
+        for name, value in declared.items():
+            got = self.found.numerics.get(name, _DEFAULTS[name])
+            if name in _ALTERNATIVES or callable(value) or value == got:
+                continue
+            if self._all_pass(cases, {**self.found.numerics, name: value}):
+                self.found.numerics[name] = value
+                self.found.unclear.append(
+                    f"{name} = {got!r}: the same bits in all of these cases: as declared"
+                )
 
     def _all_pass(self, cases: Sequence[Scenario], said: Mapping[str, Any]) -> bool:
         for case in cases:

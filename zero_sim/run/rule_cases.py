@@ -101,6 +101,8 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
     for seed in range(6):
         clip = OptimizerSpec(clip_norm=0.01 * (1 + seed), lr=0.1)
         yield changed(base, f"clipped, seed {seed}", optimizer=clip, run={"seed": seed})
+    # What is asked of a target that declares to clip: nothing that fits the rest may fail there.
+    yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
 
 
 def overflow_case(base: Scenario) -> Scenario:
