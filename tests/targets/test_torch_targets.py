@@ -18,8 +18,9 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.sim import World
 from zero_sim.targets import find_target
-from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
+from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP
 from zero_sim.targets.torch.fsdp2 import FSDP2Engine, TorchFSDP2
+from zero_sim.targets.torch.zero_redundancy import ZeroRedundancyEngine
 from zero_sim.testing import NotConformant, conformance
 
 NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp1", "torch-fsdp2"]

@@ -14,12 +14,13 @@ from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.printed import PRINTED
 from zero_sim.targets.protocol import Target
 from zero_sim.targets.single_device import SingleDevice
-from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
+from zero_sim.targets.torch.ddp import TorchDDP
 from zero_sim.targets.torch.ddp_knobs import TorchDDPKnobs
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
 from zero_sim.targets.torch.fsdp1_knobs import TorchFSDP1Knobs
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
 from zero_sim.targets.torch.fsdp2_knobs import TorchFSDP2Knobs
+from zero_sim.targets.torch.zero_redundancy import TorchZeroRedundancy
 
 _TARGETS: dict[str, Target] = {
     target.name: target

@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, PLAIN_MODELS, Capabilities, Numerics
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
-from zero_sim.targets.torch.ddp import flat_state, plain_optimizer
-from zero_sim.targets.torch.optim import OPTIMIZERS, LearningRates
+from zero_sim.targets.torch.optim import OPTIMIZERS, LearningRates, flat_state, plain_optimizer
 
 
 class SingleDeviceEngine:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from zero_sim.scenario.spec import CheckpointForm, OptimizerSpec
 from zero_sim.targets.deepspeed.parts import parts_of
 from zero_sim.targets.protocol import OwnedPart, Settings, StepResult
-from zero_sim.targets.torch.ddp import plain_optimizer
-from zero_sim.targets.torch.optim import LearningRates
+from zero_sim.targets.torch.optim import LearningRates, plain_optimizer
 
 _TAG = "saved"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.targets.protocol import OwnedPart, Place
-from zero_sim.targets.torch.ddp import flat_state
+from zero_sim.targets.torch.optim import flat_state
 
 
 class Parts(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zero_sim.scenario.spec import OptimizerSpec, Scenario
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
-from zero_sim.targets.torch.ddp import flat_state
+from zero_sim.targets.torch.optim import flat_state
 
 
 class MegatronEngine:

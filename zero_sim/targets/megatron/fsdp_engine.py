@@ -12,9 +12,8 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.megatron.fsdp_wrapped import import_megatron_fsdp, wrapped
 from zero_sim.targets.options import OptionValue
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
-from zero_sim.targets.torch.ddp import flat_state, plain_optimizer
 from zero_sim.targets.torch.fsdp2_engine import local_of
-from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
+from zero_sim.targets.torch.optim import LearningRates, flat_state, grads_to_tell, plain_optimizer
 
 
 class MegatronFSDPEngine:

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel under a plain optimizer of torch, and under a sharded one.
+"""torch's DistributedDataParallel under a plain optimizer of torch.
 
 [Note: what DDP computes]
 Each rank multiplies its accumulated gradient by 1 / ranks while it copies it into a bucket, and the
@@ -18,35 +18,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from zero_sim.scenario.spec import OptimizerSpec, Scenario
+from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities, Numerics
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.torch.optim import (
     OPTIMIZERS,
     LearningRates,
-    class_of,
+    flat_state,
     grads_to_tell,
-    param_groups,
-    settings_of,
+    plain_optimizer,
 )
 
-_FOLLOWS = (
-    *OPTIMIZER_SETTINGS,
-    "optimizer.clip_norm",
-    "optimizer.clip_value",
-    "run.micro_batches",
-    "model.distinct_start",
-    "topology.tp",
-    "topology.cp",
-    "topology.pp",
-    "topology.order",
-)
-
-
-def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The scenario's optimizer over whole params."""
-    cls, settings = class_of(spec), settings_of(spec)
-    return cls(param_groups(spec, params), **settings)  # pyrefly: ignore
+_TOPOLOGY = ("topology.tp", "topology.cp", "topology.pp", "topology.order")
+_CLIPS = ("optimizer.clip_norm", "optimizer.clip_value")
+DDP_FOLLOWS = (
+    *OPTIMIZER_SETTINGS, *_CLIPS, "run.micro_batches", "model.distinct_start", *_TOPOLOGY,
+)  # fmt: skip
 
 
 class DDPEngine:
@@ -145,66 +132,16 @@ class DDPEngine:
         return ""
 
 
-def flat_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a param's optimizer state: 1-D ones, and counters as they are."""
-    return {
-        key: value.detach().reshape(-1) if value.dim() else value
-        for key, value in state.items()
-        if isinstance(value, Tensor)
-    }
-
-
-class ZeroRedundancyEngine(DDPEngine):
-    """One rank of DDP and torch's ZeroRedundancyOptimizer, which deals whole params to ranks."""
-
-    def _build_optimizer(self, group: ProcessGroup) -> Optimizer:
-        # Import where it is needed: it takes a tenth of a second.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        self._sharded = ZeroRedundancyOptimizer(
-            param_groups(self._spec, self._params),
-            class_of(self._spec),
-            process_group=group,
-            **settings_of(self._spec),
-        )
-        return self._sharded
-
-    def parts(self) -> Iterator[OwnedPart]:
-        """The params that this rank updates, whole."""
-        local = self._sharded.optim
-        mine = {id(param) for group in local.param_groups for param in group["params"]}
-        names = [name for name, param in self._params.items() if id(param) in mine]
-        yield from self._parts_of(names, state=local.state)
-
-
 class TorchDDP:
     """DDP and a plain optimizer on fp32 params: stage 0."""
 
     name = "torch-ddp"
-    capabilities = Capabilities(stages=(0,), optimizers=OPTIMIZERS, follows=_FOLLOWS)
+    capabilities = Capabilities(stages=(0,), optimizers=OPTIMIZERS, follows=DDP_FOLLOWS)
     numerics = Numerics(
-        divide="premul",
-        divide_by="ranks",
-        sync="last",
-        grad_dtype="param",
-        norm="of-params",
-        clip="fp32-reciprocal",
-    )
+        divide="premul", divide_by="ranks", sync="last", grad_dtype="param",
+        norm="of-params", clip="fp32-reciprocal",
+    )  # fmt: skip
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> DDPEngine:
         """Wrap the module for training on this rank."""
         return DDPEngine(module, scenario=scenario, group=group)
-
-
-class TorchZeroRedundancy:
-    """DDP and ZeroRedundancyOptimizer on fp32 params: stage 1, whole params a rank."""
-
-    name = "torch-zero-redundancy"
-    capabilities = Capabilities(stages=(1,), optimizers=OPTIMIZERS, follows=_FOLLOWS)
-    numerics = TorchDDP.numerics
-
-    def build(
-        self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup
-    ) -> ZeroRedundancyEngine:
-        """Wrap the module for training on this rank."""
-        return ZeroRedundancyEngine(module, scenario=scenario, group=group)

@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup
 
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
-from zero_sim.targets.torch.ddp import flat_state, plain_optimizer
-from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
+from zero_sim.targets.torch.optim import LearningRates, flat_state, grads_to_tell, plain_optimizer
 from zero_sim.targets.torch.wrapping import called_children
 
 if TYPE_CHECKING:

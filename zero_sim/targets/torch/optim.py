@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
@@ -121,3 +121,18 @@ class LearningRates:
         """Multiply all by `factor`, counted from the start."""
         for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
+
+
+def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The scenario's optimizer over whole params."""
+    cls, settings = class_of(spec), settings_of(spec)
+    return cls(param_groups(spec, params), **settings)  # pyrefly: ignore
+
+
+def flat_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a param's optimizer state: 1-D ones, and counters as they are."""
+    return {
+        key: value.detach().reshape(-1) if value.dim() else value
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
