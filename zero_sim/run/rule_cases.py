@@ -153,5 +153,8 @@ FOLLOWED: Mapping[str, Vary] = {
     "topology.pp": _cells(pp=2),
     "topology.cp": _cells(cp=2),
     "reload": lambda base: changed(base, run={"steps": 2}, reload=ReloadSpec(step=1)),
+    "reload.async_steps": lambda base: changed(
+        base, run={"steps": 3}, reload=ReloadSpec(step=1, async_steps=1)
+    ),
 }
 """By option: a case of which something that is compared depends on it."""
