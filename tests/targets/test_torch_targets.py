@@ -45,6 +45,17 @@ def test_gradients_are_told_as_they_were_before_an_update_that_writes_into_them(
     assert (result.verdict, result.findings) == ("pass", ())
 
 
+def test_fsdp1_takes_no_norm_of_params_without_elements():
+    """It makes no gradients of them where nothing is sharded: a stack of two norms, not of four."""
+    scenario = Scenario(
+        schema=1, model=ModelSpec(name="params", shapes=((0,), (1,), (1,), (0,))),
+        world=WorldSpec(size=1), system=SystemSpec(stage=0),
+        optimizer=OptimizerSpec(clip_norm=0.001), run=RunSpec(steps=1, seed=6),
+    )  # fmt: skip
+    result = run_case(scenario, target=find_target("torch-fsdp1"))
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
 def test_another_rule_of_division_shows():
     target = TorchDDP()
     target.numerics = replace(target.numerics, divide="post", grads_told="after-division")

@@ -4,7 +4,8 @@
 All params of the module lie in one flat param, each behind padding to 16 bytes, cut evenly over the
 ranks. Each rank divides its gradient by a power of two near the root of the number of ranks, a
 reduce-scatter sums, and the sum is divided by the rest. With `NO_SHARD`, which one rank gets in any
-case, an all-reduce takes the place of the reduce-scatter, and clipping is torch's own.
+case, an all-reduce takes the place of the reduce-scatter, and clipping is torch's own; of params
+without elements FSDP1 makes no gradients, so that the norm is one of fewer params.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class TorchFSDP1:
 
     def numerics(self, scenario: Scenario) -> Numerics:
         """By which rules it computes a case."""
-        ranks, is_whole = scenario.world.size, scenario.system.stage == 0
+        ranks = scenario.world.size
+        is_whole = scenario.system.stage == 0 or ranks == 1
+        has_empty = any(0 in shape for shape in scenario.model.shapes or ())
+        whole = "told" if has_empty else "of-params"
         return Numerics(
             divide="post-rounded",
             divide_by="ranks",
@@ -49,7 +53,7 @@ class TorchFSDP1:
             sync="last",
             grad_dtype="param",
             grads_told="after-division",
-            norm="of-params" if is_whole or ranks == 1 else "of-own-params",
+            norm=whole if is_whole else "of-own-params",
             clip="fp32-reciprocal",
         )
 
