@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 
 from zero_sim.cost.calls import WHOLES
 from zero_sim.cost.messages import HeldSize, control_elems, messages_of
-from zero_sim.cost.volume import StepWindow
+from zero_sim.cost.volume import StepWindow, finding_of, rounds_of_sums
 from zero_sim.findings.records import Finding
-from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import is_tp_block
 from zero_sim.targets.costs import Costs
@@ -78,14 +77,17 @@ def check_relations(
     # An element has a byte at least.
     asked = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)
     align_elems = max(costs.align_elems, asked)
+    padded = {
+        rank: _padded_elems(sizes, ranks=scenario.world.size, align_elems=align_elems)
+        for rank, sizes in held.items()
+    }
     for window in windows:
-        sizes = held[window.rank]
-        most = _padded_elems(sizes, ranks=scenario.world.size, align_elems=align_elems)
+        sizes, most = held[window.rank], padded[window.rank]
         made = messages_of(window, records, control=control_elems(sizes))
         widest = max((size.elem_bytes for size in sizes), default=0)
         for record in made.gathered:
             if record.elem_bytes > widest and _gathers_params_alone(scenario):
-                yield _finding(
+                yield finding_of(
                     window,
                     f"{record.text} gathers {record.elem_bytes} bytes an element of params that "
                     f"have {widest}",
@@ -97,22 +99,13 @@ def check_relations(
         ):
             if done > most * times:
                 own = sum(size.elems for size in sizes)
-                yield _finding(
+                yield finding_of(
                     window,
                     f"this rank's calls of the step have {done} elements {what}, in a model of "
                     f"{own} that a step has {what} at most {times} times ({most} with all padding "
                     "that is known)",
                 )
                 return
-
-
-def _finding(window: StepWindow, message: str) -> Finding:
-    return Finding(
-        check=Check.INVARIANT_VOLUME,
-        step=window.step,
-        rank=window.world_rank,
-        message=message,
-    )
 
 
 def _gathers_params_alone(scenario: Scenario) -> bool:
@@ -122,19 +115,16 @@ def _gathers_params_alone(scenario: Scenario) -> bool:
 
 def _sums(scenario: Scenario) -> int:
     """How often a step sums each element at most."""
-    system = scenario.system
-    rounds = 1 if system.sync == "last" else scenario.run.micro_batches
-    return rounds * (2 if system.redundancy > 1 else 1)
+    return rounds_of_sums(scenario) * (2 if scenario.system.redundancy > 1 else 1)
 
 
 def _gathers(scenario: Scenario) -> int:
     """How often a step gathers each element at most."""
-    system, micro_batches = scenario.system, scenario.run.micro_batches
-    rounds = 1 if system.sync == "last" else micro_batches
+    system, rounds = scenario.system, rounds_of_sums(scenario)
     if not system.stage:
         return rounds
     sent_back = rounds if system.sum_by != "reduce-scatter" else 0
-    return 2 * micro_batches + 1 + (system.redundancy > 1) + sent_back
+    return 2 * scenario.run.micro_batches + 1 + (system.redundancy > 1) + sent_back
 
 
 def _padded_elems(sizes: Sequence[HeldSize], *, ranks: int, align_elems: int) -> int:

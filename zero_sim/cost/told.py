@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_sim.cost.calls import planned_calls
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.messages import control_elems, messages_of
-from zero_sim.cost.volume import StepWindow
+from zero_sim.cost.volume import StepWindow, difference, finding_of, rounds_of_sums
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
@@ -49,18 +49,13 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
         called: What was called.
         form: The target's own; None for the textbook's.
     """
+    forms: dict[tuple[int, bool], Mapping[str, int]] = {}
     for window in called.windows:
         sizes = called.sizes[window.rank]
-        owed = (
-            _textbook_bytes(called, window)
-            if form is None
-            else form_of(
-                form,
-                called.case(window.rank, skipped=window.skipped),
-                name="volume",
-                kind=Mapping,
-            )
-        )
+        key = (window.rank, window.skipped)
+        if key not in forms:
+            forms[key] = _owed_bytes(called, form, rank=window.rank, skipped=window.skipped)
+        owed = forms[key]
         made, control = Counter[str](), Counter[str]()
         most = control_elems(sizes)
         for record in window.records(called.log.collectives):
@@ -73,7 +68,7 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
             if not 0 <= made[dtype] - owed.get(dtype, 0) <= control[dtype]
         ]
         if wrong:
-            yield _finding(
+            yield finding_of(
                 window,
                 "the bytes of this rank's calls of the step are not those of the closed form: "
                 + ", ".join(wrong),
@@ -81,13 +76,14 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
             return
 
 
-def _textbook_bytes(called: Called, window: StepWindow) -> Mapping[str, int]:
+def _owed_bytes(
+    called: Called, form: ByName | None, *, rank: int, skipped: bool
+) -> Mapping[str, int]:
+    if form is not None:
+        return form_of(form, called.case(rank, skipped=skipped), name="volume", kind=Mapping)
     owed = Counter[str]()
     planned = planned_calls(
-        called.sizes[window.rank],
-        scenario=called.scenario,
-        rank=window.rank,
-        skipped=window.skipped,
+        called.sizes[rank], scenario=called.scenario, rank=rank, skipped=skipped
     )
     for call, count in planned.items():
         if call.purpose not in _CONTROL_PURPOSES:
@@ -96,18 +92,17 @@ def _textbook_bytes(called: Called, window: StepWindow) -> Mapping[str, int]:
 
 
 def check_told_calls(
-    called: Called, places: Mapping[int, Sequence[Place]], *, has_bucket_elems: bool
+    called: Called, told: Counter[tuple[str, int]], *, has_bucket_elems: bool
 ) -> Iterator[Finding]:
     """Check that what is reduced are the buckets that parts tell, each once for each sum.
 
     Args:
         called: What was called.
-        places: What each rank tells, by rank.
+        told: As `told_calls` gives them.
         has_bucket_elems: Whether the target follows `system.bucket_elems`.
     """
-    told = told_calls(places)
     scenario = called.scenario
-    rounds = 1 if scenario.system.sync == "last" else scenario.run.micro_batches
+    rounds = rounds_of_sums(scenario)
     owed = Counter({call: count * rounds for call, count in told.items()})
     for window in called.windows:
         sizes = called.sizes[window.rank]
@@ -119,10 +114,10 @@ def check_told_calls(
         )
         wanted = Counter({call: count for call, count in owed.items() if call[1] > control})
         if made != wanted:
-            yield _finding(
+            yield finding_of(
                 window,
                 "what this rank reduces in the step are not the buckets that the parts tell: "
-                + _difference(made, wanted),
+                + difference(made, wanted, in_words=_in_words),
             )
             return
     if has_bucket_elems and scenario.system.bucket_elems is not None and called.windows:
@@ -169,7 +164,7 @@ def _check_sizes(called: Called, told: Counter[tuple[str, int]]) -> Iterator[Fin
     # One more for each dtype, and kind of params, that share no bucket.
     most = 2 * payload // asked + len({(size.dtype, size.kind) for size in sizes})
     if told.total() > most:
-        yield _finding(
+        yield finding_of(
             window,
             f"parts tell {told.total()} buckets of {payload} elements, expected at most {most} "
             f"with bucket_elems = {asked}",
@@ -177,32 +172,16 @@ def _check_sizes(called: Called, told: Counter[tuple[str, int]]) -> Iterator[Fin
     largest = max((elems for _, elems in told), default=0)
     align = called.scenario.system.align_elems * called.scenario.world.size
     if payload > largest > asked + longest + max(align, 128 * called.scenario.world.size):
-        yield _finding(
+        yield finding_of(
             window,
             f"parts tell a bucket of {largest} elements, expected at most {asked} by bucket_elems "
             f"and a param of {longest}",
         )
 
 
-def _finding(window: StepWindow, message: str) -> Finding:
-    return Finding(
-        check=Check.INVARIANT_VOLUME,
-        step=window.step,
-        rank=window.world_rank,
-        message=message,
-    )
-
-
-def _difference(made: Counter[tuple[str, int]], owed: Counter[tuple[str, int]]) -> str:
-    def listed(calls: Counter[tuple[str, int]]) -> str:
-        return ", ".join(
-            f"{count} x {kind} of {elems} elements"
-            for (kind, elems), count in sorted(calls.items())
-        )
-
-    parts = [f"{listed(made - owed)} too many"] if made - owed else []
-    parts += [f"{listed(owed - made)} missing"] if owed - made else []
-    return "; ".join(parts)
+def _in_words(call: tuple[str, int]) -> str:
+    kind, elems = call
+    return f"{kind} of {elems} elements"
 
 
 def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:
@@ -225,10 +204,10 @@ def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:
             elif moment.what == "land":
                 in_flight.pop(moment.record, None)
             if sum(in_flight.values()) > allowed:
-                found = _finding(
+                yield finding_of(
                     window,
                     f"this rank has {sum(in_flight.values())} bytes in flight when it issues "
                     f"{records[moment.record].text}, expected at most {allowed} by its closed form",
+                    check=Check.INVARIANT_OVERLAP,
                 )
-                yield replace(found, check=Check.INVARIANT_OVERLAP)
                 return

@@ -7,9 +7,9 @@ the right numbers and the wrong cost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from zero_sim.cost.calls import calls_of_step
 from zero_sim.cost.forms import Call, ParamSize, in_words
@@ -72,21 +72,43 @@ def check_volume(
             for record in window.records(records)
         )
         if made != forms[key]:
-            yield Finding(
-                check=Check.INVARIANT_VOLUME,
-                step=window.step,
-                rank=window.world_rank,
-                message="this rank's collectives of the step are not those of the closed form: "
-                f"{_difference(made, forms[key])}",
+            yield finding_of(
+                window,
+                "this rank's collectives of the step are not those of the closed form: "
+                f"{difference(made, forms[key], in_words=in_words)}",
             )
             return
 
 
-def _difference(made: Counter[Call], owed: Counter[Call]) -> str:
-    parts = [f"{_listed(made - owed)} too many" if made - owed else ""]
-    parts.append(f"{_listed(owed - made)} missing" if owed - made else "")
+def finding_of(
+    window: StepWindow, message: str, *, check: Check = Check.INVARIANT_VOLUME
+) -> Finding:
+    """What is wrong with the calls of a rank's step."""
+    return Finding(check=check, step=window.step, rank=window.world_rank, message=message)
+
+
+_Kind = TypeVar("_Kind", bound=tuple[object, ...])
+
+
+def difference(
+    made: Counter[_Kind], owed: Counter[_Kind], *, in_words: Callable[[_Kind], str]
+) -> str:
+    """Which calls are too many and which are missing.
+
+    Args:
+        made: By kind of call how many there were.
+        owed: The same of those that there have to be.
+        in_words: Says a kind.
+    """
+
+    def listed(calls: Counter[_Kind]) -> str:
+        return ", ".join(f"{count} x {in_words(call)}" for call, count in sorted(calls.items()))
+
+    parts = [f"{listed(made - owed)} too many" if made - owed else ""]
+    parts.append(f"{listed(owed - made)} missing" if owed - made else "")
     return "; ".join(part for part in parts if part)
 
 
-def _listed(calls: Counter[Call]) -> str:
-    return ", ".join(f"{count} x {in_words(call)}" for call, count in sorted(calls.items()))
+def rounds_of_sums(scenario: Scenario) -> int:
+    """How often a step sums over ranks: once, or once a micro-batch."""
+    return 1 if scenario.system.sync == "last" else scenario.run.micro_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 
@@ -29,6 +30,18 @@ def _write_last(patch: Patches) -> None:
         right(self)
 
 
+def _tensors_of_the_end(patch: Patches, is_of_end: Callable[[str], bool]) -> None:
+    """Let an asynchronous save copy some tensors of each piece, and have the others of the end."""
+    _write_last(patch)
+
+    @patch(snapshot, "_build_pieces")
+    def wrong(right, optimizer, *, copy):
+        views = right(optimizer, copy=False)
+        for kept, view in zip(right(optimizer, copy=copy), views, strict=True):
+            late = {name: each for name, each in view.tensors.items() if is_of_end(name)}
+            yield replace(kept, tensors={**kept.tensors, **late})
+
+
 @mutant("C15", "CKPT", "CK", seen_in="class CKPT", core=True)
 def views_in_place_of_copies(patch: Patches) -> None:
     """An asynchronous save keeps views of what is trained on, and writes these at the end."""
@@ -42,27 +55,13 @@ def views_in_place_of_copies(patch: Patches) -> None:
 @mutant("C16", "CKPT", "CK", seen_in="class CKPT")
 def state_is_a_view(patch: Patches) -> None:
     """An asynchronous save copies masters, and has the optimizer's state of the end."""
-    _write_last(patch)
-
-    @patch(snapshot, "_build_pieces")
-    def wrong(right, optimizer, *, copy):
-        views = right(optimizer, copy=False)
-        for kept, view in zip(right(optimizer, copy=copy), views, strict=True):
-            master = {snapshot.MASTER: kept.tensors[snapshot.MASTER]}
-            yield replace(kept, tensors={**view.tensors, **master})
+    _tensors_of_the_end(patch, lambda name: name != snapshot.MASTER)
 
 
 @mutant("C17", "CKPT", "CK", seen_in="class CKPT")
 def masters_are_views(patch: Patches) -> None:
     """An asynchronous save copies the optimizer's state, and has the masters of the end."""
-    _write_last(patch)
-
-    @patch(snapshot, "_build_pieces")
-    def wrong(right, optimizer, *, copy):
-        views = right(optimizer, copy=False)
-        for kept, view in zip(right(optimizer, copy=copy), views, strict=True):
-            master = {snapshot.MASTER: view.tensors[snapshot.MASTER]}
-            yield replace(kept, tensors={**kept.tensors, **master})
+    _tensors_of_the_end(patch, lambda name: name == snapshot.MASTER)
 
 
 @mutant("C18", "CKPT", "CK", seen_in="class CKPT")

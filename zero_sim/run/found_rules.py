@@ -271,7 +271,9 @@ class _Search:
 
     def passes(self, case: Scenario, what: str) -> bool:
         """Whether a case passes by the rules that were found; else notes what came."""
-        result = self.judge(case)
+        return self._has_passed(self.judge(case), what)
+
+    def _has_passed(self, result: CaseResult | str, what: str) -> bool:
         if isinstance(result, str):
             self.found.left_out[what] = result
             return False
@@ -382,12 +384,11 @@ class _Search:
         """Whether a case passes in the first dtype in which it can be asked for; else notes why."""
         why = ""
         for dtype in dtypes or (self.base.model.dtype,):
-            case = changed(vary(self.base), model={"dtype": dtype})
+            result = self.judge(changed(vary(self.base), model={"dtype": dtype}))
             # What is asked of one dtype alone, as loss scales of fp16, is refused in others.
-            refused = self.judge(case)
-            if not isinstance(refused, str):
-                return self.passes(case, path)
-            why = refused
+            if not isinstance(result, str):
+                return self._has_passed(result, path)
+            why = result
         if path not in declared.follows:
             self.found.left_out[path] = why
             return False

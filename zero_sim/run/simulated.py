@@ -157,14 +157,14 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     judge.note_uncosted(costs.undeclared())
     if why := why_unrelated(judge.scenario):
         judge.note_uncosted([f"relations of calls, with {why}"])
-    volume = next(_check_volume(context, log, target=target), None)
+    called = Called(log=log, windows=judge.windows, sizes=judge.sizes, scenario=judge.scenario)
+    volume = next(_check_volume(context, called, target=target), None)
     if volume is not None:
         yield volume
     # Calls that are too many or too few are not on time either.
     if volume is not None or costs.in_flight is None:
         return
     if costs.in_flight != "textbook":
-        called = Called(log=log, windows=judge.windows, sizes=judge.sizes, scenario=judge.scenario)
         yield from check_in_flight(called, costs.in_flight)
         return
     yield from check_overlap(
@@ -176,21 +176,17 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     )
 
 
-def _check_volume(context: GroupContext, log: EventLog, *, target: Target) -> Iterator[Finding]:
+def _check_volume(context: GroupContext, called: Called, *, target: Target) -> Iterator[Finding]:
     """What is wrong with a group's calls, by what is declared first."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
-    costs = judge.costs
-    called = Called(log=log, windows=judge.windows, sizes=judge.sizes, scenario=judge.scenario)
+    costs, records = judge.costs, called.log.collectives
     if costs.calls == "textbook":
-        yield from check_volume(
-            log.collectives, judge.windows, sizes=judge.sizes, scenario=scenario
-        )
+        yield from check_volume(records, judge.windows, sizes=judge.sizes, scenario=scenario)
     elif costs.calls == "told-buckets":
-        places = judge.places
-        if told_calls(places):
-            follows = capabilities_of(target).follows
-            has = "system.bucket_elems" in follows
-            yield from check_told_calls(called, places, has_bucket_elems=has)
+        told = told_calls(judge.places)
+        if told:
+            has = "system.bucket_elems" in capabilities_of(target).follows
+            yield from check_told_calls(called, told, has_bucket_elems=has)
         else:
             judge.note_uncosted(["calls of told buckets"])
     if costs.volume == "textbook":
@@ -198,7 +194,7 @@ def _check_volume(context: GroupContext, log: EventLog, *, target: Target) -> It
     elif costs.volume is not None:
         yield from check_bytes(called, costs.volume)
     yield from check_relations(
-        log.collectives,
+        records,
         judge.windows,
         held=judge.held_sizes,
         scenario=judge.scenario,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.torch.optim import decays_weights
 
 _UPSTREAM = "scenarios/upstream has this case."
 
@@ -101,7 +102,7 @@ def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
             f"the loss with it. {_UPSTREAM}",
             suggestion="Leave it out, or try stage 1.",
         )
-    decays = spec.weight_decay or any(group.weight_decay for group in spec.groups)
+    decays = decays_weights(spec)
     if spec.name != "sgd" or decays:
         yield Problem(
             path="optimizer.name",

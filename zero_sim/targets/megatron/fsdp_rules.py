@@ -18,6 +18,7 @@ from typing import Any
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.numerics import Numerics
+from zero_sim.targets.torch.optim import decays_weights
 
 _UPSTREAM = "scenarios/upstream has this case."
 
@@ -100,7 +101,7 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             f"overlap_grad_reduce is off. {_UPSTREAM}",
             suggestion="Leave option overlap_grads out.",
         )
-    decays = spec.weight_decay or any(group.weight_decay for group in spec.groups)
+    decays = decays_weights(spec)
     if chosen["shard_optimizer"] and (spec.name != "sgd" or decays):
         yield Problem(
             path="system.options",

@@ -62,6 +62,11 @@ def _settings_known(name: OptimizerName) -> frozenset[str]:
     return frozenset(inspect.signature(_CLASSES[name].__init__).parameters)
 
 
+def decays_weights(spec: OptimizerSpec) -> bool:
+    """Whether any param decays, by the optimizer's setting or by that of a group."""
+    return bool(spec.weight_decay) or any(group.weight_decay for group in spec.groups)
+
+
 def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gradients as they are before clipping and the update, to be told after them.
 
