@@ -290,3 +290,20 @@ def test_what_a_rank_sets_in_a_module_that_it_imports_is_its_own(late_module):
     state.take_out(1)
     state.put_in_place(-1, previous=1)
     assert (module.mode, module.Kept.by_name) == ("none", {})
+
+
+def test_ranks_that_changed_a_name_alike_go_on_to_change_it_apart(world_of):
+    alike, apart = object(), object()
+
+    def program(rank):
+        dist.all_reduce = alike
+        barrier = dist.barrier
+        barrier()
+        seen = [dist.all_reduce]
+        if rank:
+            dist.all_reduce = apart
+        barrier()
+        barrier()
+        return [*seen, dist.all_reduce]
+
+    assert world_of(3).run(program) == [[alike, alike], [alike, apart], [alike, apart]]

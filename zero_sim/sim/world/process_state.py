@@ -16,6 +16,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -239,6 +240,8 @@ class ProcessState:
         """What of that can change, and what it holds if it has not."""
         self._mutable_images: list[Any] = []
         self._switches: list[Any] = []
+        self._last: tuple[list[Any], list[Any]] = ([], [])
+        """What the readers gave where names were changed, and what came of that."""
 
     def begin(self, caller: int) -> None:
         """Take out what is in place as `caller`'s, and let every rank begin with a copy of it."""
@@ -264,7 +267,8 @@ class ProcessState:
         values = self._saved.get(owner)
         if values is None:
             values = self._saved[owner] = _Values([], self._switches)
-        if values.of_names or before.of_names:
+        # Ranks that all watch for races have changed the same names to the same values.
+        if not _are_same(values.of_names, before.of_names):
             self._put_names(values.of_names)
         if values.of_switches != before.of_switches:
             for switch, value in zip(SWITCHES, values.of_switches, strict=True):
@@ -273,9 +277,14 @@ class ProcessState:
     def _changed(self) -> list[Any]:
         """What lies in the places of the names; empty if all is as at the beginning."""
         read = list(map(operator.call, self._readers, self._namespaces))
-        if read == self._unchanged and self._mutables == self._mutable_images:
+        are_as_at_beginning = self._mutables == self._mutable_images
+        if are_as_at_beginning and read == self._unchanged:
             return []
+        found, before = list(chain.from_iterable(read)), self._last
+        if are_as_at_beginning and _are_same(found, before[0]):
+            return before[1]
         values = [vars(place)[key] for place, key in self._names]
+        has_other_beginnings = False
         for index, value in enumerate(values):
             if value is not self._beginnings[index]:
                 continue
@@ -284,7 +293,10 @@ class ProcessState:
             else:
                 # It was changed in place and is the owner's from now on.
                 self._beginnings[index] = copy.copy(self._images[index])
-        self._note_unchanged()
+                has_other_beginnings = True
+        if has_other_beginnings:
+            self._note_unchanged()
+        self._last = (found, values)
         return values
 
     def _put_names(self, values: Sequence[Any]) -> None:
@@ -333,10 +345,21 @@ class ProcessState:
         for (place, key), value in zip(self._names, self._beginnings, strict=True):
             values.setdefault(id(place), {})[key] = value
         self._namespaces = [vars(place) for place in places.values()]
-        self._readers = [operator.itemgetter(*values[each]) for each in places]
-        self._unchanged = [operator.itemgetter(*each)(each) for each in values.values()]
+        self._readers = [_reader_of(list(values[each])) for each in places]
+        self._unchanged = [_reader_of(list(each))(each) for each in values.values()]
         self._mutables = [self._beginnings[index] for index in self._images]
         self._mutable_images = list(self._images.values())
+        self._last = ([], [])
+
+
+def _reader_of(keys: Sequence[str]) -> Callable[[Any], Any]:
+    """Reads so many names of a namespace as a tuple; of one name it would be no tuple."""
+    return operator.itemgetter(*keys, keys[0])
+
+
+def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether they are the very same objects."""
+    return len(values) == len(others) and all(map(operator.is_, values, others))
 
 
 def _read_switches() -> list[Any]:
