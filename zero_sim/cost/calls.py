@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration
@@ -84,6 +85,14 @@ def planned_calls(
         rank: Rank in that group.
         skipped: Whether the step was, so that nothing was gathered.
     """
+    return Counter(_planned_calls(tuple(sizes), scenario, rank, skipped))
+
+
+# Bytes are held to them as well as the calls themselves.
+@lru_cache(maxsize=64)
+def _planned_calls(
+    sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int, skipped: bool
+) -> Counter[PlannedCall]:
     system = scenario.system
     calls = Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
     sums = scenario.run.micro_batches if system.sync == "every" else 1

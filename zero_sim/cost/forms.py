@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -243,6 +244,14 @@ def bucket_forms(
         scenario: The case as its dp-cp group sees it.
         rank: Rank in that group.
     """
+    return _bucket_forms(tuple(sizes), scenario, rank)
+
+
+# Calls, bytes, peaks and overlap of a rank are all held to them.
+@lru_cache(maxsize=256)
+def _bucket_forms(
+    sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int
+) -> tuple[BucketForm, ...]:
     forms = [
         form
         for members in by_buffer(sizes, scenario=scenario)
