@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.fuzz.effort import EFFORT_MAX, effort_of, steps_within
+from zero_sim.fuzz.effort import CHUNKS_MAX, EFFORT_MAX, chunk_within, effort_of, steps_within
 from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 
 SIZES = [4, 4, 4]
@@ -51,3 +51,27 @@ def test_however_large_two_steps_remain():
     huge = replace(CASE, world=WorldSpec(size=12, races=True, timing="hostile"))
     assert steps_within(huge, sizes=[1] * 500, most=4) == 2
     assert steps_within(huge, sizes=[1] * 500, most=1) == 1
+
+
+CHUNKED = replace(
+    CASE,
+    world=WorldSpec(size=4),
+    system=SystemSpec(stage=1, align_elems=50, gather_chunk_elems=4),
+)
+"""Shards of 50 elements, which two of the four ranks have no params in, gathered one by one."""
+
+
+def test_each_chunk_of_a_gather_is_more_effort():
+    few = replace(CHUNKED, system=replace(CHUNKED.system, gather_chunk_elems=100))
+    assert effort_of(CHUNKED, sizes=SIZES) > effort_of(few, sizes=SIZES)
+
+
+def test_a_bucket_is_gathered_in_a_bounded_number_of_chunks():
+    chunk = chunk_within(CHUNKED, sizes=SIZES)
+    assert -(-50 // (chunk // 4)) <= CHUNKS_MAX < 50
+
+
+def test_chunks_that_are_few_stay_as_they_are():
+    few = replace(CHUNKED, system=replace(CHUNKED.system, gather_chunk_elems=100))
+    assert chunk_within(few, sizes=SIZES) == 100
+    assert chunk_within(CASE, sizes=SIZES) is None

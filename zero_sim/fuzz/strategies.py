@@ -15,7 +15,7 @@ from functools import lru_cache
 from hypothesis import event
 from hypothesis import strategies as st
 
-from zero_sim.fuzz.effort import EFFORT_MAX, effort_of, steps_within
+from zero_sim.fuzz.effort import EFFORT_MAX, chunk_within, effort_of, steps_within
 from zero_sim.fuzz.models import BARE, MODELS, feeds, fit_blocks, models, overflows
 from zero_sim.fuzz.optimizers import optimizers
 from zero_sim.fuzz.options import with_drawn_options
@@ -182,7 +182,9 @@ def _cases(
 def _paced(
     draw: st.DrawFn, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
 ) -> Scenario:
-    """The case with a number of steps, as its effort allows."""
+    """The case with a number of steps, and of calls that gather params, as its effort allows."""
+    chunk = chunk_within(scenario, sizes=sizes)
+    scenario = replace(scenario, system=replace(scenario.system, gather_chunk_elems=chunk))
     most = steps_within(scenario, sizes=sizes, most=steps_max)
     run = replace(scenario.run, steps=draw(st.integers(1, most)))
     if effort_of(replace(scenario, run=run), sizes=sizes) > EFFORT_MAX:
