@@ -277,3 +277,18 @@ def test_names_that_are_no_mapping_are_an_error(pool):
     result = judge(pool, Target(Wrong))
     assert result.verdict == "error"
     assert "expected `names` of Wrong to be a mapping of its own names" in result.error
+
+
+class Sharded(torch.Tensor):
+    """Has of a DTensor what tells it from other tensors."""
+
+    def full_tensor(self):
+        return self
+
+
+def test_what_is_sharded_is_none_of_the_tensors_that_ranks_begin_with_alike():
+    module = torch.nn.Linear(1, 1)
+    module.register_buffer("rows", torch.ones(2).as_subclass(Sharded))
+    module.register_buffer("mean", torch.ones(2))
+    engine = Least(module, Scenario(schema=1, model=ModelSpec(name="mlp")), None)
+    assert set(complete(engine).module_tensors()) == {"weight", "bias", "mean"}

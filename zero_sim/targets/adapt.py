@@ -158,12 +158,17 @@ class CompletedEngine:
             return dict(reported)
 
     def module_tensors(self) -> dict[str, Tensor]:
-        """Params and buffers of the module as it is now, whatever they are for."""
+        """Params and buffers of the module as it is now, whatever they are for.
+
+        Those that are sharded (DTensors) are left out: what each rank has of them differs by right,
+        and `params` tells them whole.
+        """
         with self._asking():
             params = dict(self._engine.module.named_parameters())
             return {
                 name: tensor.detach()
                 for name, tensor in (params | dict(self._engine.module.named_buffers())).items()
+                if not hasattr(tensor, "full_tensor")
             }
 
     def scales(self, names: Collection[str]) -> dict[str, Tensor | None]:

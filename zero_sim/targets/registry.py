@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 from zero_sim.errors import UsageError
+from zero_sim.targets.accelerate.ddp import AccelerateDDP
+from zero_sim.targets.accelerate.fsdp2 import ACCELERATE_FSDP2
 from zero_sim.targets.deepspeed.zero import DEEPSPEED
 from zero_sim.targets.fairscale.oss import FAIRSCALE
 from zero_sim.targets.imported import load_target
@@ -43,7 +45,15 @@ _TARGETS: dict[str, Target] = {
 }
 
 _LIBRARIES: dict[str, Target] = {
-    target.name: target for target in (*DEEPSPEED, *FAIRSCALE, MegatronCore(), *MEGATRON_FSDP)
+    target.name: target
+    for target in (
+        *DEEPSPEED,
+        *FAIRSCALE,
+        MegatronCore(),
+        *MEGATRON_FSDP,
+        AccelerateDDP(),
+        *ACCELERATE_FSDP2,
+    )
 }
 """Targets of libraries that are installed with an extra; they are imported when they are used."""
 

@@ -69,7 +69,8 @@ class DDPKnobsEngine(DDPEngine):
         return ddp
 
 
-def _why_not_static(scenario: Scenario) -> str:
+def why_not_static(scenario: Scenario) -> str:
+    """Why a case cannot have a static graph; '' where it can."""
     if scenario.run.micro_batches == 1:
         return ""
     return "torch 2.13 fails where the first micro-batch is under no_sync: see scenarios/upstream"
@@ -86,7 +87,7 @@ class TorchDDPKnobs:
 
     def __init__(self, *, as_is: bool = False) -> None:
         self.name = f"torch-ddp-knobs{'-as-is' if as_is else ''}"
-        fits = None if as_is else _why_not_static
+        fits = None if as_is else why_not_static
         self.options = {
             "hook": Option(default="none", values=tuple(_WIRE)),
             "bucket_bytes": Option(default=25 * _BYTES, values=(1, 40, 200)),

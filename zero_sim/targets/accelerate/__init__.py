@@ -1,0 +1,1 @@
+"""Hugging Face's accelerate as targets; `pip install "zero-sim[accelerate]"`."""

@@ -1,0 +1,109 @@
+"""One rank of a model and an optimizer that accelerate has prepared for FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.accelerate.loop import AccumulationLoop
+from zero_sim.targets.accelerate.setup import accelerator_for
+from zero_sim.targets.protocol import StepResult
+from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
+from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WRAPPED = "_checkpoint_wrapped_module."
+"""What a module whose activations are checkpointed has in the names of its params."""
+
+
+class AccelerateFSDP2Engine(FSDP2Engine):
+    """One rank of FSDP2 as accelerate prepares it.
+
+    Args:
+        module: The model; its params become sharded ones.
+        scenario: The case; `optimizer`, `system` and `run.micro_batches` are read.
+        group: The data-parallel group.
+        options: The value of each option.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        scenario: Scenario,
+        group: ProcessGroup,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._spec = scenario.optimizer
+        self._rank, self._size = group.rank(), group.size()
+        self._dtype = _DTYPES[scenario.model.dtype]
+        accelerator = accelerator_for(
+            scenario,
+            group=group,
+            sync_each=scenario.system.sync == "every",
+            sharded=_plugin_settings(scenario, options),
+        )
+        self._loop = AccumulationLoop(
+            module,
+            accelerator=accelerator,
+            scenario=scenario,
+            mean_loss=options["mean_loss"],
+        )
+        self.module = self._loop.module
+        self._params: dict[str, Any] = {
+            name.replace(_WRAPPED, ""): param
+            for name, param in self.module.named_parameters()
+            if param.requires_grad
+        }
+        self._optimizer = self._loop.optimizer
+        self._rates = LearningRates(self._optimizer)
+        self._reduced: dict[str, Tensor] = {}
+
+    def start_micro_batch(self, *, last: bool) -> None:
+        """Begin a block of `accumulate`, which knows by itself which one is the last."""
+        self._loop.start_micro_batch()
+
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward, under which gradients are reduced."""
+        self._loop.backward(loss, last=last_micro)
+
+    def step(self, *, lr_factor: float) -> StepResult:
+        """Clip, if that is asked for, and update the shards."""
+        self._reduced = grads_to_tell(self._spec, self._gradients())
+        bound, norm = self._spec.clip_norm, None
+        if bound is not None:
+            norm = cast("Any", self._loop.clip_by_norm(bound)).full_tensor()
+        self._rates.scale(lr_factor)
+        self._loop.step()
+        return StepResult(norm=norm)
+
+    def params(self) -> Mapping[str, Tensor]:
+        """Full working params, gathered, in the dtype in which forward has them."""
+        return {name: param.to(self._dtype) for name, param in super().params().items()}
+
+
+def _plugin_settings(scenario: Scenario, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `FullyShardedDataParallelPlugin` is set to."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    own = None if scenario.model.dtype == "fp32" else _DTYPES[scenario.model.dtype]
+    settings: dict[str, Any] = {
+        "fsdp_version": 2,
+        "reshard_after_forward": scenario.system.reshard_after_forward,
+        "cpu_ram_efficient_loading": options["loaded_by_first"],
+        "activation_checkpointing": options["checkpointing"],
+    }
+    if options["wrap"] == "size":
+        settings |= {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1}
+    if options["cpu_offload"]:
+        settings["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)
+    if options["reduce_dtype"] != "param":
+        settings["mixed_precision_policy"] = MixedPrecisionPolicy(
+            param_dtype=own, reduce_dtype=_DTYPES[options["reduce_dtype"]], output_dtype=own
+        )
+    return settings

@@ -1,0 +1,74 @@
+"""Rules by which accelerate computes a case, and what it raises at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from zero_sim.errors import Problem
+from zero_sim.scenario.spec import Scenario
+
+_UPSTREAM = "scenarios/upstream has this case."
+MICRO_BATCHES_MAX = 40
+"""Up to which fp32 gives 1 for 1/n times n; 1/41 times 41 is less."""
+
+
+def why_no_mean(scenario: Scenario) -> str:
+    """Why losses that are divided have no rule in a case; '' where they have one."""
+    count = scenario.run.micro_batches
+    if count & (count - 1) == 0:
+        return ""
+    return "no power of two of micro-batches, whose reciprocal goes rounded through backward"
+
+
+def too_many(scenario: Scenario) -> Iterator[Problem]:
+    """Whether a case has more micro-batches than what `backward` divides by can be undone for."""
+    if scenario.run.micro_batches > MICRO_BATCHES_MAX:
+        yield Problem(
+            path="run.micro_batches",
+            message="accelerate divides each loss by their number, which a product with it undoes "
+            f"in fp32 up to {MICRO_BATCHES_MAX}, got {scenario.run.micro_batches}.",
+            suggestion=f"Try {MICRO_BATCHES_MAX}.",
+        )
+
+
+def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Cases that accelerate 1.15.0 raises at.
+
+    Args:
+        scenario: As the target is given it.
+        options: The value of each option.
+    """
+    if options["loaded_by_first"] and scenario.model.name != "mlp":
+        yield Problem(
+            path="system.options",
+            message="accelerate 1.15.0 raises where the first rank loads params that the model "
+            f"itself has, got loaded_by_first and model.name = {scenario.model.name!r}. "
+            f"{_UPSTREAM}",
+            suggestion="Try the model mlp.",
+        )
+    if options["checkpointing"] and options["wrap"] == "none":
+        yield Problem(
+            path="system.options",
+            message="accelerate 1.15.0 raises where it checkpoints activations and wraps no "
+            f"children. {_UPSTREAM}",
+            suggestion="Try option wrap=size.",
+        )
+
+
+def as_reduced(scenario: Scenario) -> Scenario:
+    """The case with one rank by itself reducing once a step, whatever it says."""
+    if scenario.world.size > 1:
+        return scenario
+    return replace(scenario, system=replace(scenario.system, sync="last"))
+
+
+def as_fsdp2(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that rules of FSDP2 ask for; those that accelerate has not as torch has them."""
+    return {
+        "reduce_dtype": options["reduce_dtype"],
+        "all_reduce_last": False,
+        "divide_factor": 0.0,
+        "force_sum": False,
+    }
