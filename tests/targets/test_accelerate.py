@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import find_target, numerics_of, refusals, with_options
 from zero_sim.targets.accelerate.setup import rank_environment
 
@@ -13,13 +13,14 @@ DDP, FSDP2 = find_target("accelerate-ddp"), find_target("accelerate-fsdp2")
 MEAN = {"mean_loss": "true"}
 
 
-def case(target, *, said=None, model=None, ranks=3, micro_batches=2, **system):
+def case(target, *, said=None, model=None, ranks=3, micro_batches=2, reload=None, **system):
     stage = 0 if target is DDP else 3
     scenario = Scenario(
         schema=1,
         model=model or ModelSpec(name="mlp"),
         world=WorldSpec(size=ranks),
-        run=RunSpec(micro_batches=micro_batches),
+        run=RunSpec(micro_batches=micro_batches, steps=2),
+        reload=reload,
         system=SystemSpec(target=target.name, stage=stage, **system),
     )
     return with_options(scenario, said or {})
@@ -83,6 +84,23 @@ def test_only_weights_that_the_first_rank_sends_may_differ_at_the_start():
     assert not refused(FSDP2, model=model, said={"loaded_by_first": "true"})
     (problem,) = refused(FSDP2, model=model)
     assert problem.path == "model.distinct_start"
+
+
+FORMS = {DDP: {"consolidated"}, FSDP2: {"consolidated", "dcp"}}
+
+
+@pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+@pytest.mark.parametrize("target", FORMS, ids=lambda target: target.name)
+def test_only_what_is_sharded_is_saved_in_shards_and_those_are_of_torch(target, form):
+    asked = ReloadSpec(step=1, form=form, world_size=2)
+    assert (not refused(target, reload=asked)) == (form in FORMS[target])
+
+
+@pytest.mark.parametrize("target", FORMS, ids=lambda target: target.name)
+def test_weights_are_not_loaded_without_the_rest(target):
+    asked = ReloadSpec(step=1, form="consolidated", weights_only=True)
+    (problem,) = refused(target, reload=asked)
+    assert problem.path == "reload.weights_only"
 
 
 def test_what_goes_into_a_model_may_not_be_cast():

@@ -8,84 +8,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets.accelerate.loop import AccumulationLoop
+from zero_sim.targets.accelerate.ddp_engine import MEGABYTE, AccelerateDDPEngine
 from zero_sim.targets.accelerate.rules import too_many, why_no_mean
-from zero_sim.targets.accelerate.setup import LIBRARY, RANK_LOCAL, accelerator_for
+from zero_sim.targets.accelerate.setup import LIBRARY, RANK_LOCAL
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options
-from zero_sim.targets.protocol import StepResult
-from zero_sim.targets.torch.ddp import DDPEngine
 from zero_sim.targets.torch.ddp_knobs import why_not_static
-from zero_sim.targets.torch.optim import OPTIMIZERS, LearningRates, grads_to_tell
+from zero_sim.targets.torch.optim import OPTIMIZERS
 from zero_sim.workloads import EXACT_MODELS
-
-_BYTES = 1 << 20
-
-
-class AccelerateDDPEngine(DDPEngine):
-    """One rank of a model and an optimizer as accelerate prepares them.
-
-    Args:
-        module: The model.
-        scenario: The case; `optimizer` and `run.micro_batches` are read.
-        group: The data-parallel group.
-        options: The value of each option.
-    """
-
-    def __init__(
-        self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup, options: Any
-    ) -> None:
-        from accelerate import utils  # pyrefly: ignore
-
-        self._spec = scenario.optimizer
-        self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        handler = utils.DistributedDataParallelKwargs(
-            bucket_cap_mb=options["bucket_bytes"] / _BYTES,
-            gradient_as_bucket_view=options["bucket_view"],
-            static_graph=options["static_graph"],
-            find_unused_parameters=options["find_unused"],
-            comm_hook=utils.DDPCommunicationHookType(options["hook"]),
-        )
-        self._loop = AccumulationLoop(
-            module,
-            accelerator=accelerator_for(scenario, group=group, handlers=[handler]),
-            scenario=scenario,
-            mean_loss=options["mean_loss"],
-        )
-        self.module = self._loop.module
-        self._optimizer = self._loop.optimizer
-        self._rates = LearningRates(self._optimizer)
-        self._reduced: dict[str, Tensor] = {}
-
-    def start_micro_batch(self, *, last: bool) -> None:
-        """Begin a block of `accumulate`, which knows by itself which one is the last."""
-        self._loop.start_micro_batch()
-
-    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward, under which DDP reduces."""
-        self._loop.backward(loss, last=last_micro)
-
-    def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if that is asked for, and update the params."""
-        self._reduced = grads_to_tell(self._spec, self._gradients())
-        norm = self._clip()
-        self._rates.scale(lr_factor)
-        self._loop.step()
-        return StepResult(norm=norm)
-
-    def _clip(self) -> Tensor | None:
-        spec = self._spec
-        if spec.clip_value is not None:
-            self._loop.clip_by_value(spec.clip_value)
-        return None if spec.clip_norm is None else self._loop.clip_by_norm(spec.clip_norm)
 
 
 def _why_not_compressed(scenario: Scenario) -> str:
@@ -111,12 +48,14 @@ class AccelerateDDP:
             "optimizer.clip_value",
             "run.micro_batches",
             "model.distinct_start",
+            "reload",
         ),
+        only=(("reload.form", ("consolidated",)), ("reload.weights_only", (False,))),
     )
     options = {  # noqa: RUF012
         "mean_loss": Option(default=False, values=(True,), fits=why_no_mean),
         "hook": Option(default="no", values=("fp16",), fits=_why_not_compressed),
-        "bucket_bytes": Option(default=25 * _BYTES, values=(1, 40, 200)),
+        "bucket_bytes": Option(default=25 * MEGABYTE, values=(1, 40, 200)),
         "bucket_view": Option(default=False, values=(True,)),
         "static_graph": Option(default=False, values=(True,), fits=why_not_static),
         "find_unused": Option(default=False, values=(True,)),

@@ -67,6 +67,11 @@ class AccelerateFSDP2:
                 "model.distinct_start",
                 "system.reshard_after_forward",
                 "system.sync",
+                "reload",
+            ),
+            only=(
+                ("reload.form", ("consolidated", "dcp")),
+                ("reload.weights_only", (False,)),
             ),
         )
 

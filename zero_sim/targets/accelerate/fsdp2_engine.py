@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import CheckpointForm, Scenario
 from zero_sim.targets.accelerate.loop import AccumulationLoop
+from zero_sim.targets.accelerate.saved import load_state, save_state, settings_of_groups
 from zero_sim.targets.accelerate.setup import accelerator_for
-from zero_sim.targets.protocol import StepResult
+from zero_sim.targets.protocol import Settings, StepResult
 from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
 from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
 
@@ -85,6 +87,18 @@ class AccelerateFSDP2Engine(FSDP2Engine):
     def params(self) -> Mapping[str, Tensor]:
         """Full working params, gathered, in the dtype in which forward has them."""
         return {name: param.to(self._dtype) for name, param in super().params().items()}
+
+    def save(self, path: Path, *, form: CheckpointForm) -> None:
+        """Save a checkpoint."""
+        save_state(self._loop.accelerator, path, form=form)
+
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
+        """Go on from a checkpoint, of any number of ranks."""
+        load_state(self._loop.accelerator, path)
+
+    def settings(self) -> Settings:
+        """What the optimizer steps with."""
+        return settings_of_groups(self._optimizer, self._params)
 
 
 def _plugin_settings(scenario: Scenario, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,19 +40,19 @@ class AccumulationLoop:
             )
         self._factor = 1 if mean_loss else scenario.run.micro_batches
         self._micro_batch = ExitStack()
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.module, self.optimizer = self._accelerator.prepare(
+        self.module, self.optimizer = self.accelerator.prepare(
             module, plain_optimizer(scenario.optimizer, trained)
         )
 
     def start_micro_batch(self) -> None:
         """Begin a block of `accumulate`, which counts, and reduces with the last one alone."""
-        self._micro_batch.enter_context(self._accelerator.accumulate(self.module))
+        self._micro_batch.enter_context(self.accelerator.accumulate(self.module))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Run backward, and but for the last micro-batch end its block."""
-        self._accelerator.backward(loss * self._factor)
+        self.accelerator.backward(loss * self._factor)
         if not last:
             # As the guides have it, after every micro-batch; both do nothing before the last one.
             self.step()
@@ -60,11 +60,11 @@ class AccumulationLoop:
 
     def clip_by_norm(self, bound: float) -> Tensor:
         """Clip, and give the norm before."""
-        return self._accelerator.clip_grad_norm_(self.module.parameters(), bound)
+        return self.accelerator.clip_grad_norm_(self.module.parameters(), bound)
 
     def clip_by_value(self, bound: float) -> None:
         """Clip each element."""
-        self._accelerator.clip_grad_value_(self.module.parameters(), bound)
+        self.accelerator.clip_grad_value_(self.module.parameters(), bound)
 
     def step(self) -> None:
         """Update the params, and end the micro-batch's block."""
