@@ -5,7 +5,15 @@ import os
 import pytest
 import torch
 
-from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
 from zero_sim.targets import find_target, numerics_of, refusals, with_options
 from zero_sim.targets.accelerate.setup import rank_environment
 
@@ -13,15 +21,16 @@ DDP, FSDP2 = find_target("accelerate-ddp"), find_target("accelerate-fsdp2")
 MEAN = {"mean_loss": "true"}
 
 
-def case(target, *, said=None, model=None, ranks=3, micro_batches=2, reload=None, **system):
+def case(target, *, said=None, model=None, ranks=3, micro_batches=2, **asked):
+    tables = {name: asked.pop(name) for name in ("optimizer", "reload") if name in asked}
     stage = 0 if target is DDP else 3
     scenario = Scenario(
         schema=1,
         model=model or ModelSpec(name="mlp"),
         world=WorldSpec(size=ranks),
         run=RunSpec(micro_batches=micro_batches, steps=2),
-        reload=reload,
-        system=SystemSpec(target=target.name, stage=stage, **system),
+        **tables,
+        system=SystemSpec(target=target.name, stage=stage, **asked),
     )
     return with_options(scenario, said or {})
 
@@ -103,6 +112,12 @@ def test_weights_are_not_loaded_without_the_rest(target):
     assert problem.path == "reload.weights_only"
 
 
+def test_copies_are_of_what_two_ranks_or_more_share():
+    assert not refused(FSDP2, ranks=4, redundancy=2)
+    (problem,) = refused(FSDP2, ranks=4, redundancy=4)
+    assert problem.path == "system.redundancy"
+
+
 def test_what_goes_into_a_model_may_not_be_cast():
     model = ModelSpec(name="bit-hash", shapes=((2,),), dtype="bf16")
     (problem,) = refused(FSDP2, model=model)
@@ -115,6 +130,10 @@ KNOWN = {
         "model": ModelSpec(name="params", shapes=((2,),)),
     },
     "checkpointing": {"said": {"checkpointing": "true"}},
+    "stale state": {
+        "optimizer": OptimizerSpec(name="adagrad"),
+        "reload": ReloadSpec(step=1, form="dcp"),
+    },
     "containers": {"said": {"wrap": "size"}, "model": ModelSpec(name="moe")},
 }
 

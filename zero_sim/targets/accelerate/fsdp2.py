@@ -1,8 +1,9 @@
 """accelerate's `prepare` with `FullyShardedDataParallelPlugin(fsdp_version=2)`.
 
 [Note: what stands for what]
-`system.reshard_after_forward` for the plugin's, `system.sync` for `sync_each_batch`, params of bf16
-for `mixed_precision="bf16"`, which shards them as fp32 ones. The arithmetic is FSDP2's, see there;
+`system.reshard_after_forward` for the plugin's, `system.sync` for `sync_each_batch`,
+`system.redundancy` for `dp_replicate_size` of a `ParallelismConfig`, params of bf16 for
+`mixed_precision="bf16"`, which shards them as fp32 ones. The arithmetic is FSDP2's, see there;
 one rank by itself is never told to reduce at each micro-batch.
 """
 
@@ -22,6 +23,7 @@ from zero_sim.targets.accelerate.rules import (
     as_reduced,
     known_to_go_wrong,
     too_many,
+    unsharded,
     why_no_mean,
 )
 from zero_sim.targets.accelerate.setup import LIBRARY, RANK_LOCAL
@@ -67,6 +69,7 @@ class AccelerateFSDP2:
                 "model.distinct_start",
                 "system.reshard_after_forward",
                 "system.sync",
+                "system.redundancy",
                 "reload",
             ),
             only=(
@@ -90,6 +93,7 @@ class AccelerateFSDP2:
         options = chosen_options(self, scenario)
         yield from too_many(scenario)
         yield from without_rule(as_reduced(scenario), as_fsdp2(options))
+        yield from unsharded(scenario)
         model = scenario.model
         if model.name == "bit-hash" and model.dtype != "fp32":
             yield Problem(

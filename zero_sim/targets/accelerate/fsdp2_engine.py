@@ -42,7 +42,8 @@ class AccelerateFSDP2Engine(FSDP2Engine):
         options: Mapping[str, Any],
     ) -> None:
         self._spec = scenario.optimizer
-        self._rank, self._size = group.rank(), group.size()
+        self._size = group.size() // scenario.system.redundancy
+        self._rank = group.rank() % self._size
         self._dtype = _DTYPES[scenario.model.dtype]
         accelerator = accelerator_for(
             scenario,

@@ -33,6 +33,18 @@ def too_many(scenario: Scenario) -> Iterator[Problem]:
         )
 
 
+def unsharded(scenario: Scenario) -> Iterator[Problem]:
+    """Whether a case has as many copies as ranks, for which accelerate has no FSDP2."""
+    copies = scenario.system.redundancy
+    if 1 < copies == scenario.world.size:
+        yield Problem(
+            path="system.redundancy",
+            message="expected fewer copies than ranks, as accelerate asks for a dimension to shard "
+            f"over, got {copies} of each.",
+            suggestion="Leave it out, or try target accelerate-ddp.",
+        )
+
+
 def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterator[Problem]:
     """Cases that accelerate 1.15.0 raises at.
 
@@ -47,6 +59,13 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             f"itself has, got loaded_by_first and model.name = {scenario.model.name!r}. "
             f"{_UPSTREAM}",
             suggestion="Try the model mlp.",
+        )
+    if scenario.optimizer.name == "adagrad" and scenario.reload is not None:
+        yield Problem(
+            path="optimizer.name",
+            message="accelerate 1.15.0 cannot save an optimizer that has state before its first "
+            f"step, got 'adagrad' with [reload]. {_UPSTREAM}",
+            suggestion="Try another one.",
         )
     if options["checkpointing"] and options["wrap"] == "none":
         yield Problem(

@@ -34,7 +34,7 @@ def accelerator_for(
     """A rank's accelerator, on the CPU.
 
     Args:
-        scenario: The case; `model.dtype` and `run.micro_batches` are read.
+        scenario: The case; `model.dtype`, `system.redundancy` and `run.micro_batches` are read.
         group: The data-parallel group, which has to be all ranks.
         handlers: `kwargs_handlers` of the accelerator.
         sync_each: Whether gradients are reduced at every micro-batch.
@@ -54,23 +54,32 @@ def accelerator_for(
             mixed_precision="bf16" if scenario.model.dtype == "bf16" else "no",
         )
         if sharded is not None:
-            _shard(accelerator, sharded)
+            _shard(accelerator, sharded, copies=scenario.system.redundancy)
     return accelerator
 
 
-def _shard(accelerator: Any, settings: Mapping[str, Any]) -> None:
+def _shard(accelerator: Any, settings: Mapping[str, Any], *, copies: int) -> None:
     """Have it shard models, as AcceleratorState has it where it finds a GPU, and nowhere else."""
     from accelerate.state import PartialState  # pyrefly: ignore
     from accelerate.utils import (  # pyrefly: ignore
         DistributedType,
         FullyShardedDataParallelPlugin,
+        ParallelismConfig,
     )
 
+    state = accelerator.state
     plugin = FullyShardedDataParallelPlugin(**settings)
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
-    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
+    PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = plugin
+    if copies > 1:
+        config = ParallelismConfig(
+            dp_replicate_size=copies, dp_shard_size=accelerator.num_processes // copies
+        )
+        state.parallelism_config = config
+        state.device_mesh = config.get_device_mesh("cpu")
+        config._validate_accelerator(accelerator)
 
 
 @contextmanager
