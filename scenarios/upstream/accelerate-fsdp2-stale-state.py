@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 leaves an optimizer the state of params that it has replaced, and cannot save it.
+"""accelerate's FSDP2 leaves an optimizer the state of params that it replaced, and cannot save it.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 accelerate-fsdp2-stale-state.py
 """
@@ -25,4 +25,16 @@ try:
     print("saved")
 except KeyError as error:
     print(f"expected a checkpoint, got KeyError: {error}")
+
+# An optimizer that goes on, as after `load_state_dict`.
+model = torch.nn.Linear(4, 4, bias=False)
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print(f"expected a state of 4 steps, got {int(optimizer.state[model.weight]['step'])}")
 torch.distributed.destroy_process_group()
