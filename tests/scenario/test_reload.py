@@ -104,3 +104,10 @@ def test_a_setting_that_only_the_world_after_it_uses_is_used():
         reload=ReloadSpec(step=1, world_size=4),
     )
     assert check_scenario(scenario) == []
+
+
+def test_an_arena_is_not_kept_for_later_beside_reduce_buffers():
+    system = SystemSpec(stage=2, sync="every", arena=True, reduce_buffer_elems=8)
+    (problem,) = check_scenario(case(system=system, reload={"stage": 3}))
+    assert problem.path == "system.arena"
+    assert "Leave either out" in problem.suggestion

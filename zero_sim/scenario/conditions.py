@@ -486,6 +486,19 @@ CONDITIONS = (
         suggestion="Leave either out.",
         holds_after=True,
     ),
+    # Of no use before a checkpoint and of use behind it: what is of none at all is unused.
+    Condition(
+        reads=("system.arena", "system.reduce_buffer_elems", "reload.stage"),
+        broken=lambda s: (
+            s.system.arena
+            and s.system.reduce_buffer_elems is not None
+            and s.reload is not None
+            and s.reload.stage == 3
+        ),
+        message="an arena holds whole gradients that come and go bucket by bucket, got {got} with "
+        "system.reduce_buffer_elems, which has buffers of its own.",
+        suggestion="Leave either out.",
+    ),
     Condition(
         reads=("system.reduce_buffer_elems", "system.stage", "system.sync"),
         broken=lambda s: (
