@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zero_sim.sim import RankFailed
 from zero_sim.sim.world import process_state
 from zero_sim.sim.world.process_state import Name, ProcessState
 
@@ -307,3 +308,25 @@ def test_ranks_that_changed_a_name_alike_go_on_to_change_it_apart(world_of):
         return [*seen, dist.all_reduce]
 
     assert world_of(3).run(program) == [[alike, alike], [alike, apart], [alike, apart]]
+
+
+class Incomparable:
+    """A value that cannot be compared, as a tensor of several elements."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise ValueError("expected no comparison")
+
+
+def test_a_value_that_cannot_be_compared_fails_its_rank_and_hangs_nobody(world_of):
+    original = dist.send
+    world = world_of(2)
+
+    def program(rank):
+        dist.send = Incomparable()
+        dist.barrier()
+
+    with pytest.raises(RankFailed, match="expected no comparison"):
+        world.run(program)
+    assert world.run(lambda rank: dist.send is original) == [True, True]

@@ -215,7 +215,10 @@ class Baton:
             self._returned.add(rank)
         elif self.failure is None:
             self.failure = _as_failure(rank, error)
-        self._take_out(rank)
+        try:
+            self._take_out(rank)
+        except Exception as raised:  # noqa: BLE001  Nobody else would get the baton.
+            self.failure = self.failure or _as_failure(rank, raised)
         self._hand_over()
 
     def _take_out(self, owner: int) -> None:
