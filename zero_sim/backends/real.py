@@ -186,15 +186,63 @@ class RealRank:
                 raise RankGone(rank)
         return [each["says"] for each in told]
 
-    def withdraw(self, abouts: Sequence[str]) -> None:
+    def tell(self, what: Any, *, about: str) -> None:
+        """Tell all ranks something; nobody need hear it.
+
+        Args:
+            what: Anything that can be written as JSON.
+            about: What it is about, told once in a program.
+        """
+        self._tell({"says": what}, about=about)
+
+    def hear(self, rank: int, *, about: str, seconds: float) -> Any:
+        """What a rank tells; no process group takes part.
+
+        Args:
+            rank: Who tells it.
+            about: What it is about.
+            seconds: How long to wait for it.
+
+        Raises:
+            RankGone: The rank withdrew.
+            TimeoutError: It has told nothing by then.
+        """
+        key = f"{self._key(about)}/{rank}"
+        self.is_listening = True
+        try:
+            self.store.wait([key], timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            raise TimeoutError(f"rank {rank} told nothing about {about!r}") from None
+        finally:
+            self.is_listening = False
+        told = json.loads(self.store.get(key))
+        self.alive()
+        if "says" not in told:
+            raise RankGone(rank)
+        return told["says"]
+
+    def has_told(self, rank: int, *, about: str) -> bool:
+        """Whether a rank has told something, or that it will not.
+
+        Args:
+            rank: Who would tell it.
+            about: What it is about.
+        """
+        return self.store.check([f"{self._key(about)}/{rank}"])
+
+    def withdraw(self, abouts: Sequence[str]) -> bool:
         """Let nobody wait for what this rank will not tell any more.
 
         Args:
-            abouts: Exchanges of this program; those it took part in are passed over.
+            abouts: What others may wait for in this program; what was told is passed over.
+
+        Returns:
+            Whether any of it had not been told.
         """
-        for about in abouts:
-            if f"{self._key(about)}/{self.rank}" not in self._told:
-                self._tell({}, about=about)
+        untold = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._told]
+        for about in untold:
+            self._tell({}, about=about)
+        return bool(untold)
 
     def leave(self, *, abort: bool = False) -> None:
         """Destroy every group of this process.

@@ -115,16 +115,21 @@ def cost_of(world: WorldSpec) -> float:
         return ratio(pairs(one, two, 15))
 
 
-def gloo_figures() -> tuple[float, float, float]:
-    """Processor seconds of the small case on gloo workers; over simulated; and wall over wall."""
-    scenario = small_case()
+def gloo_figures(*, hidden: int = 8, repeats: int = 20) -> tuple[float, float, float]:
+    """Processor seconds of a case on gloo workers; over simulated; and wall over wall.
+
+    Args:
+        hidden: As for `small_case`.
+        repeats: How often it is done.
+    """
+    scenario = small_case(hidden=hidden)
     with WorldPool() as pool, on_workers(Setup(backend="gloo")) as judge:
         on_gloo = functools.partial(judge, scenario)
         simulated = functools.partial(run_case, scenario, pool=pool)
         simulated()
         on_gloo()
-        taken = pairs(on_gloo, simulated, 20)
-        walls = [_wall_seconds(on_gloo) / _wall_seconds(simulated) for _ in range(20)]
+        taken = pairs(on_gloo, simulated, repeats)
+        walls = [_wall_seconds(on_gloo) / _wall_seconds(simulated) for _ in range(repeats)]
     return statistics.median(one for one, _ in taken), ratio(taken), statistics.median(walls)
 
 

@@ -90,6 +90,13 @@ ROWS = (
         ),
         take=lambda: _first_in_ms(cases.gloo_figures()),
     ),
+    Row(
+        figures=(
+            _figure("gloo workers over simulated, hidden 256", "x"),
+            _figure("gloo workers over simulated, hidden 256, wall clock", "x", most=1.6),
+        ),
+        take=lambda: cases.gloo_figures(hidden=256, repeats=8)[1:],
+    ),
     *(
         _one(
             _figure(f"ranks over plain loop, hidden {hidden}", "x", most=most),

@@ -15,9 +15,11 @@ from torch import Tensor
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import Finding
 from zero_sim.judge.bounded import BoundedComparison
+from zero_sim.judge.by_digest import DigestComparison
 from zero_sim.judge.exact import ExactComparison
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.step_digests import StepDigests, StepWire
 from zero_sim.reference import (
     Addresses,
     BoundedReference,
@@ -31,7 +33,7 @@ from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.workloads import Workload
 
 AnyReference = Reference | BoundedReference
-AnyStep = ReferenceStep | BoundedStep
+AnyStep = ReferenceStep | BoundedStep | StepDigests
 
 
 class Comparison(Protocol):
@@ -109,16 +111,26 @@ class Comparison(Protocol):
         ...
 
 
-def comparison_of(group: JudgedGroup, *, reference: AnyReference, order_seed: int) -> Comparison:
+def comparison_of(
+    group: JudgedGroup,
+    *,
+    reference: AnyReference,
+    order_seed: int,
+    heard_by: StepWire | None = None,
+) -> Comparison:
     """What a group owes by a reference.
 
     Args:
         group: The judged group, and what is known of it.
         reference: The oracle, at the step before the first one.
         order_seed: Seed of the world, from which orders are drawn.
+        heard_by: Where another process tells what its reference of the same computes, if one does.
     """
     if isinstance(reference, Reference):
-        return ExactComparison(group, reference=reference, order_seed=order_seed)
+        exact = ExactComparison(group, reference=reference, order_seed=order_seed)
+        if heard_by is None:
+            return exact
+        return DigestComparison(group, exact=exact, wire=heard_by)
     return BoundedComparison(group, reference=reference)
 
 

@@ -200,6 +200,16 @@ class ExactComparison:
         pick, got = part_picked(part)
         self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
 
+    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+        """Note a part that was found to be as it is owed in another way.
+
+        Args:
+            part: As its rank's engine shows it.
+            step: Index of the step, from 0.
+        """
+        pick, got = part_picked(part)
+        self._rules.look(step, self.steps[step].otherwise, pick=pick, got=got, agrees=True)
+
     def _compare_grad(
         self,
         part: OwnedPart,
@@ -258,9 +268,8 @@ class ExactComparison:
             rank: The rank, within the judged group.
             step: Index of the step, from 0.
         """
-        group, spec = self._group, self._group.scenario.optimizer
-        changed = (spec.clip_norm or spec.clip_value) and group.numerics.grads_told != "after-clip"
-        if not group.numerics.grads_in_params or changed or spec.loss_scale:
+        group = self._group
+        if not group.shows_grads_of_params:
             if PARTS in group.unobserved:
                 group.unobserved.add(GRADIENTS)
             return

@@ -3,17 +3,18 @@
 A judge is called by the rank programs themselves, one rank at a time, right after a step and before
 anything else changes the state; so nothing is copied unless a difference is found.
 
-Where every rank is a process of its own, each has a judge that observes that one rank and hears of
-the others what they say before their first step.
+Where every rank is a process of its own, each has a judge that observes that one rank, hears of the
+others what they say before their first step, and may hear what the reference of one of them computes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,17 +33,21 @@ from zero_sim.findings.phase import Phase
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge import invariants
+from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
 from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.given_back import Hook, ModuleNote, check_given_back
-from zero_sim.judge.guarantee import Guarantee, count_guarantees
+from zero_sim.judge.guarantee import Guarantee
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.ownership import Ownership
 from zero_sim.judge.positions import Arrangements
+from zero_sim.judge.step_digests import StepDigests, StepWire, owed_by
+from zero_sim.judge.step_result import check_result
+from zero_sim.judge.step_teller import StepTeller
 from zero_sim.judge.trainable import check_trainable
-from zero_sim.reference import SumSite, encode
-from zero_sim.scenario.checks import Check
+from zero_sim.judge.working_params import check_casts, check_scales
+from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
@@ -66,6 +71,9 @@ class Judge:
         numerics: What the target declares; without it, gradients are told before the division.
         observed: The ranks, within the group, that this judge is shown; all where left out.
         after_step: Called with every step that the reference has taken, before the next one.
+        told_by: Where steps of the reference are told to judges in other processes; left out where
+            none of them hears.
+        heard_by: Where they are heard, where another process tells them.
 
     Judges of one world that share a norm have to be told of each other by `join_peers`.
     """
@@ -83,6 +91,8 @@ class Judge:
         numerics: Numerics | None = None,
         observed: Collection[int] | None = None,
         after_step: Callable[[int], None] | None = None,
+        told_by: StepWire | None = None,
+        heard_by: StepWire | None = None,
     ) -> None:
         self.scenario = scenario
         self.first_step = first_step
@@ -122,7 +132,9 @@ class Judge:
             self._group,
             reference=reference,
             order_seed=scenario.run.seed if order_seed is None else order_seed,
+            heard_by=heard_by,
         )
+        self._teller = None if told_by is None else StepTeller(told_by)
         self._after_step = after_step
         self._call_count = calls_made or int
         self._calls_seen: dict[int, int] = {}
@@ -288,6 +300,8 @@ class Judge:
             self._call_starts[rank, step] = self._calls_made()
             # Params of the step before may be looked at in this one.
             self._call_starts.pop((rank, step - 2), None)
+        if self._teller is not None and self._bad_step is not None and self._bad_step < step:
+            self._teller.stop(step)
         with self.aside(rank):
             self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
@@ -325,10 +339,10 @@ class Judge:
         if self._comparison.follows(step):
             self._comparison.note_told(result.norm)
             self._note_silence(rank, step, engine)
-            expected = self._expected(step)
+            self._expected(step)
             if self._comparison.uncertified_step is None:
-                self._report(step, self._compare_result(rank, step, result, expected))
-                self._report(step, self._compare(rank, step, losses, engine, expected))
+                compare = partial(self._compare, rank, step, losses, result, engine)
+                self._hold(step, engine, compare)
                 if self.costs.held is not None and step == self.weighed_step:
                     self._report(step, self._compare_memory(rank, step, engine))
             else:
@@ -375,7 +389,8 @@ class Judge:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
         is_owed = self._comparison.uncertified_step is None
         if is_owed and (self._bad_step is None or step <= self._bad_step):
-            self._report(step, self._compare_params(rank, step, engine))
+            compare = partial(self._compare_params, rank, step, engine)
+            self._hold(step, engine, compare, agreed=self._parts[rank])
         self._observed[rank] = step
         self._forget_shown(step)
 
@@ -421,7 +436,34 @@ class Judge:
             UntrainableError: It cannot, or not with finite numbers.
         """
         if self._comparison.steps_unseen and self._taken_step < self._begun_step:
+            self._go_alone()
             self._advance()
+
+    def _hold(
+        self,
+        step: int,
+        engine: CompletedEngine,
+        compare: Callable[[], Iterator[Finding]],
+        *,
+        agreed: Sequence[OwnedPart] = (),
+    ) -> None:
+        """Report what a comparison finds; where digests do not show that all agrees, once more."""
+        if isinstance(self._comparison, DigestComparison) and not self._comparison.is_alone:
+            with engine.asked_once():
+                noted = self._group.noted()
+                with suppress(DigestsDiffer):
+                    if next(compare(), None) is None:
+                        return
+                self._group.go_back(noted)
+                self._go_alone(agreed)
+                return self._report(step, compare())
+        self._report(step, compare())
+
+    def _go_alone(self, agreed: Sequence[OwnedPart] = ()) -> None:
+        """Compare with references of this process's own from now on."""
+        if isinstance(self._comparison, DigestComparison):
+            peers: list[Any] = [judge._comparison for judge in self._peers]
+            self._comparison.go_alone(peers, agreed=agreed)
 
     def _report(self, step: int, found: Iterator[Finding]) -> None:
         for finding in found:
@@ -451,7 +493,11 @@ class Judge:
 
     def _advance(self) -> None:
         """Take the next step of all references that share a norm."""
+        if self._teller is not None:
+            self._teller.begin(self._taken_step + 1)
         taken = self._comparison.advance([judge._comparison for judge in self._peers])
+        if self._teller is not None:
+            self._teller.tell(taken, groups=[judge._group for judge in self._peers])
         for judge, own in zip(self._peers, taken, strict=True):
             judge._take(own)
 
@@ -464,16 +510,11 @@ class Judge:
         self._skipped[taken.step] = taken.skipped
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
         if taken.norm.isfinite():
-            self.owed += count_guarantees(
-                taken,
-                rank_count=self.scenario.world.size,
-                replica_count=self.scenario.system.redundancy,
-                order_known=self.scenario.world.order_known,
-            )
+            self.owed += owed_by(taken, scenario=self.scenario)
         self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
         self.same_data &= len(set(taken.data_digests.values())) == 1
         # Behind a finding the system's own mistake may have led there.
-        if not self._findings:
+        if not self._findings and not isinstance(taken, StepDigests):
             check_trainable(taken, self.scenario, world_ranks=self.world_ranks)
 
     def _forget_shown(self, step: int) -> None:
@@ -481,36 +522,20 @@ class Judge:
         if all(last >= step for last in self._observed.values()):
             self._comparison.forget(step)
 
-    def _compare_result(
-        self, rank: int, step: int, result: StepResult, expected: AnyStep
-    ) -> Iterator[Finding]:
-        yield from self._comparison.compare_measured(result, rank=rank, step=step)
-        reported = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
-        self._group.unobserved.update(name for name, got in reported.items() if got is None)
-        if all(got is None for got in (*reported.values(), result.loss_scale)):
-            # It tells nothing of its steps; one that does so tells what it clips or scales by.
-            return
-        spec = self.scenario.optimizer
-        if result.norm is None and spec.clip_norm is not None:
-            yield findings.misreported("norm", step, rank, expected=expected.norm.item(), got=None)
-        if result.loss_scale is None and spec.loss_scale is not None:
-            yield findings.misreported(
-                "loss_scale", step, rank, expected=expected.loss_scale, got=None
-            )
-        said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
-        for name, got in said:
-            wanted = getattr(expected, name)
-            if got is not None and got != wanted:
-                yield findings.misreported(name, step, rank, expected=wanted, got=got)
-
     def _compare(
         self,
         rank: int,
         step: int,
         losses: Sequence[Tensor],
+        result: StepResult,
         engine: CompletedEngine,
-        expected: AnyStep,
     ) -> Iterator[Finding]:
+        expected = self._comparison.steps[step]
+        yield from self._comparison.compare_measured(result, rank=rank, step=step)
+        spec, unobserved = self.scenario.optimizer, self._group.unobserved
+        yield from check_result(
+            result, expected, optimizer=spec, unobserved=unobserved, step=step, rank=rank
+        )
         for micro, loss in enumerate(losses):
             if self._group.comparer.differs(expected.losses[rank, micro], loss):
                 at = findings.loss(step, rank, micro)
@@ -536,30 +561,11 @@ class Judge:
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
         with self.aside(rank):
             params, held = engine.params(), self._ownership.held[rank]
-        expected, differs = self._comparison.scales(step), self._group.comparer.differs
+        expected = self._comparison.scales(step)
         scales = engine.scales([name for name in expected if name in held])
-        for name, scale in scales.items():
-            if scale is None:
-                at = findings.scale(step, rank, name)
-                yield findings.missing(at, "the system does not have the scale of this param")
-            elif differs(expected[name], scale):
-                at = findings.scale(step, rank, name)
-                yield findings.differing(at, expected[name], scale)
-        for part in self._parts[rank]:
-            place = part.place
-            if place.param not in params:
-                continue  # Said below, for the whole param.
-            working = params[place.param].reshape(-1)[place.start : place.stop]
-            # With the rank's own scale: this is about what it holds, right or wrong.
-            scale = scales.get(place.param)
-            cast = (
-                part.master.to(working.dtype)
-                if scale is None
-                else encode(part.master, scale=scale, dtype=working.dtype)
-            )
-            if differs(cast, working):
-                at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
-                yield findings.differing(at, cast, working)
+        at: dict[str, Any] = {"comparer": self._group.comparer, "step": step, "rank": rank}
+        yield from check_scales(scales, expected, **at)
+        yield from check_casts(self._parts[rank], params, scales, **at)
         yield from self._comparison.compare_params(params, rank=rank, step=step)
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 

@@ -37,6 +37,16 @@ class Comparer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Noted:
+    """What a judged group has noted at one time."""
+
+    elems: int
+    unobserved: frozenset[str]
+    telling: Mapping[int, bool]
+    guessed: frozenset[tuple[str, int | None, int | None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedGroup:
     """A group of ranks with a judge: the judge and what it holds the ranks to share this."""
 
@@ -61,6 +71,34 @@ class JudgedGroup:
     def tells_divided(self) -> bool:
         """Whether the gradients that are told are divided already, where that comes after a sum."""
         return self.numerics.grads_told != "before-division"
+
+    @property
+    def shows_grads_of_params(self) -> bool:
+        """Whether gradients of whole params are to be seen as they were summed."""
+        spec = self.scenario.optimizer
+        changed = (spec.clip_norm or spec.clip_value) and self.numerics.grads_told != "after-clip"
+        return bool(self.numerics.grads_in_params and not changed and not spec.loss_scale)
+
+    def noted(self) -> Noted:
+        """What was noted so far, to be gone back to where a comparison begins again."""
+        return Noted(
+            elems=self.comparer.elems,
+            unobserved=frozenset(self.unobserved),
+            telling=dict(self.telling),
+            guessed=frozenset(self._guessed),
+        )
+
+    def go_back(self, noted: Noted) -> None:
+        """Note what was noted before and no more.
+
+        Args:
+            noted: From `noted`.
+        """
+        self.comparer.elems = noted.elems
+        for kept, before in ((self.unobserved, noted.unobserved), (self._guessed, noted.guessed)):
+            kept.intersection_update(before)
+        self.telling.clear()
+        self.telling.update(noted.telling)
 
     def differing(
         self, at: Finding, expected: Tensor, got: Tensor, *, known: Guesses = tuple

@@ -8,6 +8,7 @@ from functools import partial
 
 from zero_sim.judge.comparison import AnyReference, take_reference
 from zero_sim.judge.judge import Judge
+from zero_sim.judge.step_digests import StepWire
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import GroupContext, Segment
 from zero_sim.targets import Target, numerics_of
@@ -23,6 +24,8 @@ def build_contexts(
     added_in: str | None = None,
     rank: int | None = None,
     calls_made: Callable[[], int] | None = None,
+    wire: StepWire | None = None,
+    tells: bool = False,
 ) -> Sequence[GroupContext]:
     """Build the context of every dp-cp group of a segment's world; their judges share a norm.
 
@@ -35,12 +38,16 @@ def build_contexts(
         added_in: The order in which the backend adds; None for the one that the case names.
         rank: The one rank of the world that is shown; all where left out.
         calls_made: As for `Judge`.
+        wire: How processes tell each other of steps, where each has contexts of its own.
+        tells: Whether this process is the one that tells them.
 
     Raises:
         ModelError: The model has nothing to train.
         UsageError: A reference cannot go on in this world.
     """
     contexts: list[GroupContext] = []
+    if wire is not None and not _can_share(segment, target=target):
+        wire = None
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
         # What the target computes, in the reference's words; the target gets the case as it is.
         numerics = numerics_of(target, dp_cp_group.scenario)
@@ -71,10 +78,27 @@ def build_contexts(
             calls_made=calls_made,
             observed=shown,
             after_step=partial(_keep_for_reload, segment, references, index),
+            told_by=wire if tells else None,
+            heard_by=None if tells else wire,
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
     Judge.join_peers([context.judge for context in contexts])
     return contexts
+
+
+def _can_share(segment: Segment, *, target: Target) -> bool:
+    """Whether digests of the reference's steps are enough, as long as all agrees."""
+    scenario = segment.scenario
+    # A reference that goes on in another world must have been in the one before.
+    is_all = segment.load is None and segment.save is None
+    is_plain = scenario.world.order_known and not scenario.expect.one_device
+    return (
+        is_all
+        and is_plain
+        and all(
+            numerics_of(target, each.scenario).norm != "told" for each in dp_cp_groups_of(scenario)
+        )
+    )
 
 
 def _keep_for_reload(

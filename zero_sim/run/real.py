@@ -1,8 +1,9 @@
 """Jobs for real processes: each judges the one rank that it is.
 
-Every process has an oracle of its own, which replays all ranks. It needs nothing of the others but
-what they say of their engines before the first step; that goes through a store, so that no process
-group and none of the system's collectives take part in judging.
+One of them has an oracle that replays all ranks, and tells the others digests of each step; theirs
+lag behind as long as all agrees. An oracle needs nothing of other ranks but what they say of their
+engines before the first step. All that goes through a store, so that no process group and none of
+the system's collectives take part in judging.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.run.probing import OrderDrift, measure_orders
 from zero_sim.run.program import Segment, build_program, segments_of
 from zero_sim.run.rank_local import as_in_new_process
+from zero_sim.run.step_wire import TELLER, StoreWire
 from zero_sim.run.trial import Trial
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
@@ -52,11 +54,13 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     """
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
+    wire = StoreWire(real_rank=real_rank, stall_seconds=scenario.run.stall_seconds)
     ranks = _OwnRank(
         real_rank=real_rank,
         processes=payload["processes"],
         order=payload["order"],
         probe=payload["probe"],
+        wire=wire,
     )
     trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
@@ -79,6 +83,8 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         gc.collect()
     abouts = ("joined", "facts", "orders", "wrong", "left")
     real_rank.withdraw([f"{what} {index}" for index in range(len(segments)) for what in abouts])
+    if real_rank.rank == TELLER:
+        wire.close(scenario.run.steps)
     return trial.report().as_dict()
 
 
@@ -93,6 +99,8 @@ class _OwnRank:
     """The order to add in; None for the backend's own."""
     probe: bool
     """Whether the order that is the backend's own is relied on, and so measured."""
+    wire: StoreWire
+    """How one of them tells the others of the reference's steps."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says.
@@ -102,7 +110,13 @@ class _OwnRank:
             OrderDrift: The backend adds otherwise than the case relies on.
         """
         real_rank, scenario = self.real_rank, segment.scenario
-        contexts = trial.build_contexts(segment, target=target, rank=real_rank.rank)
+        contexts = trial.build_contexts(
+            segment,
+            target=target,
+            rank=real_rank.rank,
+            wire=self.wire,
+            tells=real_rank.rank == TELLER,
+        )
 
         def pause_clock(pause: bool) -> AbstractContextManager[None]:
             real_rank.alive()

@@ -18,6 +18,7 @@ from zero_sim.host.device import computing_on
 from zero_sim.judge.comparison import AnyReference
 from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.judge.judge import Judge
+from zero_sim.judge.step_digests import StepWire
 from zero_sim.run.contexts import build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
@@ -144,6 +145,8 @@ class Trial:
         target: Target,
         rank: int | None = None,
         calls_made: Callable[[], int] | None = None,
+        wire: StepWire | None = None,
+        tells: bool = False,
     ) -> Sequence[GroupContext]:
         """Build the context of every dp-cp group; arguments as for `contexts.build_contexts`."""
         contexts = build_contexts(
@@ -154,6 +157,8 @@ class Trial:
             added_in=self.added_in,
             rank=rank,
             calls_made=calls_made,
+            wire=wire,
+            tells=tells,
         )
         self.judges.extend(context.judge for context in contexts)
         return contexts

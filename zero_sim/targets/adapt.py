@@ -6,9 +6,10 @@ told to the protocol, and says who answers for the asking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ class CompletedEngine:
         self._model = model
         self._asking = asking
         self._has_stepped = False
+        self._answers: dict[object, Any] | None = None
+        """What it was asked in a block of `asked_once`, and answered."""
         self._names = answers.check_names(getattr(engine, "names", None), engine=engine)
         self.module = engine.module
         self.unreported = frozenset(
@@ -74,6 +77,26 @@ class CompletedEngine:
         self.can_unwrap = getattr(engine, "unwrap", None) is not None
         self.costed = engine if isinstance(engine, CostedEngine) else None
         """The engine itself, if it declares that the closed forms of its stage hold."""
+
+    @contextmanager
+    def asked_once(self) -> Iterator[None]:
+        """A block in which the engine does nothing: asked again, it answers as it did before.
+
+        What it tells may take calls that all ranks have to make alike.
+        """
+        self._answers = {}
+        try:
+            yield
+        finally:
+            self._answers = None
+
+    def _once(self, question: object, ask: Callable[[], Any]) -> Any:
+        """What an engine answers; in a block of `asked_once`, what it answered first."""
+        if self._answers is None:
+            return ask()
+        if question not in self._answers:
+            self._answers[question] = ask()
+        return self._answers[question]
 
     def zero_grad(self) -> None:
         """As the engine does."""
@@ -148,6 +171,9 @@ class CompletedEngine:
         }
 
     def _params(self) -> dict[str, Tensor]:
+        return self._once("params", self._ask_params)
+
+    def _ask_params(self) -> dict[str, Tensor]:
         with self._asking():
             told: object = self._engine.params()
             if self._names and isinstance(told, Mapping):
@@ -185,6 +211,9 @@ class CompletedEngine:
         Raises:
             ProtocolError: They are no parts of params.
         """
+        return self._once("parts", self._ask_parts)
+
+    def _ask_parts(self) -> Sequence[OwnedPart]:
         parts = getattr(self._engine, "parts", None)
         if parts is None:
             return ()
@@ -235,7 +264,10 @@ class CompletedEngine:
         Raises:
             ProtocolError: It tells no text.
         """
-        return self._stray("stray_gradients", padding_only=padding_only)
+        return self._once(
+            ("stray_gradients", padding_only),
+            partial(self._stray, "stray_gradients", padding_only=padding_only),
+        )
 
     def stray_padding(self) -> str:
         """Where padding of params and masters is not zero; empty where it is not told.
@@ -243,7 +275,7 @@ class CompletedEngine:
         Raises:
             ProtocolError: It tells no text.
         """
-        return self._stray("stray_padding")
+        return self._once("stray_padding", partial(self._stray, "stray_padding"))
 
     def _stray(self, method: str, **options: bool) -> str:
         stray = getattr(self._engine, method, None)

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from zero_sim.errors import UsageError
+from zero_sim.reference import Reference
 from zero_sim.targets import find_target
 from zero_sim.targets.own import ZeroSimEngine
 
+_REFERENCE_BEGINS = Reference.begin
 OWN = find_target("zero_sim")
 
 
@@ -73,6 +75,29 @@ class _Misnames(_Engine):
     def step(self, *, lr_factor):
         result = super().step(lr_factor=lr_factor)
         return replace(result, norm=torch.nextafter(result.norm, torch.tensor(0.0)))
+
+
+class _Counts(_Engine):
+    """Appends to a file of its rank for each step that the reference of its process takes."""
+
+    def __init__(self, module, *, scenario, group):
+        super().__init__(module, scenario=scenario, group=group)
+        rank, begin = self.rank, _REFERENCE_BEGINS
+
+        def counted(reference, *args, **options):
+            with Path(os.environ["ZERO_SIM_TEST_TELLS"], f"steps-{rank}").open("a") as told:
+                told.write("step\n")
+            return begin(reference, *args, **options)
+
+        Reference.begin = counted
+
+    def notes(self):
+        Reference.begin = _REFERENCE_BEGINS
+        return ()
+
+
+class _FlipsAndCounts(_Counts, _Flips):
+    pass
 
 
 class _Raises(_Engine):
@@ -171,6 +196,7 @@ def _bits(tensor):
     return plus_zero.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+counts, flips_and_counts = _Target(_Counts), _Target(_FlipsAndCounts)
 flips, raises, dies = _Target(_Flips), _Target(_Raises), _Target(_Dies)
 stale, misnames = _Target(_Stale), _Target(_Misnames)
 hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)

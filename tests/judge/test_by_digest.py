@@ -1,0 +1,211 @@
+"""Comparison by digests: it agrees with what is right, and else it is as if nobody had told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from tests.judge.test_step_digests import CASE, taken
+from zero_sim.judge.by_digest import DigestsDiffer
+from zero_sim.judge.comparison import comparison_of
+from zero_sim.judge.step_teller import StepTeller
+from zero_sim.reference import Reference
+from zero_sim.targets import OwnedPart, Place, StepResult
+from zero_sim.workloads import build_workload
+
+
+@dataclass
+class Wire:
+    """Keeps what is told, as JSON."""
+
+    told: dict[int, str] = field(default_factory=dict)
+    begun: list[int] = field(default_factory=list)
+
+    def begin(self, step):
+        self.begun.append(step)
+
+    def tell(self, step, owed):
+        self.told[step] = json.dumps(owed)
+
+    def hear(self, step):
+        return json.loads(self.told.get(step, "null"))
+
+
+def comparison(group, *, wire=None):
+    reference = Reference(CASE, workload=build_workload(CASE))
+    return comparison_of(group, reference=reference, order_seed=0, heard_by=wire)
+
+
+@pytest.fixture
+def group():
+    return taken()[1]
+
+
+@pytest.fixture
+def wire(group):
+    """A wire on which both steps were told."""
+    wire, teller = Wire(), comparison(group)
+    telling = StepTeller(wire)
+    for step in range(2):
+        telling.begin(step)
+        telling.tell(teller.advance([teller]), groups=[group])
+        teller.forget(step)
+    return wire
+
+
+def part_of(step, name):
+    """What a right system shows of a whole param."""
+    return OwnedPart(
+        place=Place(param=name, start=0, stop=step.masters[name].numel()),
+        grad=step.grads[name].reshape(-1).clone(),
+        master=step.masters[name].reshape(-1).clone(),
+        state={
+            key: value.reshape(-1).clone() if value.dim() else value.clone()
+            for key, value in step.state[name].items()
+        },
+    )
+
+
+def all_of(comparing, step, parts, params, result):
+    """Compare everything; rank 0 tells its gradients."""
+    comparing._group.telling[0] = True
+    found = [*comparing.compare_measured(result, rank=0, step=step)]
+    for part in parts:
+        found += comparing.compare_part(part, rank=0, step=step)
+    return [*found, *comparing.compare_params(params, rank=0, step=step)]
+
+
+@pytest.fixture
+def shown(group):
+    """What a right system shows after the first step."""
+    step, _ = taken()
+    return {
+        "parts": [part_of(step, name) for name in step.masters],
+        "params": {name: param.clone() for name, param in step.params.items()},
+        "result": StepResult(norm=step.norm, zeros=step.zeros),
+    }
+
+
+def test_what_is_right_agrees_and_as_much_is_compared(group, wire, shown):
+    hearing, exact = comparison(group, wire=wire), comparison(group)
+    counts = []
+    for each in (hearing, exact):
+        each.advance([each])
+        before = group.comparer.elems
+        assert all_of(each, 0, **shown) == []
+        counts.append(group.comparer.elems - before)
+    assert counts[0] == counts[1] > 0
+    assert not hearing.is_alone
+
+
+def _master(shown):
+    shown["parts"][0].master[0] += 1
+
+
+def _state(shown):
+    shown["parts"][0].state["exp_avg"][0] += 1
+
+
+def _grad(shown):
+    shown["parts"][0].grad[0] += 1
+
+
+def _no_grad(shown):
+    shown["parts"][0] = replace(shown["parts"][0], grad=None)
+
+
+def _key(shown):
+    del shown["parts"][0].state["exp_avg"]
+
+
+def _dtype(shown):
+    shown["parts"][0] = replace(shown["parts"][0], master=shown["parts"][0].master.double())
+
+
+def _place(shown):
+    place = replace(shown["parts"][0].place, start=1)
+    shown["parts"][0] = replace(shown["parts"][0], place=place)
+
+
+def _param(shown):
+    next(iter(shown["params"].values())).view(-1)[0] += 1
+
+
+def _missing(shown):
+    shown["params"].popitem()
+
+
+def _norm(shown):
+    lower = torch.nextafter(shown["result"].norm, torch.tensor(0.0))
+    shown["result"] = replace(shown["result"], norm=lower)
+
+
+def _zeros(shown):
+    shown["result"] = replace(shown["result"], zeros=shown["result"].zeros + 1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [_master, _state, _grad, _no_grad, _key, _dtype, _place, _param, _missing, _norm, _zeros],
+)
+def test_whatever_is_wrong_does_not_agree(group, wire, shown, spoil):
+    hearing = comparison(group, wire=wire)
+    hearing.advance([hearing])
+    spoil(shown)
+    with pytest.raises(DigestsDiffer):
+        all_of(hearing, 0, **shown)
+
+
+def test_alone_it_finds_what_the_exact_comparison_finds(group, wire, shown):
+    _master(shown)
+    hearing, exact = comparison(group, wire=wire), comparison(group)
+    hearing.advance([hearing])
+    hearing.go_alone([hearing])
+    exact.advance([exact])
+    (one,), (other,) = (all_of(each, 0, **shown) for each in (hearing, exact))
+    assert one == other
+
+
+def test_it_goes_on_alone_from_the_step_that_it_was_at(group, wire):
+    hearing, exact = comparison(group, wire=wire), comparison(group)
+    hearing.advance([hearing])
+    hearing.go_alone([hearing])
+    del wire.told[1]
+    hearing.forget(0)
+    for each in (exact, exact, hearing):
+        each.advance([each])
+    assert hearing.steps.keys() == {1}
+    for name, master in exact.steps[1].masters.items():
+        assert torch.equal(hearing.steps[1].masters[name], master)
+
+
+def test_where_a_step_is_not_told_it_takes_all_steps_itself(group, wire):
+    del wire.told[1]
+    hearing = comparison(group, wire=wire)
+    for step in range(2):
+        (taken_step,) = hearing.advance([hearing])
+        assert taken_step.step == step
+    assert hearing.is_alone
+    assert hearing.steps[1].masters
+
+
+def test_what_was_noted_by_digests_is_taken_back(group):
+    noted = group.noted()
+    group.comparer.elems += 5
+    group.unobserved.add("norm")
+    group.telling[0] = True
+    group.go_back(noted)
+    assert group.noted() == noted
+
+
+def test_a_teller_tells_nothing_more_once_it_has_stopped(group):
+    wire = Wire()
+    teller, telling = comparison(group), StepTeller(wire)
+    telling.stop(0)
+    telling.begin(0)
+    telling.tell(teller.advance([teller]), groups=[group])
+    assert wire.told == {0: "null"}
+    assert wire.begun == [0]

@@ -1,0 +1,154 @@
+"""Digests of a step: equal where the bits are owed alike, and the same behind a wire."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zero_sim.judge.facts import Facts
+from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.ownership import Ownership
+from zero_sim.judge.step_digests import StepDigests, digest_of, digests_of
+from zero_sim.reference import Reference, memory_layout_of
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ExpectSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import Numerics, Place
+from zero_sim.workloads import build_workload
+
+CASE = Scenario(
+    schema=1,
+    model=ModelSpec(name="mlp", hidden=3),
+    world=WorldSpec(size=2),
+    system=SystemSpec(stage=0),
+    optimizer=OptimizerSpec(name="adamw"),
+    run=RunSpec(steps=2),
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def taken(case=CASE, **options):
+    """A step and its group, every rank of which owns all of each param."""
+    workload = build_workload(case)
+    reference = Reference(case, workload=workload)
+    ownership = Ownership(case, held=reference.held)
+    params = dict(workload.build().named_parameters())
+    facts = Facts(
+        places=tuple(
+            Place(param=name, start=0, stop=each.numel()) for name, each in params.items()
+        ),
+        addresses={name: memory_layout_of(each) for name, each in params.items()},
+        shapes={name: tuple(each.shape) for name, each in params.items()},
+    )
+    for rank in range(case.world.size):
+        ownership.note_facts(rank, facts)
+    group = JudgedGroup(
+        scenario=case,
+        numerics=Numerics(**options),
+        ownership=ownership,
+        world_ranks=range(case.world.size),
+        first_step=0,
+        sees_all=False,
+    )
+    return reference.step(), group
+
+
+def sent(digests):
+    return StepDigests.from_dict(json.loads(json.dumps(digests.as_dict())))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_of_either_sign_have_one_digest(dtype):
+    plus, minus = (torch.tensor([zero, 1.0], dtype=dtype) for zero in (0.0, -0.0))
+    assert digest_of(plus) == digest_of(minus)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("elems", [1, 1 << 15, (1 << 15) + 1, 3 << 15])
+def test_the_last_bit_of_any_element_changes_it(dtype, elems):
+    before = torch.zeros(elems, dtype=dtype)
+    after = before.clone()
+    after[-1] = torch.finfo(dtype).smallest_normal
+    assert digest_of(before) != digest_of(after)
+
+
+def test_numbers_below_the_smallest_normal_one_are_told_apart():
+    assert digest_of(torch.tensor([1e-45])) != digest_of(torch.tensor([0.0]))
+
+
+def test_dtype_and_number_of_elements_are_part_of_it():
+    zeros = [torch.zeros(2), torch.zeros(3), torch.zeros(2, dtype=torch.int32), torch.zeros(0)]
+    assert len({digest_of(each) for each in zeros}) == len(zeros)
+
+
+def test_shape_and_strides_are_none_of_it():
+    square = torch.arange(4.0).reshape(2, 2)
+    assert digest_of(square) == digest_of(torch.arange(4.0))
+    assert digest_of(square.t()) == digest_of(torch.tensor([0.0, 2.0, 1.0, 3.0]))
+
+
+def test_fp8_is_hashed_by_its_bytes():
+    one, other = (torch.tensor(x).to(torch.float8_e4m3fn) for x in ([1.0, 2.0], [2.0, 1.0]))
+    assert digest_of(one) != digest_of(other)
+
+
+def test_all_of_a_step_comes_through_as_it_was():
+    step, group = taken()
+    digests = digests_of(step, group=group)
+    heard = sent(digests)
+    assert heard.as_dict() == digests.as_dict()
+    assert heard.losses.keys() == step.losses.keys()
+    assert all(torch.equal(heard.losses[at], loss) for at, loss in step.losses.items())
+    assert torch.equal(heard.norm, step.norm)
+    assert heard.owed == digests.owed
+
+
+def test_every_kind_of_state_is_there_by_the_span_that_owns_it():
+    step, group = taken()
+    digests = digests_of(step, group=group)
+    for name, master in step.masters.items():
+        span = name, 0, master.numel()
+        assert digests.masters[span] == digest_of(master)
+        assert digests.grads[span].digest == digest_of(step.grads[name])
+        assert digests.state[span].keys() == step.state[name].keys() >= {"exp_avg", "step"}
+        assert digests.params[name] == digest_of(step.params[name])
+    assert digests.grads_of_params == {}
+
+
+def test_gradients_of_whole_params_are_there_where_the_target_shows_them():
+    step, group = taken(grads_in_params=True)
+    assert digests_of(step, group=group).grads_of_params.keys() == step.grads.keys()
+
+
+def test_a_place_in_no_param_of_the_model_is_left_to_others():
+    step, group = taken()
+    group.ownership.places[0].append(Place(param="nobody's", start=0, stop=3))
+    assert ("nobody's", 0, 3) not in digests_of(step, group=group).masters
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"expect": ExpectSpec(one_device=True)},
+        {
+            "data": DataSpec(nan=NanSpec(step=0, rank=1, value="inf")),
+            "optimizer": OptimizerSpec(loss_scale=LossScaleSpec()),
+        },
+    ],
+    ids=["one device", "an overflow"],
+)
+def test_of_some_steps_digests_are_not_enough(parts):
+    step, group = taken(replace(CASE, **parts))
+    assert digests_of(step, group=group) is None

@@ -1,0 +1,162 @@
+"""One process computes the reference for all, as long as all agrees; findings are as without."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from zero_sim.backends import RealRank
+from zero_sim.run.step_wire import StoreWire
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ExpectSpec,
+    LossScaleSpec,
+    ModelSpec,
+    NanSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+
+OVERFLOW = {
+    "data": DataSpec(nan=NanSpec(step=1, rank=1, value="inf")),
+    "optimizer": OptimizerSpec(loss_scale=LossScaleSpec()),
+}
+
+
+@pytest.fixture
+def steps_taken(on_gloo, told):
+    """Run a case; its result, and how many steps the reference of each process took."""
+
+    def run(target="counts", **parts):
+        result = on_gloo(target, **parts)
+        taken = {}
+        for path in sorted(told.glob("steps-*")):
+            taken[int(path.name.removeprefix("steps-"))] = len(path.read_text().split())
+            path.unlink()
+        return result, taken
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"world": WorldSpec(size=3, order="gloo")},
+        {"system": SystemSpec(overlap_params=True, bucket_elems=40)},
+        {"system": SystemSpec(stage=3)},
+        {"model": ModelSpec(name="moe", experts=6), "topology": TopologySpec(ep=3)},
+        {"optimizer": OptimizerSpec(name="adamw", clip_norm=0.1)},
+    ],
+    ids=["plain", "gloo's order", "overlap", "stage 3", "experts", "clipping"],
+)
+def test_where_all_agrees_one_process_takes_the_steps(steps_taken, parts):
+    result, taken = steps_taken(**parts)
+    assert result.verdict == "pass"
+    assert taken == {0: 3}
+
+
+def test_of_all_groups_that_share_a_norm(steps_taken):
+    parts = {"world": WorldSpec(size=4), "topology": TopologySpec(tp=2)}
+    result, taken = steps_taken(optimizer=OptimizerSpec(clip_norm=0.1), **parts)
+    assert result.verdict == "pass"
+    assert taken == {0: 6}
+
+
+def test_who_is_wrong_takes_all_steps_itself(steps_taken, judged, targets):
+    result, taken = steps_taken("flips_and_counts")
+    # Rank 0 and rank 2 hold in their params what rank 1 has spoilt; all of them look for a cause.
+    assert taken[1] == 2
+    simulated = judged(targets.flips, run=RunSpec(steps=3))
+    assert result.findings == tuple(
+        replace(finding, call_start=None, call_stop=None) for finding in simulated.findings
+    )
+    assert result.findings[0].rank == 1
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"world": WorldSpec(size=3, order_known=False)},
+        {"reload": ReloadSpec(step=1, world_size=2)},
+        {"expect": ExpectSpec(one_device=True), "data": DataSpec(ranks="same")},
+    ],
+    ids=["unknown order", "reload", "one device"],
+)
+def test_where_digests_are_not_enough_each_takes_its_own(steps_taken, parts):
+    result, taken = steps_taken(**parts)
+    assert result.error == ""
+    assert not taken or set(taken) == {0, 1, 2}
+
+
+def test_from_an_overflow_on_each_takes_its_own(steps_taken):
+    result, taken = steps_taken(**OVERFLOW)
+    assert result.verdict == "pass"
+    assert taken == {0: 3, 1: 3, 2: 3}
+
+
+def wire(store, rank, *, stall_seconds=60.0):
+    real_rank = RealRank(backend="gloo", rank=rank, store=store)
+    real_rank.begin(0)
+    return StoreWire(real_rank=real_rank, stall_seconds=stall_seconds)
+
+
+@pytest.fixture
+def wires():
+    """Those of the rank that tells and of one that hears."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    return wire(store, 0), wire(other, 1, stall_seconds=0.1)
+
+
+def test_what_is_told_is_heard(wires):
+    teller, hearer = wires
+    teller.begin(4)
+    teller.tell(4, [{"step": 4}])
+    assert hearer.hear(4) == [{"step": 4}]
+
+
+def test_that_nothing_is_told_is_heard_too(wires):
+    teller, hearer = wires
+    teller.begin(4)
+    teller.tell(4, None)
+    assert hearer.hear(4) is None
+
+
+def test_nobody_waits_for_a_step_that_is_never_begun(wires):
+    assert wires[1].hear(0) is None
+
+
+def test_nor_for_ever_for_one_that_was_begun(wires):
+    teller, hearer = wires
+    teller.begin(0)
+    assert hearer.hear(0) is None
+
+
+def test_a_step_that_takes_longer_is_waited_for(monkeypatch, wires):
+    monkeypatch.setattr("zero_sim.run.step_wire._BEGIN_SECONDS", 0.0)
+    teller, hearer = wires
+    hearer = replace(hearer, stall_seconds=60.0)
+    teller.begin(0)
+    later = threading.Timer(0.2, lambda: teller.tell(0, [{"step": 0}]))
+    later.start()
+    assert hearer.hear(0) == [{"step": 0}]
+    later.join()
+
+
+def test_who_ends_lets_nobody_wait(wires):
+    teller, hearer = wires
+    hearer = replace(hearer, stall_seconds=3600.0)
+    teller.begin(0)
+    teller.tell(0, [{"step": 0}])
+    teller.begin(1)
+    teller.close(3)
+    assert hearer.hear(1) is None
+    assert hearer.hear(0) == [{"step": 0}]

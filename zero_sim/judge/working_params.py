@@ -1,0 +1,74 @@
+"""Working params beside what they are cast from: a rank's own masters, with its own scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from zero_sim.findings import describe as findings
+from zero_sim.findings.records import Finding
+from zero_sim.judge.judged_group import Comparer
+from zero_sim.reference import encode
+from zero_sim.scenario.checks import Check
+from zero_sim.targets import OwnedPart
+
+
+def check_scales(
+    scales: Mapping[str, Tensor | None],
+    expected: Mapping[str, Tensor],
+    *,
+    comparer: Comparer,
+    step: int,
+    rank: int,
+) -> Iterator[Finding]:
+    """Compare the scales of params in fp8 that a rank has; None for one that it has not.
+
+    Args:
+        scales: By param.
+        expected: What they must be.
+        comparer: Counts what is compared.
+        step: After which step.
+        rank: The rank, within the judged group.
+    """
+    for name, scale in scales.items():
+        at = findings.scale(step, rank, name)
+        if scale is None:
+            yield findings.missing(at, "the system does not have the scale of this param")
+        elif comparer.differs(expected[name], scale):
+            yield findings.differing(at, expected[name], scale)
+
+
+def check_casts(
+    parts: Sequence[OwnedPart],
+    params: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor | None],
+    *,
+    comparer: Comparer,
+    step: int,
+    rank: int,
+) -> Iterator[Finding]:
+    """Check that working params are their masters, cast; of params that are there at all.
+
+    Args:
+        parts: What the rank owns.
+        params: Its working params.
+        scales: Of those in fp8: the rank's own, since this is about what it holds, right or wrong.
+        comparer: Counts what is compared.
+        step: After which step.
+        rank: The rank, within the judged group.
+    """
+    for part in parts:
+        place = part.place
+        if place.param not in params:
+            continue
+        working = params[place.param].reshape(-1)[place.start : place.stop]
+        scale = scales.get(place.param)
+        cast = (
+            part.master.to(working.dtype)
+            if scale is None
+            else encode(part.master, scale=scale, dtype=working.dtype)
+        )
+        if comparer.differs(cast, working):
+            at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
+            yield findings.differing(at, cast, working)
