@@ -3,8 +3,9 @@
 A judge is called by the rank programs themselves, one rank at a time, right after a step and before
 anything else changes the state; so nothing is copied unless a difference is found.
 
-Where every rank is a process of its own, each has a judge that observes that one rank, hears of the
-others what they say before their first step, and may hear what the reference of one of them computes.
+Where every rank is a process of its own, each has a judge that observes that one rank, hears of
+the others what they say before their first step, and may hear what the reference of one of them
+computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A judge's report of one run, as plain data: it can be sent, and merged with those of others.
 
-Where each rank is a process of its own, each has a judge of its own, with the same oracle or digests
-of it. What they say of the oracle is the same; what they say of the ranks adds up.
+Where each rank is a process of its own, each has a judge of its own, with the same oracle or
+digests of it. What they say of the oracle is the same; what they say of the ranks adds up.
 """
 
 from __future__ import annotations
