@@ -239,10 +239,10 @@ class RealRank:
         Returns:
             Whether any of it had not been told.
         """
-        untold = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._told]
-        for about in untold:
+        left = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._told]
+        for about in left:
             self._tell({}, about=about)
-        return bool(untold)
+        return bool(left)
 
     def leave(self, *, abort: bool = False) -> None:
         """Destroy every group of this process.

@@ -72,8 +72,7 @@ class Judge:
         numerics: What the target declares; without it, gradients are told before the division.
         observed: The ranks, within the group, that this judge is shown; all where left out.
         after_step: Called with every step that the reference has taken, before the next one.
-        told_by: Where steps of the reference are told to judges in other processes; left out where
-            none of them hears.
+        teller: Tells judges in other processes of the reference's steps; left out where none hears.
         heard_by: Where they are heard, where another process tells them.
 
     Judges of one world that share a norm have to be told of each other by `join_peers`.
@@ -92,7 +91,7 @@ class Judge:
         numerics: Numerics | None = None,
         observed: Collection[int] | None = None,
         after_step: Callable[[int], None] | None = None,
-        told_by: StepWire | None = None,
+        teller: StepTeller | None = None,
         heard_by: StepWire | None = None,
     ) -> None:
         self.scenario = scenario
@@ -118,6 +117,7 @@ class Judge:
         self._peaks: dict[int, Sequence[_Watch]] = {}
         """What each such rank did between its calls, if that is looked at."""
         ranks = range(scenario.world.size) if observed is None else observed
+        seed = scenario.run.seed if order_seed is None else order_seed
         self._observed = dict.fromkeys(ranks, first_step - 1)
         """By rank that is shown: the last step at which it was."""
         self._ownership = Ownership(scenario, held=reference.held)
@@ -130,14 +130,10 @@ class Judge:
             sees_all=len(self._observed) == scenario.world.size,
         )
         self._comparison = comparison_of(
-            self._group,
-            reference=reference,
-            order_seed=scenario.run.seed if order_seed is None else order_seed,
-            heard_by=heard_by,
+            self._group, reference=reference, order_seed=seed, heard_by=heard_by
         )
-        self._teller = None if told_by is None else StepTeller(told_by)
-        self._after_step = after_step
-        self._call_count = calls_made or int
+        self._teller, self._after_step = teller, after_step
+        self._call_count, self._calls_made = calls_made or int, calls_made
         self._calls_seen: dict[int, int] = {}
         self._skipped: dict[int, bool] = {}
         self._looked: dict[int, list[tuple[int, int]]] = {}
@@ -145,7 +141,6 @@ class Judge:
         stop_step = scenario.run.steps if stop_step is None else stop_step
         # What leaks has done so after the second step. Weighing costs as much as comparing.
         self.weighed_step = min(first_step + 1, stop_step - 1)
-        self._calls_made = calls_made
         self._call_starts: dict[tuple[int, int], int] = {}
         self._parts: dict[int, list[OwnedPart]] = {}
         self._bad_step: int | None = None

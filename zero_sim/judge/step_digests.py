@@ -157,7 +157,7 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
 
     Args:
         taken: The step, as the reference has just taken it.
-        group: The group that it judges.
+        group: What is known of the ranks that owe it.
 
     Returns:
         None where digests are not enough: something is not finite, or not certified.
@@ -201,7 +201,7 @@ def owed_by(
     """How many elements of a step's reduced gradients are owed, by why.
 
     Args:
-        taken: The step.
+        taken: One that the reference of this process, or of another one, has taken.
         scenario: The case, as the reference replays it.
     """
     if isinstance(taken, StepDigests):

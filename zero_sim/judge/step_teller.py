@@ -1,4 +1,4 @@
-"""What a process that computes the reference's steps for others has to tell them."""
+"""The teller of steps: in the process whose reference the others hear of, what it tells them."""
 
 from __future__ import annotations
 

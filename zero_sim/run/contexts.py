@@ -9,6 +9,7 @@ from functools import partial
 from zero_sim.judge.comparison import AnyReference, take_reference
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.step_digests import StepWire
+from zero_sim.judge.step_teller import StepTeller
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import GroupContext, Segment
 from zero_sim.targets import Target, numerics_of
@@ -78,7 +79,7 @@ def build_contexts(
             calls_made=calls_made,
             observed=shown,
             after_step=partial(_keep_for_reload, segment, references, index),
-            told_by=wire if tells else None,
+            teller=StepTeller(wire) if wire is not None and tells else None,
             heard_by=None if tells else wire,
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))

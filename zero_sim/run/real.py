@@ -110,12 +110,9 @@ class _OwnRank:
             OrderDrift: The backend adds otherwise than the case relies on.
         """
         real_rank, scenario = self.real_rank, segment.scenario
+        rank, tells = real_rank.rank, real_rank.rank == TELLER
         contexts = trial.build_contexts(
-            segment,
-            target=target,
-            rank=real_rank.rank,
-            wire=self.wire,
-            tells=real_rank.rank == TELLER,
+            segment, target=target, rank=rank, wire=self.wire, tells=tells
         )
 
         def pause_clock(pause: bool) -> AbstractContextManager[None]:
