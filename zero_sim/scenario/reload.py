@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from zero_sim.errors import Problem
+from zero_sim.scenario.buffer_conditions import BUFFER_CONDITIONS
 from zero_sim.scenario.conditions import CONDITIONS, Condition
 from zero_sim.scenario.fields import default_at, describe_value, show
 from zero_sim.scenario.spec import ReloadSpec, Scenario
@@ -108,7 +109,7 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
     if scenario.reload is None:
         return
     after = after_reload(scenario)
-    for condition in CONDITIONS:
+    for condition in (*CONDITIONS, *BUFFER_CONDITIONS):
         if condition.holds_after and not condition.broken(scenario):
             for problem in condition.check(after):
                 placed = placed_in_reload(problem, scenario.reload)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from zero_sim.errors import Problem
+from zero_sim.scenario.buffer_conditions import BUFFER_CONDITIONS
 from zero_sim.scenario.conditions import (
     CONDITIONS,
     check_freeze,
@@ -328,6 +329,6 @@ RULES = (
     *(Rule(reads=(unused.path, *unused.reads), check=unused.check) for unused in UNUSED),
     *(
         Rule(reads=condition.reads, check=condition.check)
-        for condition in (*CONDITIONS, *TP_CONDITIONS)
+        for condition in (*CONDITIONS, *BUFFER_CONDITIONS, *TP_CONDITIONS)
     ),
 )
