@@ -112,6 +112,16 @@ def test_weights_are_not_loaded_without_the_rest(target):
     assert problem.path == "reload.weights_only"
 
 
+@pytest.mark.parametrize(
+    ("empty", "as_is", "fits"), [(1, False, True), (2, False, False), (2, True, True)]
+)
+def test_one_param_without_elements_can_be_saved(empty, as_is, fits):
+    target = find_target("accelerate-ddp-as-is") if as_is else DDP
+    model = ModelSpec(name="params", shapes=((0,),) * empty + ((1,),))
+    asked = ReloadSpec(step=1, form="consolidated")
+    assert (not refusals(target, case(DDP, model=model, reload=asked))) == fits
+
+
 def test_copies_are_of_what_two_ranks_or_more_share():
     assert not refused(FSDP2, ranks=4, redundancy=2)
     (problem,) = refused(FSDP2, ranks=4, redundancy=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from zero_sim.errors import UsageError
-from zero_sim.targets.accelerate.ddp import AccelerateDDP
+from zero_sim.targets.accelerate.ddp import ACCELERATE_DDP
 from zero_sim.targets.accelerate.fsdp2 import ACCELERATE_FSDP2
 from zero_sim.targets.deepspeed.zero import DEEPSPEED
 from zero_sim.targets.fairscale.oss import FAIRSCALE
@@ -51,7 +51,7 @@ _LIBRARIES: dict[str, Target] = {
         *FAIRSCALE,
         MegatronCore(),
         *MEGATRON_FSDP,
-        AccelerateDDP(),
+        *ACCELERATE_DDP,
         *ACCELERATE_FSDP2,
     )
 }

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.accelerate.ddp_engine import MEGABYTE, AccelerateDDPEngine
-from zero_sim.targets.accelerate.rules import too_many, why_no_mean
+from zero_sim.targets.accelerate.rules import left_out_of_files, too_many, why_no_mean
 from zero_sim.targets.accelerate.setup import LIBRARY, RANK_LOCAL
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities
 from zero_sim.targets.numerics import Numerics
@@ -34,9 +34,13 @@ def _why_not_compressed(scenario: Scenario) -> str:
 
 
 class AccelerateDDP:
-    """`Accelerator().prepare(model, optimizer)` on fp32 params: stage 0."""
+    """`Accelerator().prepare(model, optimizer)` on fp32 params: stage 0.
 
-    name = "accelerate-ddp"
+    Args:
+        as_is: Whether cases that are known to go wrong may be asked for, too: scenarios/upstream
+            has them.
+    """
+
     library = LIBRARY
     rank_local = RANK_LOCAL
     capabilities = Capabilities(
@@ -61,6 +65,10 @@ class AccelerateDDP:
         "find_unused": Option(default=False, values=(True,)),
     }
 
+    def __init__(self, *, as_is: bool = False) -> None:
+        self._as_is = as_is
+        self.name = f"accelerate-ddp{'-as-is' if as_is else ''}"
+
     def numerics(self, scenario: Scenario) -> Numerics:
         """By which rules it computes a case."""
         options = chosen_options(self, scenario)
@@ -79,6 +87,8 @@ class AccelerateDDP:
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
         """What of a case is by no rule that can be declared."""
         yield from too_many(scenario)
+        if not self._as_is:
+            yield from left_out_of_files(scenario)
 
     def build(
         self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup
@@ -86,3 +96,6 @@ class AccelerateDDP:
         """Prepare the module for training on this rank."""
         options = chosen_options(self, scenario)
         return AccelerateDDPEngine(module, scenario=scenario, group=group, options=options)
+
+
+ACCELERATE_DDP = (AccelerateDDP(), AccelerateDDP(as_is=True))

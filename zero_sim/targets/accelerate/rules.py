@@ -45,6 +45,18 @@ def unsharded(scenario: Scenario) -> Iterator[Problem]:
         )
 
 
+def left_out_of_files(scenario: Scenario) -> Iterator[Problem]:
+    """Whether accelerate 1.15.0 saves one of several params without elements, as it does as DDP."""
+    empty = [shape for shape in scenario.model.shapes or () if 0 in shape]
+    if scenario.reload is not None and len(empty) > 1:
+        yield Problem(
+            path="model.shapes",
+            message="accelerate 1.15.0 saves the first alone of params without elements, and "
+            f"cannot load them, expected one at most with [reload], got {len(empty)}. {_UPSTREAM}",
+            suggestion="Leave out all but one.",
+        )
+
+
 def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterator[Problem]:
     """Cases that accelerate 1.15.0 raises at.
 
