@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from zero_sim.scenario.spec import (
+    DataSpec,
     LossScaleSpec,
     ModelSpec,
     NanSpec,
@@ -27,8 +28,7 @@ def case(stage, dtype="fp32", *, said=None, system=None, **tables):
     scenario = Scenario(
         schema=1,
         model=ModelSpec(name="mlp", dtype=dtype),
-        world=WorldSpec(size=3),
-        **{"optimizer": optimizer, **tables},
+        **{"optimizer": optimizer, "world": WorldSpec(size=3), **tables},
         system=SystemSpec(target=f"deepspeed-zero-{stage}", stage=stage, **(system or {})),
     )
     return with_options(scenario, said or {})
@@ -196,3 +196,14 @@ def test_weights_alone_are_loaded_where_params_are_masters(stage, dtype):
     assert not reloaded(2, "fp32", weights_only=True)
     (problem,) = reloaded(stage, dtype, weights_only=True)
     assert problem.path == "reload.weights_only"
+
+
+def test_one_row_on_one_rank_is_refused_at_stage_3_where_addresses_decide_bits():
+    """Of fp32 products alone: those of other dtypes, and of several rows, are the same anywhere."""
+    alone = {"world": WorldSpec(size=1), "data": DataSpec(rows=1)}
+    (problem,) = refused(3, **alone)
+    assert problem.path == "data.rows"
+    assert not refused(3, "bf16", **alone)
+    assert not refused(2, **alone)
+    assert not refused(3, **alone | {"world": WorldSpec(size=2)})
+    assert not refused(3, **alone | {"data": DataSpec(rows=2)})

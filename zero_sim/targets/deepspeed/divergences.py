@@ -36,6 +36,15 @@ def never(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
             "zero_to_fp32, which is not judged.",
             suggestion="Leave it out, or try stage 2.",
         )
+    is_vector = scenario.model.name == "mlp" and scenario.data.rows == 1
+    if stage == 3 and scenario.world.size == 1 and is_vector and scenario.model.dtype == "fp32":
+        yield Problem(
+            path="data.rows",
+            message="on one rank DeepSpeed's stage 3 uses params where they lie in one gathered "
+            "buffer, which decides the bits of fp32 products with one row and is not told, "
+            "expected 2 rows or more, got 1.",
+            suggestion="Try 2, or as many ranks.",
+        )
     skips = scenario.data.nan is not None or scale is not None
     if stage == 3 and skips and scenario.optimizer.clip_norm is not None:
         yield Problem(
