@@ -44,6 +44,7 @@ class DigestComparison:
         self._exact = exact
         self._wire = wire
         self._heard: dict[int, StepDigests] = {}
+        self._addresses: Sequence[Addresses] | None = None
         self._next_step = group.first_step
         self.is_alone = False
         """Whether it compares with a reference of its own."""
@@ -64,7 +65,7 @@ class DigestComparison:
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Tell where each rank's working params lie, before the first step."""
-        self._exact.set_addresses(addresses)
+        self._addresses = addresses
 
     def watch_updates(self) -> None:
         """Let updates be explained by rules for gradients, where these are not told."""
@@ -103,6 +104,9 @@ class DigestComparison:
         """
         if self.is_alone:
             return
+        for each in peers:
+            if each._addresses is not None:
+                each._exact.set_addresses(each._addresses)
         for step in range(self._group.first_step, self._next_step):
             self._exact.advance([each._exact for each in peers])
             for each in peers:

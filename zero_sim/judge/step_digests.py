@@ -32,7 +32,11 @@ Span = tuple[str, int, int]
 _DIGEST_BYTES = 16
 _CHUNK_ELEMS = 1 << 15
 """What is looked at together: little enough to stay in the cache."""
-_INT_OF = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS_OF = {
+    dtype.itemsize: (dtype, torch.iinfo(dtype).min)
+    for dtype in (torch.int16, torch.int32, torch.int64)
+}
+"""By bytes of an element: integers as wide, and the one whose bits are those of minus zero."""
 
 
 class StepWire(Protocol):
@@ -137,18 +141,19 @@ class StepDigests:
 def digest_of(tensor: Tensor) -> str:
     """Hash dtype, number of elements and bits of a tensor, as [Note: equal digests] has it."""
     flat = tensor.detach().reshape(-1).contiguous().cpu()
-    hashed = hashlib.sha256(f"{tensor.dtype} {tensor.numel()} ".encode())
-    as_int = _INT_OF.get(flat.element_size()) if flat.is_floating_point() else None
-    if as_int is None or not flat.numel():
-        hashed.update(flat.view(torch.uint8).numpy().data)
-        return hashed.hexdigest()[: 2 * _DIGEST_BYTES]
-    # By their bits, which no mode of the processor for numbers near zero changes.
-    minus_zero = torch.iinfo(as_int).min
-    for bits in flat.view(as_int).split(_CHUNK_ELEMS):
+    hashed = hashlib.sha256(f"{tensor.dtype} {flat.numel()} ".encode())
+    as_int, minus_zero = torch.uint8, -1
+    if flat.is_floating_point():
+        # By their bits, which no mode of the processor for numbers near zero changes.
+        as_int, minus_zero = _BITS_OF.get(flat.element_size(), (as_int, minus_zero))
+    bits = flat.view(as_int).numpy()
+    for start in range(0, bits.size, _CHUNK_ELEMS):
+        chunk = bits[start : start + _CHUNK_ELEMS]
         # Its bits are those of the least integer.
-        if int(bits.min()) == minus_zero:
-            bits = bits.masked_fill(bits == minus_zero, 0)
-        hashed.update(bits.numpy().data)
+        if chunk.min() == minus_zero:
+            chunk = chunk.copy()
+            chunk[chunk == minus_zero] = 0
+        hashed.update(chunk.data)
     return hashed.hexdigest()[: 2 * _DIGEST_BYTES]
 
 
