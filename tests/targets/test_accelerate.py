@@ -75,6 +75,14 @@ def test_the_fp16_hook_sums_in_fp16():
     assert rules(DDP, said={"hook": "fp16"}).reduce_dtype == "fp16"
 
 
+def test_the_fp16_hook_and_divided_losses_have_no_rule_together():
+    """Half of a gradient is below what fp16 holds with all its bits sooner than the whole."""
+    both = {"hook": "fp16", **MEAN}
+    (problem,) = refused(DDP, said=both, micro_batches=2)
+    assert "got both" in problem.message
+    assert not refused(DDP, said=both, micro_batches=1)
+
+
 def test_one_rank_by_itself_compresses_at_every_micro_batch_for_which_there_is_no_rule():
     (problem,) = refused(DDP, said={"hook": "fp16"}, ranks=1)
     assert "at every micro-batch" in problem.message

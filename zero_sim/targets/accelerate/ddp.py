@@ -87,6 +87,15 @@ class AccelerateDDP:
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
         """What of a case is by no rule that can be declared."""
         yield from too_many(scenario)
+        options = chosen_options(self, scenario)
+        if options["hook"] == "fp16" and options["mean_loss"] and scenario.run.micro_batches > 1:
+            yield Problem(
+                path="system.options",
+                message="losses that are divided give gradients that fp16 holds less precisely "
+                "where they are small, while rules divide what was rounded, expected hook=fp16 or "
+                "mean_loss=true, got both.",
+                suggestion="Leave one out, or accumulation.",
+            )
         if not self._as_is:
             yield from left_out_of_files(scenario)
 
