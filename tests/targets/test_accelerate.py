@@ -169,3 +169,17 @@ def test_the_variables_of_a_process_are_left_as_they_were():
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("2", "3")
         os.environ["MASTER_PORT"] = "as accelerate sets it"
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form", "fits"),
+    [
+        (OptimizerSpec(name="sgd"), "consolidated", False),
+        (OptimizerSpec(name="sgd"), "dcp", True),
+        (OptimizerSpec(name="sgd", momentum=0.5), "consolidated", True),
+        (OptimizerSpec(name="adamw"), "consolidated", True),
+    ],
+)
+def test_whole_states_without_tensors_cannot_be_loaded_under_fsdp2(optimizer, form, fits):
+    asked = ReloadSpec(step=1, form=form)
+    assert (not refused(FSDP2, optimizer=optimizer, reload=asked)) == fits

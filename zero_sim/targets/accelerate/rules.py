@@ -79,6 +79,14 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             f"step, got 'adagrad' with [reload]. {_UPSTREAM}",
             suggestion="Try another one.",
         )
+    has_state = scenario.optimizer.name != "sgd" or scenario.optimizer.momentum
+    if scenario.reload is not None and scenario.reload.form == "consolidated" and not has_state:
+        yield Problem(
+            path="reload.form",
+            message="torch 2.13 raises 'Expected device to be set' where accelerate has it load a "
+            "whole state of an optimizer that has no tensors in it, got SGD without momentum.",
+            suggestion="Try form = 'dcp', or another optimizer.",
+        )
     if options["checkpointing"] and options["wrap"] == "none":
         yield Problem(
             path="system.options",

@@ -89,10 +89,11 @@ class TorchFSDP2Knobs:
         """What of a case is known to go wrong, or is by no rule that can be declared."""
         chosen: Any = chosen_options(self, scenario)
         yield from without_rule(scenario, chosen)
-        if reduced_in(scenario, chosen) == "fp16" and scenario.model.name == "lattice":
+        is_large = scenario.model.name in ("lattice", "bit-hash")
+        if reduced_in(scenario, chosen) == "fp16" and is_large:
             yield Problem(
                 path="model.name",
-                message="gradients of this model are larger than what fp16 can be, got "
+                message="gradients of this model can be larger than what fp16 can be, got "
                 "reduce_dtype = fp16.",
                 suggestion="Try another model or reduce_dtype.",
             )
