@@ -14,7 +14,7 @@ from zero_sim.targets.accelerate.saved import load_state, save_state, settings_o
 from zero_sim.targets.accelerate.setup import accelerator_for
 from zero_sim.targets.protocol import Settings, StepResult
 from zero_sim.targets.torch.ddp import DDPEngine
-from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
+from zero_sim.targets.torch.optim import LearningRates
 
 MEGABYTE = 1 << 20
 
@@ -64,11 +64,9 @@ class AccelerateDDPEngine(DDPEngine):
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if that is asked for, and update the params."""
-        self._reduced = grads_to_tell(self._spec, self._gradients())
-        norm = self._clip()
-        self._rates.scale(lr_factor)
-        self._loop.step()
-        return StepResult(norm=norm)
+        result = super().step(lr_factor=lr_factor)
+        self._loop.end_micro_batch()
+        return result
 
     def _clip(self) -> Tensor | None:
         spec = self._spec

@@ -16,7 +16,7 @@ from zero_sim.targets.accelerate.saved import load_state, save_state, settings_o
 from zero_sim.targets.accelerate.setup import accelerator_for
 from zero_sim.targets.protocol import Settings, StepResult
 from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
-from zero_sim.targets.torch.optim import LearningRates, grads_to_tell
+from zero_sim.targets.torch.optim import LearningRates
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WRAPPED = "_checkpoint_wrapped_module."
@@ -77,13 +77,13 @@ class AccelerateFSDP2Engine(FSDP2Engine):
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip, if that is asked for, and update the shards."""
-        self._reduced = grads_to_tell(self._spec, self._gradients())
-        bound, norm = self._spec.clip_norm, None
-        if bound is not None:
-            norm = cast("Any", self._loop.clip_by_norm(bound)).full_tensor()
-        self._rates.scale(lr_factor)
-        self._loop.step()
-        return StepResult(norm=norm)
+        result = super().step(lr_factor=lr_factor)
+        self._loop.end_micro_batch()
+        return result
+
+    def _clip(self) -> Tensor | None:
+        bound = self._spec.clip_norm
+        return None if bound is None else cast("Any", self._loop.clip_by_norm(bound)).full_tensor()
 
     def params(self) -> Mapping[str, Tensor]:
         """Full working params, gathered, in the dtype in which forward has them."""

@@ -55,7 +55,8 @@ class AccumulationLoop:
         self.accelerator.backward(loss * self._factor)
         if not last:
             # As the guides have it, after every micro-batch; both do nothing before the last one.
-            self.step()
+            self.optimizer.step()
+            self.end_micro_batch()
             self.optimizer.zero_grad()
 
     def clip_by_norm(self, bound: float) -> Tensor:
@@ -66,7 +67,6 @@ class AccumulationLoop:
         """Clip each element."""
         self.accelerator.clip_grad_value_(self.module.parameters(), bound)
 
-    def step(self) -> None:
-        """Update the params, and end the micro-batch's block."""
-        self.optimizer.step()
+    def end_micro_batch(self) -> None:
+        """End the block of `accumulate`; of the last micro-batch behind the update."""
         self._micro_batch.close()
