@@ -180,11 +180,7 @@ class RealRank:
         finally:
             self.is_listening = False
         self.alive()
-        told = [json.loads(each) for each in heard]
-        for rank, each in enumerate(told):
-            if "says" not in each:
-                raise RankGone(rank)
-        return [each["says"] for each in told]
+        return [_said(each, rank=rank) for rank, each in enumerate(heard)]
 
     def tell(self, what: Any, *, about: str) -> None:
         """Tell all ranks something; nobody need hear it.
@@ -215,11 +211,9 @@ class RealRank:
             raise TimeoutError(f"rank {rank} told nothing about {about!r}") from None
         finally:
             self.is_listening = False
-        told = json.loads(self.store.get(key))
+        heard = self.store.get(key)
         self.alive()
-        if "says" not in told:
-            raise RankGone(rank)
-        return told["says"]
+        return _said(heard, rank=rank)
 
     def has_told(self, rank: int, *, about: str) -> bool:
         """Whether a rank has told something, or that it will not.
@@ -265,3 +259,15 @@ class RealRank:
         self._told.add(f"{key}/{self.rank}")
         self.store.set(f"{key}/{self.rank}", json.dumps(what))
         return key
+
+
+def _said(heard: bytes, *, rank: int) -> Any:
+    """What a rank told.
+
+    Raises:
+        RankGone: That it will not.
+    """
+    told = json.loads(heard)
+    if "says" not in told:
+        raise RankGone(rank)
+    return told["says"]
