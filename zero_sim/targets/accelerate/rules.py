@@ -84,7 +84,8 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
         yield Problem(
             path="reload.form",
             message="torch 2.13 raises 'Expected device to be set' where accelerate has it load a "
-            "whole state of an optimizer that has no tensors in it, got SGD without momentum.",
+            "whole state of an optimizer that has no tensors in it, got SGD without momentum. "
+            f"{_UPSTREAM}",
             suggestion="Try form = 'dcp', or another optimizer.",
         )
     if options["checkpointing"] and options["wrap"] == "none":

@@ -1,0 +1,26 @@
+"""torch cannot load the whole state of an optimizer that keeps no tensors, sharded or not.
+
+Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 torch-state-without-tensors.py
+"""
+
+import torch
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import fully_shard
+
+torch.distributed.init_process_group("gloo")
+for is_sharded, from_first in ((True, True), (True, False), (False, True)):
+    model = torch.nn.Linear(4, 4, bias=False)
+    if is_sharded:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    whole = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+    saved = state_dict.get_optimizer_state_dict(model, optimizer, options=whole)
+    try:
+        state_dict.set_optimizer_state_dict(model, optimizer, saved, options=whole)
+        said = "loaded"
+    except AssertionError as error:
+        said = f"expected what was saved to be loaded, got AssertionError: {error}"
+    print(f"sharded: {is_sharded}, broadcast: {from_first}: {said}")
+torch.distributed.destroy_process_group()
