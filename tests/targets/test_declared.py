@@ -16,7 +16,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.sim.order_backends import ORDERS
-from zero_sim.targets import Capabilities, Numerics, find_target, refusals
+from zero_sim.targets import Capabilities, Numerics, find_target, reduce_ops_of, refusals
 
 PLAIN = Scenario(schema=1, model=ModelSpec(name="mlp"), optimizer=OptimizerSpec(lr=0.5))
 
@@ -257,6 +257,24 @@ def test_refusals_of_a_targets_own_that_are_none_are_named(refuses, words):
     with pytest.raises(ProtocolError) as refused:
         paths(PLAIN, refuses=refuses)
     assert "`refuses` of target 'modest'" in str(refused.value)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (lambda scenario: None, "got None"),
+        (lambda scenario: ("MEAN",), "got ('MEAN',)"),
+        (lambda scenario: ["AVG"], "got ['AVG']"),
+        (raises, "got KeyError: 'lost'"),
+    ],
+)
+def test_reduce_operations_that_are_none_are_named(told, words):
+    target = Modest()
+    target.reduce_ops = told
+    with pytest.raises(ProtocolError) as refused:
+        reduce_ops_of(target, PLAIN)
+    assert "`reduce_ops` of target 'modest'" in str(refused.value)
     assert words in str(refused.value)
 
 

@@ -88,6 +88,7 @@ class Nccl:
 
     name = "nccl"
     own_order = "nccl-ring"
+    lacks = ()
     renews = True
 
     def __init__(self, library: Library) -> None:

@@ -44,6 +44,8 @@ class Transport(Protocol):
     """The device of this process, once it is taken; None where it needs none."""
     bound_device: torch.device | None
     """The same, where torch is to bind groups to it: it connects them when they are made."""
+    lacks: tuple[str, ...]
+    """Names of reduce operations that it has not."""
     renews: bool
     """Whether a process in which a case failed may be of no use for the next one."""
 

@@ -15,7 +15,13 @@ from zero_sim.run.real import processes_of
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import find_target, library_target_names, numerics_of, target_names
+from zero_sim.targets import (
+    find_target,
+    library_target_names,
+    numerics_of,
+    reduce_ops_of,
+    target_names,
+)
 from zero_sim.workloads import EXACT_MODELS
 
 RealBackend = Literal["gloo", "nccl"]
@@ -54,7 +60,18 @@ class Setup:
             return f"the bits depend on an order that is not {self.backend}'s own"
         if self.native and scenario.world.order_known and self._rounds_before_the_sum(scenario):
             return "ranks divide before the sum, by no power of two, so that an order rounds it"
+        missing = self._missing_ops(scenario) if self.order_of(scenario) is None else ()
+        if missing:
+            return f"{self.backend} by itself has no {', '.join(missing)}"
         return ""
+
+    def _missing_ops(self, scenario: Scenario) -> tuple[str, ...]:
+        """Reduce operations that the system asks for and the backend has not."""
+        name = scenario.system.target
+        if name not in (*target_names(), *library_target_names()):
+            return ()
+        lacks = find_transport(self.backend).lacks
+        return tuple(op for op in reduce_ops_of(find_target(name), scenario) if op in lacks)
 
     def _rounds_before_the_sum(self, scenario: Scenario) -> bool:
         """Whether what ranks bring is rounded, which no model's budget of bits has room for."""

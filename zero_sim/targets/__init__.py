@@ -12,6 +12,7 @@ from zero_sim.targets.declared import (
     capabilities_of,
     check_asked,
     numerics_of,
+    reduce_ops_of,
     refusals,
 )
 from zero_sim.targets.imported import check_target
@@ -90,6 +91,7 @@ __all__ = [
     "own_settings",
     "param_groups",
     "rank_local_of",
+    "reduce_ops_of",
     "refusals",
     "settings_of",
     "target_names",

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from torch.distributed import ReduceOp
+
 from zero_sim.errors import Problem, ProtocolError, ScenarioError, UsageError
 from zero_sim.reference import AVERAGES, POSITION_FREE
 from zero_sim.scenario.fields import field_paths, show, values_at
@@ -227,6 +229,35 @@ def capabilities_of(target: Target) -> Capabilities:
             target, "capabilities", "zero_sim.targets.Capabilities or None", declared
         )
     return declared
+
+
+def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
+    """Names of reduce operations besides SUM that a target hands to collectives in a case.
+
+    Args:
+        target: Whose `reduce_ops`, if it has any, are a function of the case.
+        scenario: The case, as the target is given it.
+
+    Raises:
+        ProtocolError: It gives something else.
+    """
+    own = getattr(target, "reduce_ops", None)
+    if own is None:
+        return ()
+    try:
+        told: object = own(scenario)
+    # Code of the target's own may raise anything.
+    except Exception as error:
+        raise ProtocolError(
+            f"expected `reduce_ops` of target {target.name!r} to name operations, got "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if not isinstance(told, tuple) or not all(hasattr(ReduceOp, str(each)) for each in told):
+        raise ProtocolError(
+            f"expected `reduce_ops` of target {target.name!r} to give a tuple of names of "
+            f"torch.distributed.ReduceOp, got {shown(told)}. Try ('AVG',)."
+        )
+    return told
 
 
 def followed() -> tuple[str, ...]:

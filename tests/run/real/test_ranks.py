@@ -19,6 +19,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
+from zero_sim.targets import with_options
 
 CLIPPED = OptimizerSpec(clip_norm=0.1)
 REPLICAS = SystemSpec(redundancy=2, overlap_grads=True, overlap_params=True, bucket_elems=40)
@@ -244,6 +245,25 @@ class TestLeftOut:
     def test_too_many_ranks_even_after_a_reload(self, make_case):
         assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=2) == "more than 2 ranks"
         assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=3) == ""
+
+    @pytest.mark.parametrize(
+        ("options", "why"),
+        [
+            ({"divide_factor": "2.0"}, "gloo by itself has no PREMUL_SUM"),
+            ({"divide_factor": "2.0", "force_sum": "true"}, ""),
+            ({}, ""),
+        ],
+    )
+    def test_natively_reduce_operations_that_it_has_not(self, make_case, options, why):
+        case = make_case(
+            model=ModelSpec(name="lattice", shapes=((3, 5),)),
+            optimizer=OptimizerSpec(name="sgd", lr=0.0625),
+            world=WorldSpec(size=4),
+            system=SystemSpec(target="torch-fsdp2-knobs", stage=3),
+        )
+        case = with_options(case, options)
+        assert self.why(case, native=True) == why
+        assert self.why(case) == ""
 
     def test_natively_what_depends_on_another_order(self, make_case):
         assert "not gloo's own" in self.why(make_case(), native=True)

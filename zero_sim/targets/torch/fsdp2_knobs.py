@@ -105,6 +105,11 @@ class TorchFSDP2Knobs:
                 suggestion="Leave out divide_factor, force_sum or fp16.",
             )
 
+    def reduce_ops(self, scenario: Scenario) -> tuple[str, ...]:
+        """What its collectives do besides SUM."""
+        divides = self.numerics(scenario).divide
+        return {"avg": ("AVG",), "premul": ("PREMUL_SUM",)}.get(divides or "", ())
+
     def build(
         self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup
     ) -> FSDP2KnobsEngine:
