@@ -22,7 +22,7 @@ class Gloo:
     torch_name = "gloo"
     device: torch.device | None = None
     bound_device: torch.device | None = None
-    lacks = ("PREMUL_SUM",)
+    lacks: tuple[str, ...] = ("PREMUL_SUM",)
     renews = False
     processes_max: int | None = None
 

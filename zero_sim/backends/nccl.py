@@ -88,7 +88,7 @@ class Nccl:
 
     name = "nccl"
     own_order = "nccl-ring"
-    lacks = ()
+    lacks: tuple[str, ...] = ()
     renews = True
 
     def __init__(self, library: Library) -> None:
