@@ -98,6 +98,37 @@ def test_what_is_declared_and_refused_here_is_as_declared(quick):
     assert any("weight_decay: the case that would tell is refused" in s for s in found.unclear)
 
 
+class ByDtype(Target):
+    """It sums in the params' dtype, and names that for each dtype, which is right or not."""
+
+    def __init__(self, named):
+        super().__init__({"divide": "premul-fp32", "sync": "every", "told in": torch.float32})
+        self.numerics = lambda scenario: Numerics(
+            divide="premul-fp32",
+            sync="every",
+            told_dtype="fp32",
+            reduce_dtype=named[scenario.model.dtype],
+        )
+
+
+@pytest.fixture
+def two_dtypes(quick, monkeypatch):
+    known = {**FEW, found_rules.DtypeName: ("fp32", "bf16")}
+    monkeypatch.setattr(found_rules, "get_args", lambda literal: known.get(literal, ()))
+
+
+def test_dtypes_that_are_declared_by_case_are_no_contradiction(two_dtypes):
+    found = find_rules(ByDtype({"fp32": "fp32", "bf16": None}))
+    assert found.contradicted == []
+    said = "reduce_dtype = None: what it declares by dtype has the same bits in all of these cases"
+    assert said in found.unclear
+
+
+def test_dtypes_that_are_declared_by_case_and_wrong_are_named(two_dtypes):
+    found = find_rules(ByDtype({"fp32": "fp32", "bf16": "fp32"}))
+    assert found.contradicted == ["it declares reduce_dtype = 'fp32'; found None"]
+
+
 def test_what_is_declared_otherwise_is_named(quick):
     target = Target({"divide": "premul-fp32"}, Numerics(divide="postmul-rounded"))
     target.capabilities = Capabilities(stages=(0,), follows=("optimizer.warmup_steps",))

@@ -249,10 +249,11 @@ class _Search:
             first = result.findings[0]
             self.why = self.why or f"{first.check}: {first.message}"
             changes: Sequence[Mapping[str, Any]] = declared_by(result)
-            if not changes and first.check in _OF_GRADS:
+            if first.check in _OF_GRADS:
                 # Where it is told in another way and is another one, too, nothing fits by itself,
-                # nor where it is not told and only what was stepped by it differs.
-                changes, guesses = guesses, ()
+                # nor where it is not told and only what was stepped by it differs; and what fits
+                # one case by itself may fit it by accident.
+                changes, guesses = (*changes, *guesses), ()
             if not changes and first.check is Check.EQUALITY_NORM:
                 # Whatever its form, what clips by it can be judged by what is told.
                 changes = ({"norm": "told"},)
@@ -483,6 +484,19 @@ class _Search:
                 return False
         return True
 
+    def _pass_as_declared(self, names: Sequence[str]) -> bool:
+        """Whether all cases pass by what is declared of some dtypes for each of them.
+
+        What is declared for fp32 alone, where a name of it and "as params" are the same, says
+        nothing of other dtypes.
+        """
+        for case in self.passed:
+            declared = numerics_of(self.target, case)
+            of_dtypes = {name: getattr(declared, name) for name in names}
+            if not self._all_pass([case], {**self.found.numerics, **of_dtypes}):
+                return False
+        return True
+
     def _compare(self, able: Capabilities) -> None:
         """Note the capabilities, and what the target declares otherwise."""
         plain, declared = Capabilities(), capabilities_of(self.target)
@@ -491,10 +505,19 @@ class _Search:
             if value != getattr(plain, each.name):
                 self.found.capabilities[each.name] = value
         told = _plain(numerics_of(self.target, self.base))
-        for name, value in told.items():
-            got = self.found.numerics.get(name, _DEFAULTS[name])
-            if value != got and not callable(value):
-                self.found.contradicted.append(f"it declares {name} = {value!r}; found {got!r}")
+        found = {name: self.found.numerics.get(name, _DEFAULTS[name]) for name in told}
+        others = [n for n, v in told.items() if v != found[n] and not callable(v)]
+        by_dtype = [name for name in others if name in _OF_DTYPES]
+        if by_dtype and self._pass_as_declared(by_dtype):
+            self.found.unclear.extend(
+                f"{name} = {found[name]!r}: what it declares by dtype has the same bits in all of "
+                "these cases"
+                for name in by_dtype
+            )
+            others = [name for name in others if name not in by_dtype]
+        self.found.contradicted.extend(
+            f"it declares {name} = {told[name]!r}; found {found[name]!r}" for name in others
+        )
         for path in declared.follows:
             if path in FOLLOWED and path not in able.follows:
                 self.found.contradicted.append(f"it declares to follow {path}, and does not here")
