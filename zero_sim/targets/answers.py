@@ -8,8 +8,9 @@ would stumble over them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -95,6 +96,9 @@ def check_calls(engine: object) -> None:
                 f"expected `{name}` of {_type(engine)} to be a method, {words}, got "
                 f"{shown(method)}."
             )
+        # Each engine of a class has the same functions, and a signature takes 20 us to read.
+        if inspect.ismethod(method) and _takes(method.__func__, name):
+            continue
         try:
             signature = inspect.signature(method)
         except (TypeError, ValueError):
@@ -105,6 +109,17 @@ def check_calls(engine: object) -> None:
             raise ProtocolError(
                 f"expected {_type(engine)} to have {words}, got {name}{signature}: {error}."
             ) from None
+
+
+@lru_cache(maxsize=512)
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Whether a function can be called as a method of an engine by that name is."""
+    _, args, named = _CALLS[name]
+    try:
+        inspect.signature(function).bind(None, *args, **named)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def check_step(answer: object, *, engine: object, model: Model | None = None) -> StepResult:
