@@ -73,7 +73,7 @@ def test_an_average_is_taken_each_round_where_rounds_are_summed():
 
 def test_gradients_accumulate_in_one_dtype_and_are_summed_in_another():
     found = rules(3, "bf16", said={"main_grads": "fp32", "communication": "bf16"}, micro_batches=2)
-    assert (found.accumulate_dtype, found.reduce_dtype) == ("fp32", "bf16")
+    assert (found.accumulate_dtype, found.reduce_dtype) == ("fp32", "param")
     found = rules(1, "bf16", said={"main_grads": "fp32"})
     assert (found.accumulate_dtype, found.reduce_dtype) == ("fp32", "fp32")
 

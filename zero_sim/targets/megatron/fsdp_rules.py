@@ -38,8 +38,8 @@ def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
         divide_each="round" if chosen["average"] and is_scattered else "step",
         sync=("every-in-block" if in_blocks else "every") if is_scattered else "last",
         grad_dtype="param",
-        accumulate_dtype=accumulated,
-        reduce_dtype=summed,
+        accumulate_dtype=_of_params(accumulated, scenario),
+        reduce_dtype=_of_params(summed, scenario),
         grads_told="after-division",
         told_dtype="fp32",
     )
@@ -50,6 +50,11 @@ def _dtypes(scenario: Scenario, chosen: Any) -> tuple[Any, Any]:
     own, main, wire = scenario.model.dtype, chosen["main_grads"], chosen["communication"]
     accumulated = own if main == "param" else main
     return accumulated, accumulated if wire == "param" else wire
+
+
+def _of_params(dtype: str, scenario: Scenario) -> Any:
+    """A dtype as it is declared: by its name only where it is not the params'."""
+    return "param" if dtype == scenario.model.dtype else dtype
 
 
 def _is_wider(one: str, other: str) -> bool:
