@@ -255,3 +255,57 @@ def test_whoever_asked_can_end_it():
 def test_a_case_that_may_not_be_run_counts_for_nothing():
     small = shrink(case(), fails=lambda scenario: True, may_ask=lambda scenario: False)
     assert (small.scenario, small.complete, small.cases) == (case(), True, 0)
+
+
+READERS = """
+schema = 1
+world = { size = 4 }
+run = { micro_batches = 3 }
+
+[model]
+name = "params"
+shapes = [[5], [2, 2], [], [7], [1]]
+tied = ["p4", "p1"]
+unused = ["p3"]
+one_rank = [{ param = "p2", rank = 3, micro_batch = 2 }]
+"""
+
+
+def test_a_tied_param_shrinks_to_one_of_one_element():
+    small = shrink(case(READERS), fails=lambda scenario: bool(scenario.model.tied))
+    assert (small.scenario.model.tied, small.scenario.model.shapes) == (("p0",), ((1,),))
+    assert small.size == Size(ranks=1, params=1, elements=1, steps=1, features=1)
+
+
+def test_an_unused_param_shrinks_to_one_beside_one_that_is_read():
+    small = shrink(case(READERS), fails=lambda scenario: bool(scenario.model.unused))
+    assert len(small.scenario.model.unused) == 1
+    assert small.size == Size(ranks=1, params=2, elements=1, steps=1, features=1)
+
+
+def test_a_param_of_one_rank_shrinks_to_two_ranks_or_two_micro_batches():
+    small = shrink(case(READERS), fails=lambda scenario: bool(scenario.model.one_rank))
+    (one,) = small.scenario.model.one_rank
+    assert (small.size.ranks, small.size.params, one.rank) == (1, 2, 0)
+    assert one.micro_batch is not None
+    small = shrink(
+        case(READERS),
+        fails=lambda scenario: scenario.model.one_rank and scenario.world.size > 1,
+    )
+    (one,) = small.scenario.model.one_rank
+    assert (small.size.ranks, small.size.params) == (2, 2)
+    assert (one.rank, one.micro_batch) == (0, None)
+
+
+@pytest.mark.parametrize("field", ["tied", "unused", "one_rank"])
+def test_a_network_of_awkward_params_becomes_bare_ones(field):
+    (start,) = parse_cases('schema = 1\nmodel = { name = "unusual" }', source="x", stem="x")
+
+    def fails(scenario):
+        is_there = scenario.model.name == "unusual" or bool(getattr(scenario.model, field))
+        # On one rank nobody else reads what one reads.
+        return is_there and scenario.world.size > 1
+
+    small = shrink(start, fails=fails).scenario
+    assert small.model.name == "params"
+    assert len(getattr(small.model, field)) == 1

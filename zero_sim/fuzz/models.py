@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -16,6 +17,7 @@ from zero_sim.scenario.spec import (
     ModelName,
     ModelSpec,
     NanSpec,
+    OneRankSpec,
     Scenario,
     TopologySpec,
 )
@@ -84,7 +86,8 @@ def models(
     match name:
         case "params" | "lattice" | "bit-hash":
             freeze = _freeze(draw, "p0") if swarm.on("freeze", fits=len(shapes or ()) > 1) else ()
-            return ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
+            model = ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
+            return draw(_with_readers(model, ranks=ranks, swarm=swarm))
         case "ternary":
             return ModelSpec(name=name, dtype=dtype, hidden=draw(st.integers(1, 9)))
         case "tp-block":
@@ -108,6 +111,36 @@ def models(
             )
         case _:
             return ModelSpec(name=name, dtype=dtype)
+
+
+@st.composite
+def _with_readers(draw: st.DrawFn, model: ModelSpec, *, ranks: int, swarm: Swarm) -> ModelSpec:
+    """Bare params of which some are tied, unused, or read by one rank's loss alone.
+
+    The first one every loss reads, so that each has a backward.
+    """
+    if model.name != "params":
+        return model
+    sizes = [math.prod(shape) for shape in model.shapes or ()]
+    several = len(sizes) > 1
+    others = st.integers(1, max(1, len(sizes) - 1))
+    if swarm.on("tied params"):
+        model = replace(model, tied=(f"p{draw(st.integers(0, len(sizes) - 1))}",))
+    if swarm.on("unused params", fits=several):
+        index = draw(others)
+        # Where most gradients are zero, equal ones mean little.
+        if f"p{index}" not in model.tied and 2 * sizes[index] <= sum(sizes):
+            model = replace(model, unused=(f"p{index}",))
+    if swarm.on("one-rank params", fits=several):
+        one = OneRankSpec(
+            param=f"p{draw(others)}",
+            rank=draw(st.integers(0, ranks - 1)),
+            # One that is not there is none, once it is known how many there are.
+            micro_batch=draw(st.sampled_from([None, None, 0, 1])),
+        )
+        if one.param not in model.unused:
+            model = replace(model, one_rank=(one,))
+    return model
 
 
 def fit_blocks(model: ModelSpec, topology: TopologySpec) -> tuple[ModelSpec, TopologySpec]:

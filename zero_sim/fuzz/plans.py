@@ -55,8 +55,8 @@ def param_specs(model: ModelSpec, *, ep: int = 1) -> tuple[ParamSpec, ...]:
         model: The model.
         ep: Expert-parallel ways; the first share of the experts is taken.
     """
-    # Neither when it is frozen nor which bits it starts from moves a param.
-    return _param_specs(replace(model, freeze=()), ep)
+    # Neither who reads a param, nor when it is frozen, nor which bits it starts from moves it.
+    return _param_specs(replace(model, tied=(), unused=(), one_rank=(), freeze=()), ep)
 
 
 @lru_cache(maxsize=_MODELS_KEPT)

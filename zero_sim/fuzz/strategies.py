@@ -22,6 +22,7 @@ from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
+from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.joining import limits_of_joins
@@ -167,6 +168,8 @@ def _cases(
             )
         )
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
+    if scenario.model.one_rank:
+        scenario = fitted_one_rank(scenario)
     scenario = draw(_joined(scenario, swarm=swarm))
     scenario = _hiding(scenario, swarm=swarm)
     if swarm.on("distinct start", fits=ranks > 1):
@@ -322,8 +325,9 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
     world_size = draw(st.integers(2, ranks_max))
     swarm = Swarm(draw)
     names: list[ModelName] = ["params"]
-    # A gradient that is frozen for a while is nothing to change.
-    model = replace(draw(models(ranks=world_size, names=names, swarm=swarm)), freeze=())
+    # A gradient that is frozen for a while, or not in all losses, is nothing to change.
+    model = draw(models(ranks=world_size, names=names, swarm=swarm))
+    model = replace(model, unused=(), one_rank=(), freeze=())
     sizes = [spec.numel for spec in param_specs(model)]
     system = draw(systems(ranks=world_size, sizes=sizes, swarm=swarm))
     # Shards of one length, with nothing in them but what somebody owns; and one place for each sum.

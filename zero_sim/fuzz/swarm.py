@@ -52,6 +52,7 @@ _PATHS = {
     "other partition": "system.partition",
     "other state over": "system.state_over",
     "other reduce buffers": "system.reduce_buffer_elems",
+    "one-rank params": "model.one_rank",
     "overlap grads": "system.overlap_grads",
     "overlap params": "system.overlap_params",
     "pp": "topology.pp",
@@ -67,8 +68,10 @@ _PATHS = {
     "step buffer": "system.step_buffer_elems",
     "sync every": "system.sync",
     "tied": "topology.tied",
+    "tied params": "model.tied",
     "tp": "topology.tp",
     "uneven": "system.partition",
+    "unused params": "model.unused",
     "warmup": "optimizer.warmup_steps",
 }
 """The option that a feature sets, which a target may not follow; all others are no target's."""

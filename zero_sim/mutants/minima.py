@@ -6,8 +6,9 @@ them, and a border an element on either side of it; buckets need two, and so two
 that just fills one; what is carried over needs two steps. S03 needs three ranks, or one with
 three micro-batches, since a division by two rounds nothing; M65, G01, O03 and V06 four ranks, two
 groups of two; M95 eleven, since as words "10" comes before "2". Features are what
-the mutant itself speaks of: copies, micro-batches, clipping, a checkpoint. Where it speaks of
-params that only a network has, such as tied, unused or expert ones, the minimum is that network.
+the mutant itself speaks of: copies, micro-batches, clipping, a checkpoint, a tied param. Where it
+speaks of params that only a network has, such as ones never trained or expert ones, the minimum is
+that network.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _NUMBERS = {
     "L06": (2, 1, 2, 1, 0),
     "L07": (1, 1, 1, 1, 1),
     "L08": (1, 1, 1, 1, 1),
-    "M19": (1, 10, 114, 1, 1),
-    "M21": (1, 10, 114, 1, 1),
-    "T01": (1, 10, 114, 1, 1),
-    "T02": (1, 10, 114, 1, 1),
-    "T03": (1, 10, 114, 1, 1),
+    "M19": (1, 1, 1, 1, 1),
+    "M21": (1, 1, 1, 1, 1),
+    "T01": (1, 1, 1, 1, 1),
+    "T02": (1, 1, 1, 1, 1),
+    "T03": (1, 1, 1, 1, 1),
     "M23": (1, 2, 2, 1, 1),
     "M25": (1, 10, 114, 1, 1),
     "M27": (1, 10, 114, 1, 4),

@@ -14,6 +14,7 @@ from zero_sim.scenario.spec import (
     ModelName,
     ModelSpec,
     NanSpec,
+    OneRankSpec,
     OptimizerSpec,
     ParamGroupSpec,
     ReloadSpec,
@@ -93,7 +94,13 @@ def unused_case(base: Scenario) -> Scenario:
     """
     decay = OptimizerSpec(weight_decay=0.1)
     name = f"{base.model.dtype}, params that nobody uses"
-    return changed(base, name, model={"name": "unusual"}, optimizer=decay)
+    return changed(_bare(base, unused=("p1",)), name, optimizer=decay)
+
+
+def _bare(base: Scenario, **said: Any) -> Scenario:
+    """The case with two bare params."""
+    model = ModelSpec(name="params", dtype=base.model.dtype, shapes=((3,), (2,)), **said)
+    return changed(base, model=model)
 
 
 def clip_cases(base: Scenario) -> Iterator[Scenario]:
@@ -124,6 +131,14 @@ def _frozen(base: Scenario) -> Scenario:
     return changed(base, model={"freeze": freeze}, run={"steps": 2})
 
 
+def _with_one_reader(base: Scenario) -> Scenario:
+    """The case with a param that one rank alone reads, or of a single rank one micro-batch."""
+    alone = base.world.size == 1
+    one = OneRankSpec(param="p1", rank=0, micro_batch=0 if alone else None)
+    case = _bare(base, one_rank=(one,))
+    return changed(case, run={"micro_batches": 2}) if alone else case
+
+
 def _blocks(**said: Any) -> Vary:
     return lambda base: changed(base, world={"size": 4}, system={"redundancy": 2, **said})
 
@@ -145,6 +160,9 @@ FOLLOWED: Mapping[str, Vary] = {
     "optimizer.clip_value": _optimizer(clip_value=1e-3),
     "optimizer.loss_scale": _optimizer(loss_scale=LossScaleSpec()),
     "run.micro_batches": lambda base: changed(base, run={"micro_batches": 2}),
+    "model.tied": lambda base: _bare(base, tied=("p0",)),
+    "model.unused": lambda base: _bare(base, unused=("p1",)),
+    "model.one_rank": _with_one_reader,
     "model.freeze": _frozen,
     "model.distinct_start": lambda base: changed(base, model={"distinct_start": True}),
     "system.redundancy": _blocks(),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from zero_sim.errors import Problem
+from zero_sim.scenario.bare_params import check_one_rank, check_readers, check_same_data
 from zero_sim.scenario.buffer_conditions import BUFFER_CONDITIONS
 from zero_sim.scenario.conditions import (
     CONDITIONS,
@@ -120,6 +121,9 @@ ITEM_BOUNDS = (
 """The same of the fields of a list's entries."""
 LISTS = {
     "model.shapes": SHAPES_MAX,
+    "model.tied": ENTRIES_MAX,
+    "model.unused": ENTRIES_MAX,
+    "model.one_rank": ENTRIES_MAX,
     "model.freeze": ENTRIES_MAX,
     "topology.shared": ENTRIES_MAX,
     "topology.tied": ENTRIES_MAX,
@@ -311,6 +315,15 @@ RULES = (
     Rule(reads=tuple(LISTS), check=_lists),
     Rule(reads=("model.name", "model.shapes"), check=_shapes),
     Rule(reads=("model.shapes",), check=_dims),
+    Rule(
+        reads=("model.name", "model.shapes", "model.tied", "model.unused", "model.one_rank"),
+        check=check_readers,
+    ),
+    Rule(
+        reads=("model.one_rank", "world.size", "topology", "reload", "run.micro_batches"),
+        check=check_one_rank,
+    ),
+    Rule(reads=("model.one_rank", "data.ranks"), check=check_same_data),
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
     Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
     Rule(reads=("data.nan.micro_batch", "run.micro_batches"), check=_nan_micro_batch),

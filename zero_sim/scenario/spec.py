@@ -77,6 +77,20 @@ class FreezeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OneRankSpec:
+    """Let the loss of one rank alone read a bare param."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
+
+    param: str
+    """Name of the param."""
+    rank: int
+    """The rank, counted in its dp-cp group."""
+    micro_batch: int | None = None
+    """Which of the rank's micro-batches alone, counted from 0; absent for each of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """The model that every rank trains."""
 
@@ -109,6 +123,14 @@ class ModelSpec:
     shapes: tuple[tuple[int, ...], ...] | None = None
     """`params`, `lattice`, `bit-hash`: one shape per param, in registration order; a zero makes an
     empty param. Other models leave it out."""
+    tied: tuple[str, ...] = ()
+    """`params`: names of params that are tied: another module of the model, `again`, has each of
+    them, too, under a second name such as `again.p0`, and the loss reads it at both places."""
+    unused: tuple[str, ...] = ()
+    """`params`: names of params that no loss reads, so that backward gives them no gradient."""
+    one_rank: tuple[OneRankSpec, ...] = ()
+    """`params`: params that the loss of one rank alone reads, or that of one micro-batch of it, so
+    that backward of all others gives them no gradient."""
     freeze: tuple[FreezeSpec, ...] = ()
     """Params that are frozen for some steps and not for others."""
     distinct_start: bool = False

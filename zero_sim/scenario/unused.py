@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_sim.errors import Problem
+from zero_sim.scenario.bare_params import with_others
 from zero_sim.scenario.fields import default_at, describe_value
 from zero_sim.scenario.reload import after_reload
 from zero_sim.scenario.spec import ModelName, ModelSpec, OptimizerName, OptimizerSpec, Scenario
@@ -20,6 +21,9 @@ _USED_BY_MODELS: dict[str, tuple[ModelName, ...]] = {
     "experts": ("moe",),
     "fp8_format": ("fp8",),
     "shapes": ("params", "lattice", "bit-hash"),
+    "tied": ("params",),
+    "unused": ("params",),
+    "one_rank": ("params",),
 }
 _WITH_BETAS: tuple[OptimizerName, ...] = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
 _WITH_EPS: tuple[OptimizerName, ...] = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
@@ -68,6 +72,8 @@ def without_unused(scenario: Scenario) -> Scenario:
             table, _, name = unused.path.partition(".")
             record = replace(getattr(scenario, table), **{name: default_at(unused.path)})
             scenario = replace(scenario, **{table: record})
+    if scenario.model.one_rank:
+        scenario = with_others(scenario)
     kept = tuple(each for each in scenario.model.freeze if each.start < scenario.run.steps)
     if kept != scenario.model.freeze:
         scenario = replace(scenario, model=replace(scenario.model, freeze=kept))
@@ -146,7 +152,10 @@ def _axes(scenario: Scenario) -> int:
 
 
 UNUSED = (
-    *(_of_model(name, _USED_BY_MODELS[name]) for name in ("hidden", "blocks", "experts")),
+    *(
+        _of_model(name, _USED_BY_MODELS[name])
+        for name in ("hidden", "blocks", "experts", "tied", "unused", "one_rank")
+    ),
     _of_optimizer("eps", _USED_BY_OPTIMIZERS["eps"]),
     Unused(
         path="system.divide_by",

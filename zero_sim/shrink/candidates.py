@@ -77,7 +77,8 @@ def leaps(scenario: Scenario) -> Iterator[Scenario]:
     features of its system, with all that it has.
     """
     dropped = [section for section in _SECTIONS if section not in ("world", "system")]
-    plain = replace(scenario, reload=None, faults=(), model=replace(scenario.model, freeze=()))
+    model = replace(scenario.model, tied=(), unused=(), one_rank=(), freeze=())
+    plain = replace(scenario, reload=None, faults=(), model=model)
     of_system = reduce(_plain, dropped, plain)
     bare = reduce(_plain, ("world", "system"), of_system)
     watched = changed(changed(bare, "world.races", True), "system.bucket_elems", 1)
@@ -127,6 +128,12 @@ def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
         else:
             continue
         yield from (repaired(changed(scenario, path, option)) for option in options)
+    for index, one in enumerate(scenario.model.one_rank):
+        for plainer in (replace(one, rank=0), replace(one, micro_batch=None)):
+            others = scenario.model.one_rank
+            ones = (*others[:index], plainer, *others[index + 1 :])
+            if ones != others:
+                yield repaired(changed(scenario, "model.one_rank", ones))
     yield from (changed(scenario, "run.seed", seed) for seed in _SEEDS)
 
 
@@ -172,8 +179,8 @@ def _plain(scenario: Scenario, section: str) -> Scenario:
 def _blocks(scenario: Scenario) -> Iterator[str]:
     """Paths of optional tables and lists that the case has."""
     paths = ("reload", "data.nan", "optimizer.loss_scale", "optimizer.groups", "model.freeze",
-             "topology.shared", "topology.tied", "system.options", "faults",
-             "run.own_micro_batches")  # fmt: skip
+             "model.tied", "model.unused", "model.one_rank", "topology.shared", "topology.tied",
+             "system.options", "faults", "run.own_micro_batches")  # fmt: skip
     return (path for path in paths if _at(scenario, path))
 
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from zero_sim.scenario.spec import ModelName, ModelSpec, Scenario
-from zero_sim.shrink.repair import changed, with_model
+from zero_sim.scenario.spec import ModelName, ModelSpec, OneRankSpec, Scenario
+from zero_sim.shrink.repair import changed, repaired, with_model
 from zero_sim.shrink.size import SIMPLEST_MODEL, params_of
 
 Shape = tuple[int, ...]
@@ -41,6 +41,8 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
                 yield with_bare_params(scenario, ((elems,),) * count)
         yield with_bare_params(scenario, [(math.prod(shape),) for shape in shapes])
         yield with_bare_params(scenario, shapes)
+        if model.name == "unusual":
+            yield from _as_awkward(scenario)
     for name in _PLAINER.get(model.name, ()):
         bare = name in ("params", "lattice")
         other = ModelSpec(
@@ -54,6 +56,18 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
         yield with_model(scenario, other)
     if model.shapes is None:
         yield from _smaller_networks(scenario)
+
+
+def _as_awkward(scenario: Scenario) -> Iterator[Scenario]:
+    """The case with two bare params in place of a network, of which one is awkward as its are."""
+    last = OneRankSpec(param="p1", rank=0)
+    for elems in (1, 2):
+        two = with_bare_params(scenario, ((elems,), (elems,)))
+        yield repaired(changed(with_bare_params(scenario, ((elems,),)), "model.tied", ("p0",)))
+        yield repaired(changed(two, "model.tied", ("p0",)))
+        yield repaired(changed(two, "model.unused", ("p1",)))
+        yield repaired(changed(two, "model.one_rank", (last,)))
+        yield repaired(changed(two, "model.one_rank", (replace(last, micro_batch=0),)))
 
 
 def _smaller_networks(scenario: Scenario) -> Iterator[Scenario]:

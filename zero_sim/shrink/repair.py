@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.joining import limits_of_joins
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, ReloadSpec, Scenario, TopologySpec
@@ -59,6 +60,8 @@ def repaired(scenario: Scenario) -> Scenario:
     faults = tuple(replace(each, rank=min(each.rank, size - 1)) for each in scenario.faults)
     data = replace(scenario.data, nan=nan)
     scenario = _repair_joins(replace(scenario, data=data, reload=after, faults=faults))
+    if scenario.model.one_rank:
+        scenario = fitted_one_rank(scenario)
     return without_unused(scenario)
 
 
@@ -144,7 +147,7 @@ def with_model(
 
     Args:
         scenario: The case that is changed.
-        model: The other model; what it says of frozen params is replaced.
+        model: The other model; what it says of params by their names is replaced.
         heirs: The param of the new model for each of the old one; by place where left out.
     """
     before = [name for name, _ in params_of(scenario.model)]
@@ -166,11 +169,26 @@ def with_model(
     return repaired(
         replace(
             scenario,
-            model=replace(model, freeze=freeze),
+            model=replace(model, freeze=freeze, **_readers(scenario.model, model, heirs)),
             optimizer=replace(scenario.optimizer, groups=groups),
             topology=topology,
         )
     )
+
+
+def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> dict[str, Any]:
+    """Which params are tied, unused, or read by one rank alone, by the names of their heirs."""
+    if after.name != "params":
+        return {"tied": (), "unused": (), "one_rank": ()}
+    return {
+        "tied": tuple(heirs[name] for name in before.tied if name in heirs),
+        "unused": tuple(heirs[name] for name in before.unused if name in heirs),
+        "one_rank": tuple(
+            replace(each, param=heirs[each.param])
+            for each in before.one_rank
+            if each.param in heirs
+        ),
+    }
 
 
 def _regrouped(

@@ -15,6 +15,7 @@ from zero_sim.scenario.spec import (
     FreezeSpec,
     LossScaleSpec,
     NanSpec,
+    OneRankSpec,
     ParamGroupSpec,
     ReloadSpec,
     Scenario,
@@ -129,6 +130,13 @@ def _grouped(scenario: Scenario) -> Scenario:
     return changed(scenario, "optimizer.groups", (ParamGroupSpec(match=name, lr=0.03),))
 
 
+def _read_once(scenario: Scenario) -> Scenario:
+    """The last param in one micro-batch alone: as a network's, or as that of a rank that joins."""
+    name = params_of(scenario.model)[-1][0]
+    one = OneRankSpec(param=name, rank=0, micro_batch=0)
+    return changed(scenario, "model.one_rank", (one,))
+
+
 def _growing(scenario: Scenario) -> Scenario:
     scale = scenario.optimizer.loss_scale or LossScaleSpec()
     return changed(scenario, "optimizer.loss_scale", replace(scale, growth_interval=1))
@@ -173,6 +181,8 @@ _CHANGES: tuple[Change, ...] = (
     _both(_BY_MICRO_BATCHES, _setting("system.divide", "pre")),
     _both(_both(_SCALED, _setting("data.nan", NanSpec(step=0, rank=0))), _TWO_STEPS),
     _both(_setting("reload", ReloadSpec(step=1)), _TWO_STEPS),
+    _setting("model.tied", ("p0",)),
+    _both(_read_once, _TWO_MICRO_BATCHES),
     _frozen(0, start=0),
     _frozen(0, start=1),
     _frozen(-1, start=1),

@@ -2,16 +2,19 @@
 
 The loss is a sum over params of `c * p * p / 2 + d * p` with random `c` and `d`. Its gradient,
 `c * p + d`, depends on the param itself and on step, rank and micro-batch: what is stale or
-misplaced shows.
+misplaced shows. Some params may have a second name, and be in two terms, and some be in no term of
+some micro-batches, or of any: what such a loss does not read has no gradient of it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from zero_sim.scenario.bare_params import bare_names, unread_by
 from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads.draws import (
     batch_generator,
@@ -25,22 +28,67 @@ from zero_sim.workloads.protocol import Batch
 
 
 class BareParams(nn.Module):
-    """Params `p0`, `p1`, ... and nothing else; forward is the loss itself."""
+    """Params `p0`, `p1`, ... and nothing else; forward is the loss itself.
 
-    def __init__(self, bits: tuple[Tensor, ...]) -> None:
+    Where some are tied, a module `again` has these, too: `again.p0` is `p0` once more.
+    """
+
+    def __init__(self, bits: tuple[Tensor, ...], *, tied: Sequence[str] = ()) -> None:
         super().__init__()
-        self._elems = [initial.numel() for initial in bits]
-        for index, initial in enumerate(bits):
-            self.register_parameter(f"p{index}", nn.Parameter(initial.clone()))
+        self._elems = {f"p{index}": initial.numel() for index, initial in enumerate(bits)}
+        for name, initial in zip(self._elems, bits, strict=True):
+            self.register_parameter(name, nn.Parameter(initial.clone()))
+        if tied:
+            self.again = TiedParams({name: self.get_parameter(name) for name in tied})
 
-    def forward(self, factors: Tensor) -> Tensor:
-        """Return the 0-D loss for `factors`, (2, elements): `c` and `d` of all params, in order."""
-        total = factors.new_zeros(())
-        square, linear = (row.split(self._elems) for row in factors)
-        for param, c, d in zip(self.parameters(), square, linear, strict=True):
+    def forward(self, factors: Tensor, *, unread: Collection[str] = ()) -> Tensor:
+        """Return the 0-D loss.
+
+        Args:
+            factors: (2, elements), `c` and `d` of all params, in order, and then, for their second
+                names, of the tied ones.
+            unread: Names of the params that take no part.
+        """
+        elems = sum(self._elems.values())
+        total = _add_terms(self, self._elems, factors[:, :elems], unread=unread)
+        if hasattr(self, "again"):
+            total = total + self.again(factors[:, elems:], unread=unread)
+        return total
+
+
+class TiedParams(nn.Module):
+    """Params of another module once more; forward is their second term of the loss."""
+
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._elems = {name: param.numel() for name, param in params.items()}
+        for name, param in params.items():
+            self.register_parameter(name, param)
+
+    def forward(self, factors: Tensor, *, unread: Collection[str] = ()) -> Tensor:
+        """Return the 0-D sum; arguments as of `BareParams.forward`, for these params alone."""
+        return _add_terms(self, self._elems, factors, unread=unread)
+
+
+def _add_terms(
+    module: nn.Module, elems: Mapping[str, int], factors: Tensor, *, unread: Collection[str]
+) -> Tensor:
+    """The sum of the terms of a module's own params.
+
+    Args:
+        module: Whose own params they are; wrappers may have others in their places by now.
+        elems: Elements of each, by its name.
+        factors: (2, elements) of all of them.
+        unread: Names of those that take no part.
+    """
+    total = factors.new_zeros(())
+    square, linear = (row.split(list(elems.values())) for row in factors)
+    own = module.parameters(recurse=False)
+    for name, param, c, d in zip(elems, own, square, linear, strict=True):
+        if name not in unread:
             flat = param.reshape(-1)
             total = total + ((0.5 * c * flat + d) * flat).sum()
-        return total
+    return total
 
 
 class ParamsWorkload:
@@ -50,8 +98,8 @@ class ParamsWorkload:
         """Draw the initial params, N(0, 1), once.
 
         Args:
-            scenario: Uses `model.shapes`, `model.dtype`, `data` and `run.seed`. All rows of a
-                micro-batch share its factors, so their number only counts.
+            scenario: Uses `model`, `data` and `run.seed`. All rows of a micro-batch share its
+                factors, so their number only counts.
                 No shapes make a module without params: who trains it must say that it cannot.
         """
         self._scenario = scenario
@@ -61,11 +109,13 @@ class ParamsWorkload:
         self._bits = tuple(
             torch.randn(shape, generator=generator).to(self._dtype) for shape in shapes
         )
-        self._elems = sum(math.prod(shape) for shape in shapes)
+        named = dict(zip(bare_names(scenario.model), shapes, strict=True))
+        placed = (*shapes, *(named[name] for name in scenario.model.tied))
+        self._elems = sum(math.prod(shape) for shape in placed)
 
     def build(self) -> nn.Module:
         """Return a fresh `BareParams`."""
-        return BareParams(self._bits)
+        return BareParams(self._bits, tied=self._scenario.model.tied)
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
         """Return `inputs` (2, elements): the factors `c` and `d`, N(0, 1); no targets."""
@@ -73,11 +123,14 @@ class ParamsWorkload:
         factors = torch.randn((2, self._elems), generator=generator).to(self._dtype)
         plant_nan(factors, scenario=self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, rank=rank)
-        return Batch(inputs=factors, targets=None, row_count=rows)
+        unread = unread_by(self._scenario.model, rank=rank, micro=micro)
+        return Batch(inputs=factors, targets=None, row_count=rows, unread=unread)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """Return what the module returns, 0-D, in fp32: the mean over rows; or the rows' sum."""
-        loss = module(batch.inputs).float()
+        # A system may put a module in the place of this one that takes the inputs alone.
+        named = {"unread": batch.unread} if batch.unread else {}
+        loss = module(batch.inputs, **named).float()
         if self._scenario.data.loss == "sum":
             return loss * batch.rows
         return share_of(loss, scenario=self._scenario)

@@ -22,6 +22,8 @@ class Batch:
     """What the loss compares the output with; None where the loss needs no target."""
     uses: frozenset[str] = frozenset()
     """Params that this micro-batch's forward uses and others' may not."""
+    unread: frozenset[str] = frozenset()
+    """Params that this micro-batch's forward leaves out, though others' may use them."""
     row_count: int | None = None
     """Rows it stands for, where that is not the first dim of `inputs`."""
 

@@ -1,0 +1,195 @@
+"""Readers of bare params: which losses read which, under how many names, and what makes no sense.
+
+A loss is that of one micro-batch of one rank; a param that it does not read has no gradient of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zero_sim.errors import Problem
+from zero_sim.scenario.fields import describe_value
+from zero_sim.scenario.spec import ModelSpec, OneRankSpec, Scenario
+
+_NAMES_SHOWN = 12
+
+
+def bare_names(model: ModelSpec) -> tuple[str, ...]:
+    """Names of bare params, in registration order: `p0`, `p1`, ...; none of other models."""
+    return tuple(f"p{index}" for index in range(len(model.shapes or ())))
+
+
+def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
+    """Names of the params that the loss of one micro-batch does not read.
+
+    Args:
+        model: Bare params.
+        rank: Whose micro-batch it is, counted in its dp-cp group.
+        micro: Which of its micro-batches of the step, counted from 0.
+    """
+    others = (
+        each.param
+        for each in model.one_rank
+        if each.rank != rank or each.micro_batch not in (None, micro)
+    )
+    return frozenset((*model.unused, *others))
+
+
+def others_run(scenario: Scenario, one: OneRankSpec) -> bool:
+    """Whether there are losses besides the one, or the one rank's, that reads a param.
+
+    Args:
+        scenario: A case, whatever else is wrong in it.
+        one: Whose loss reads the param.
+    """
+    is_one_of_many = one.micro_batch is not None and scenario.run.micro_batches > 1
+    return is_one_of_many or max(_group_sizes(scenario)) > 1
+
+
+def fitted_one_rank(scenario: Scenario) -> Scenario:
+    """The case with the one loss that reads a param among those that there are.
+
+    Args:
+        scenario: A case; nothing else that is wrong in it is looked at.
+    """
+    last_rank, last_micro = min(_group_sizes(scenario)) - 1, scenario.run.micro_batches - 1
+    fitted = tuple(
+        replace(
+            each,
+            rank=max(0, min(each.rank, last_rank)),
+            micro_batch=None
+            if each.micro_batch is None
+            else max(0, min(each.micro_batch, last_micro)),
+        )
+        for each in scenario.model.one_rank
+    )
+    return replace(scenario, model=replace(scenario.model, one_rank=fitted))
+
+
+def with_others(scenario: Scenario) -> Scenario:
+    """The case without what it says of the one loss that reads a param where there is no other.
+
+    Args:
+        scenario: A case; nothing else that is wrong in it is looked at.
+    """
+    several = scenario.run.micro_batches > 1
+    kept = tuple(
+        each if several else replace(each, micro_batch=None)
+        for each in scenario.model.one_rank
+        if others_run(scenario, each)
+    )
+    return replace(scenario, model=replace(scenario.model, one_rank=kept))
+
+
+def _group_sizes(scenario: Scenario) -> tuple[int, ...]:
+    """Number of ranks of a dp-cp group, before a checkpoint and after it."""
+    topology, after = scenario.topology, scenario.reload
+    parts = max(1, topology.tp) * max(1, topology.pp)
+    size = scenario.world.size
+    sizes = (size, size if after is None else after.world_size or size)
+    return tuple(each // parts for each in sizes)
+
+
+def check_readers(scenario: Scenario) -> Iterator[Problem]:
+    """Check that bare params are named once each, and that every loss reads one of them."""
+    model = scenario.model
+    names = bare_names(model)
+    if model.name != "params" or not names:
+        return
+    fields = {
+        "tied": model.tied,
+        "unused": model.unused,
+        "one_rank": tuple(each.param for each in model.one_rank),
+    }
+    for field, said in fields.items():
+        for index, name in enumerate(said):
+            place = ".param" if field == "one_rank" else ""
+            yield from _one_name(f"model.{field}[{index}]{place}", name, said[:index], names)
+    for index, name in enumerate(model.unused):
+        for field in ("tied", "one_rank"):
+            if name in fields[field]:
+                yield Problem(
+                    path=f"model.unused[{index}]",
+                    message="expected a param that no loss reads, got "
+                    f"{describe_value(name)}, which model.{field} has a loss read.",
+                    suggestion="Name it in one of the two.",
+                )
+    if set(names) <= {*model.unused, *fields["one_rank"]}:
+        yield Problem(
+            path="model.unused" if model.unused else "model.one_rank",
+            message="expected a param that every loss reads, or some have no backward, got "
+            f"{', '.join(names[:_NAMES_SHOWN])} all unused or read by one rank alone.",
+            suggestion="Leave one of them out, or add a shape to model.shapes.",
+        )
+
+
+def _one_name(
+    path: str, name: str, before: tuple[str, ...], names: tuple[str, ...]
+) -> Iterator[Problem]:
+    if name not in names:
+        more = len(names) - _NAMES_SHOWN
+        known = ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        yield Problem(
+            path=path,
+            message=f"expected the name of a bare param, got {describe_value(name)}.",
+            suggestion=f"Try one of {known}.",
+        )
+    elif name in before:
+        yield Problem(
+            path=path,
+            message=f"expected every param once, got {describe_value(name)} again.",
+            suggestion="Leave it out.",
+        )
+
+
+def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
+    """Check that the one loss that reads a param is there, and is not the only one."""
+    run, sizes = scenario.run, _group_sizes(scenario)
+    # A count below 1 is reported as such; every index would be wrong with it.
+    if min(*sizes, run.micro_batches) < 1:
+        return
+    for index, one in enumerate(scenario.model.one_rank):
+        path = f"model.one_rank[{index}]"
+        if not 0 <= one.rank < min(sizes):
+            whole = "" if scenario.reload is None else ", before the checkpoint and after it"
+            yield Problem(
+                path=f"{path}.rank",
+                message="expected an integer at least 0 and less than the number of ranks of a "
+                f"dp-cp group{whole}, {min(sizes)}, got {describe_value(one.rank)}.",
+                suggestion=f"Try {min(sizes) - 1 if one.rank > 0 else 0}; ranks count from 0.",
+            )
+        micro = one.micro_batch
+        if micro is not None and run.micro_batches == 1:
+            yield Problem(
+                path=f"{path}.micro_batch",
+                message=f"expected several micro-batches, got {describe_value(micro)} with "
+                "run.micro_batches = 1.",
+                suggestion="Leave it out.",
+            )
+        elif micro is not None and not 0 <= micro < run.micro_batches:
+            yield Problem(
+                path=f"{path}.micro_batch",
+                message="expected an integer at least 0 and less than run.micro_batches = "
+                f"{run.micro_batches}, got {describe_value(micro)}.",
+                suggestion=f"Try {run.micro_batches - 1 if micro > 0 else 0}; micro-batches count "
+                "from 0.",
+            )
+        elif not others_run(scenario, one):
+            yield Problem(
+                path=path,
+                message="expected another rank, or another micro-batch than its own, whose loss "
+                f"does not read {describe_value(one.param)}, got a dp-cp group of one rank.",
+                suggestion="Leave it out, or write world.size = 2.",
+            )
+
+
+def check_same_data(scenario: Scenario) -> Iterator[Problem]:
+    """Check that ranks which share their data read the same params."""
+    if scenario.model.one_rank and scenario.data.ranks == "same":
+        yield Problem(
+            path="model.one_rank",
+            message="expected ranks with data of their own where one alone reads a param, got "
+            "data.ranks = 'same', whose gradients are meant to be equal.",
+            suggestion='Leave it out, or write data.ranks = "distinct".',
+        )
