@@ -140,6 +140,7 @@ def test_what_comes_after_a_checkpoint_is_within_the_capabilities_too(target):
 
 
 FOLLOWED = {
+    "model.tied": lambda s: s.model.tied,
     "run.micro_batches": lambda s: s.run.micro_batches > 1,
     "topology.tp": lambda s: s.topology.tp > 1,
     "topology.cp": lambda s: s.topology.cp > 1,

@@ -8,6 +8,7 @@ from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     FreezeSpec,
     ModelSpec,
+    OneRankSpec,
     OptimizerSpec,
     ParamGroupSpec,
     RunSpec,
@@ -20,6 +21,7 @@ from zero_sim.scenario.unused import UNUSED, without_unused
 
 BARE = ModelSpec(name="params", shapes=((3,),))
 MLP = ModelSpec(name="mlp")
+ONE = OneRankSpec(param="p1", rank=1)
 
 
 def case(**parts):
@@ -30,6 +32,9 @@ WITHOUT_USE = {
     "model.hidden": case(model=replace(BARE, hidden=77)),
     "model.blocks": case(model=replace(BARE, blocks=99)),
     "model.experts": case(model=replace(MLP, experts=5)),
+    "model.tied": case(model=replace(MLP, tied=("0.up.bias",))),
+    "model.unused": case(model=replace(MLP, unused=("0.up.bias",))),
+    "model.one_rank": case(model=replace(MLP, one_rank=(ONE,))),
     "optimizer.eps": case(optimizer=OptimizerSpec(name="sgd", eps=1.0)),
     "system.divide_by": case(system=SystemSpec(divide="none", divide_by="tokens")),
     "system.state_over": case(system=SystemSpec(state_over="all")),
@@ -46,6 +51,9 @@ WITHOUT_USE = {
     ),
 }
 WITH_USE = [
+    case(model=replace(BARE, tied=("p0",))),
+    case(model=replace(BARE, shapes=((3,), (2,)), unused=("p1",))),
+    case(model=replace(BARE, shapes=((3,), (2,)), one_rank=(ONE,))),
     case(model=replace(MLP, hidden=77, blocks=3)),
     case(model=ModelSpec(name="moe", experts=6, hidden=3)),
     case(model=ModelSpec(name="ternary", hidden=3)),
@@ -102,7 +110,7 @@ def test_every_row_is_tried():
 def test_what_is_used_in_its_place_is_said():
     (problem,) = check_scenario(WITHOUT_USE["model.blocks"])
     assert "only models 'mlp', 'fp8' and 'tp-block' use it, got 99 (integer)" in problem.message
-    assert "model 'params' uses dtype, shapes, freeze, distinct_start" in problem.message
+    assert "model 'params' uses dtype, shapes, tied, unused, one_rank, freeze" in problem.message
     (problem,) = check_scenario(WITHOUT_USE["optimizer.eps"])
     assert "optimizer 'sgd' uses lr, warmup_steps, weight_decay, momentum" in problem.message
     assert "betas" not in problem.message

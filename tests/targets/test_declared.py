@@ -7,6 +7,7 @@ import pytest
 from zero_sim.errors import Problem, ProtocolError, UsageError
 from zero_sim.scenario.spec import (
     ModelSpec,
+    OneRankSpec,
     OptimizerSpec,
     ReloadSpec,
     RunSpec,
@@ -18,6 +19,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.sim.order_backends import ORDERS
 from zero_sim.targets import Capabilities, Numerics, find_target, reduce_ops_of, refusals
 
+BARE = ModelSpec(name="params", shapes=((3,), (2,)))
 PLAIN = Scenario(schema=1, model=ModelSpec(name="mlp"), optimizer=OptimizerSpec(lr=0.5))
 
 
@@ -44,6 +46,12 @@ def test_the_plainest_case_is_within_any_capabilities():
     [
         ({"model": ModelSpec(name="unusual")}, "model.name"),
         ({"model": ModelSpec(name="mlp", dtype="bf16")}, "model.dtype"),
+        ({"model": replace(BARE, tied=("p0",))}, "model.tied"),
+        ({"model": replace(BARE, unused=("p1",))}, "model.unused"),
+        (
+            {"model": replace(BARE, one_rank=(OneRankSpec(param="p1", rank=0),))},
+            "model.one_rank",
+        ),
         ({"optimizer": OptimizerSpec(name="sgd")}, "optimizer.name"),
         ({"optimizer": OptimizerSpec(clip_norm=1.0)}, "optimizer.clip_norm"),
         ({"world": WorldSpec(order="ring")}, "world.order"),

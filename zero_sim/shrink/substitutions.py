@@ -34,6 +34,13 @@ def substitutions(scenario: Scenario) -> Iterator[Scenario]:
     """The case with one feature more, on fewer ranks, with fewer params, or in fewer steps."""
     for base in _bases(scenario):
         yield from (repaired(change(base)) for change in _CHANGES)
+    if scenario.run.own_micro_batches and scenario.world.size > 1:
+        # A rank without data for a micro-batch leaves all its params out, as one rank may do one.
+        alone = repaired(changed(scenario, "world.size", 1))
+        for elems in (1, 2):
+            two = with_bare_params(alone, ((elems,), (elems,)))
+            # On one rank a sum is what was there, unless it is divided.
+            yield from (repaired(change(two)) for change in (_READ_ONCE, _READ_ONCE_AND_DIVIDED))
 
 
 def one_world(scenario: Scenario) -> Scenario:
@@ -147,6 +154,8 @@ _TWO_MICRO_BATCHES = _at_least("run.micro_batches", 2)
 _BY_MICRO_BATCHES = _both(_setting("system.divide_by", "micro-batches"), _TWO_MICRO_BATCHES)
 _SCALED = _setting("optimizer.loss_scale", LossScaleSpec())
 
+_READ_ONCE = _both(_read_once, _TWO_MICRO_BATCHES)
+_READ_ONCE_AND_DIVIDED = _both(_read_once, _BY_MICRO_BATCHES)
 _CHANGES: tuple[Change, ...] = (
     _setting("system.align_elems", 2),
     _setting("system.bucket_elems", 1),
@@ -182,7 +191,7 @@ _CHANGES: tuple[Change, ...] = (
     _both(_both(_SCALED, _setting("data.nan", NanSpec(step=0, rank=0))), _TWO_STEPS),
     _both(_setting("reload", ReloadSpec(step=1)), _TWO_STEPS),
     _setting("model.tied", ("p0",)),
-    _both(_read_once, _TWO_MICRO_BATCHES),
+    _READ_ONCE,
     _frozen(0, start=0),
     _frozen(0, start=1),
     _frozen(-1, start=1),

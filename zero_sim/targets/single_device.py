@@ -128,6 +128,7 @@ class SingleDevice:
             *OPTIMIZER_SETTINGS,
             "optimizer.clip_norm",
             "optimizer.clip_value",
+            "model.tied",
             "run.micro_batches",
         ),
     )

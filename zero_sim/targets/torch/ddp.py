@@ -32,7 +32,8 @@ from zero_sim.targets.torch.optim import (
 _TOPOLOGY = ("topology.tp", "topology.cp", "topology.pp", "topology.order")
 _CLIPS = ("optimizer.clip_norm", "optimizer.clip_value")
 DDP_FOLLOWS = (
-    *OPTIMIZER_SETTINGS, *_CLIPS, "run.micro_batches", "model.distinct_start", *_TOPOLOGY,
+    *OPTIMIZER_SETTINGS, *_CLIPS, "run.micro_batches", "model.tied", "model.distinct_start",
+    *_TOPOLOGY,
 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class TorchFSDP1:
         scalar_params=False,
         # Flat params are cut anywhere, where muon and lamb look at whole params.
         optimizers=tuple(name for name in OPTIMIZERS if name not in WHOLE_PARAM_OPTIMIZERS),
-        follows=(*OPTIMIZER_SETTINGS, "run.micro_batches", "optimizer.clip_norm"),
+        follows=(*OPTIMIZER_SETTINGS, "model.tied", "run.micro_batches", "optimizer.clip_norm"),
     )
 
     def numerics(self, scenario: Scenario) -> Numerics:

@@ -75,6 +75,15 @@ class TorchFSDP1Knobs:
                 "summed of earlier micro-batches, which is by no rule that can be declared.",
                 suggestion="Try sync = 'last', or one micro-batch.",
             )
+        narrow = scenario.model.dtype != "fp32"
+        if is_whole and narrow and scenario.model.tied and scenario.run.micro_batches > 1:
+            yield Problem(
+                path="model.tied",
+                message="where nothing is sharded FSDP1 of torch 2.13 raises as it adds the "
+                "16-bit gradient of a tied param to the fp32 one of an earlier micro-batch, got "
+                f"{', '.join(map(repr, scenario.model.tied))}.",
+                suggestion="Try fp32, or one micro-batch.",
+            )
         if 1 < system.redundancy == scenario.world.size and not self._as_is:
             yield Problem(
                 path="system.redundancy",

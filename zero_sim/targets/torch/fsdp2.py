@@ -53,6 +53,7 @@ class TorchFSDP2:
             *OPTIMIZER_SETTINGS,
             "optimizer.clip_norm",
             "optimizer.clip_value",
+            "model.tied",
             "run.micro_batches",
         ),
     )

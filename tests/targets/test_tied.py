@@ -1,0 +1,90 @@
+"""Tied params under torch's own systems: one unit, two names of one param, equal bits."""
+
+import pytest
+import torch
+from torch import nn
+
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import find_target, refusals
+from zero_sim.targets.torch.wrapping import called_children, widen_params
+
+
+def case(target, stage, *, dtype="fp32", size=2, micro_batches=2):
+    return Scenario(
+        schema=1,
+        name="tied",
+        model=ModelSpec(name="params", dtype=dtype, shapes=((5,), (2, 3)), tied=("p1", "p0")),
+        world=WorldSpec(size=size),
+        system=SystemSpec(target=target, stage=stage),
+        optimizer=OptimizerSpec(clip_norm=1e-3),
+        run=RunSpec(steps=2, micro_batches=micro_batches),
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "stage", "dtype"),
+    [
+        ("torch-ddp", 0, "fp32"),
+        ("torch-ddp-knobs", 0, "fp32"),
+        ("torch-zero-redundancy", 1, "fp32"),
+        ("torch-fsdp1", 3, "fp32"),
+        ("torch-fsdp1-knobs", 3, "bf16"),
+        ("torch-fsdp2", 1, "fp32"),
+        ("torch-fsdp2-knobs", 3, "bf16"),
+    ],
+)
+def test_a_tied_param_equals_the_reference(target, stage, dtype):
+    result = run_case(case(target, stage, dtype=dtype))
+    assert (result.verdict, result.findings, result.error) == ("pass", (), "")
+
+
+def test_one_device_alone_has_them_too():
+    result = run_case(case("single-device", 0, size=1))
+    assert (result.verdict, result.error) == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("parts", "paths"),
+    [
+        ({"dtype": "bf16", "stage": 0}, ["model.tied"]),
+        ({"dtype": "bf16", "stage": 3, "size": 1}, ["model.tied"]),
+        ({"dtype": "bf16", "stage": 0, "micro_batches": 1}, []),
+        ({"dtype": "bf16", "stage": 3}, []),
+        ({"dtype": "fp32", "stage": 0}, []),
+    ],
+    ids=str,
+)
+def test_fsdp1_adds_no_16_bit_gradient_of_a_tied_param_to_an_fp32_one(parts, paths):
+    target = find_target("torch-fsdp1-knobs")
+    found = refusals(target, case("torch-fsdp1-knobs", **parts))
+    assert [problem.path for problem in found] == paths
+
+
+class Tied(nn.Module):
+    """Two layers, of which the second has the weight of the whole once more, and one apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+        self.apart = nn.Linear(2, 2)
+        self.again = nn.Linear(2, 2, bias=False)
+        self.again.weight = self.weight
+
+
+def test_a_child_that_shares_a_param_is_left_to_the_whole():
+    assert [name for name, _ in called_children(Tied())] == ["apart"]
+
+
+def test_what_is_widened_stays_tied():
+    module = Tied()
+    widen_params(module)
+    assert module.again.weight is module.weight
+    assert {param.dtype for param in module.parameters()} == {torch.float32}
