@@ -168,9 +168,7 @@ def _cases(
             )
         )
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
-    if scenario.model.one_rank:
-        scenario = fitted_one_rank(scenario)
-    scenario = draw(_joined(scenario, swarm=swarm))
+    scenario = draw(_joined(fitted_one_rank(scenario), swarm=swarm))
     scenario = _hiding(scenario, swarm=swarm)
     if swarm.on("distinct start", fits=ranks > 1):
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
