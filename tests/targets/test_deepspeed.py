@@ -24,11 +24,14 @@ STAGES = (0, 1, 2, 3)
 
 
 def case(stage, dtype="fp32", *, said=None, system=None, **tables):
-    optimizer = OptimizerSpec(name="sgd")
+    usual = {
+        "model": ModelSpec(name="mlp", dtype=dtype),
+        "optimizer": OptimizerSpec(name="sgd"),
+        "world": WorldSpec(size=3),
+    }
     scenario = Scenario(
         schema=1,
-        model=ModelSpec(name="mlp", dtype=dtype),
-        **{"optimizer": optimizer, "world": WorldSpec(size=3), **tables},
+        **{**usual, **tables},
         system=SystemSpec(target=f"deepspeed-zero-{stage}", stage=stage, **(system or {})),
     )
     return with_options(scenario, said or {})
@@ -207,3 +210,80 @@ def test_one_row_on_one_rank_is_refused_at_stage_3_where_addresses_decide_bits()
     assert not refused(2, **alone)
     assert not refused(3, **alone | {"world": WorldSpec(size=2)})
     assert not refused(3, **alone | {"data": DataSpec(rows=2)})
+
+
+ADAM, SMALL = OptimizerSpec(), ModelSpec(name="params", shapes=((4,), (4,)))
+GROUPS = OptimizerSpec(groups=(ParamGroupSpec(match="p0", weight_decay=0.5),))
+UNIVERSAL = {"universal": "true"}
+GROWS = {"reload": ReloadSpec(step=1, world_size=4), "run": RunSpec(steps=2)}
+
+
+def asked_universal(stage, dtype="fp32", **asked):
+    return [p.path for p in refused(stage, dtype, said=UNIVERSAL, **{**GROWS, **asked})]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_only_universal_checkpoints_are_loaded_by_other_numbers_of_ranks(stage):
+    (problem,) = refused(stage, optimizer=ADAM, **GROWS)
+    assert problem.path == "reload.world_size"
+    assert "option universal" in problem.suggestion
+    assert not asked_universal(stage, optimizer=ADAM)
+
+
+def test_stage_0_has_no_universal_checkpoints():
+    assert "universal" not in find_target("deepspeed-zero-0").options
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "paths"),
+    [
+        (OptimizerSpec(name="radam"), []),
+        (OptimizerSpec(name="sgd", momentum=0.5), ["optimizer.name"]),
+        (OptimizerSpec(name="nadam"), ["optimizer.name"]),
+        (OptimizerSpec(amsgrad=True), ["optimizer.amsgrad"]),
+    ],
+)
+def test_universal_checkpoints_have_two_states(optimizer, paths):
+    assert asked_universal(1, optimizer=optimizer) == paths
+    assert not refused(1, said=UNIVERSAL, optimizer=optimizer)
+
+
+def test_universal_checkpoints_are_loaded_with_all_that_they_have():
+    weights = ReloadSpec(step=1, weights_only=True)
+    assert asked_universal(2, optimizer=ADAM, reload=weights) == ["reload.weights_only"]
+
+
+@pytest.mark.parametrize(
+    ("elems", "ranks", "fits"), [(6, 4, False), (7, 4, True), (4, 2, True), (2, 2, False)]
+)
+def test_every_rank_has_a_part_of_each_group_of_a_universal_checkpoint(elems, ranks, fits):
+    asked = {
+        "model": ModelSpec(name="params", shapes=((elems,), (40,))),
+        "optimizer": GROUPS,
+        "reload": ReloadSpec(step=1, world_size=ranks),
+    }
+    assert asked_universal(2, **asked) == ([] if fits else ["reload.world_size"])
+
+
+def test_stage_3_loads_a_universal_checkpoint_of_one_group():
+    assert asked_universal(3, model=SMALL, optimizer=GROUPS) == ["optimizer.groups"]
+    assert not asked_universal(3, model=SMALL, optimizer=ADAM)
+
+
+NAN = DataSpec(nan=NanSpec(step=0, rank=0))
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "asked", "fits"),
+    [
+        (3, "fp16", {}, False),
+        (3, "bf16", {}, True),
+        (3, "bf16", {"data": NAN}, False),
+        (3, "bf16", {"data": NAN, "reload": ReloadSpec(step=2), "run": RunSpec(steps=3)}, True),
+        (2, "fp16", {"data": NAN}, True),
+    ],
+)
+def test_stage_3_makes_universal_checkpoints_after_a_step(stage, dtype, asked, fits):
+    assert asked_universal(stage, dtype, optimizer=ADAM, **asked) == (
+        [] if fits else ["reload.step"]
+    )

@@ -37,6 +37,7 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
     return {
         **_half(scenario),
         **({} if wire == "param" else {"communication_data_type": wire}),
+        **({"checkpoint": {"load_universal": True}} if options.get("universal") else {}),
         **({} if wide == "param" else {"data_types": {"grad_accum_dtype": wide}}),
         "gradient_predivide_factor": options.get("predivide", 1.0),
         "prescale_gradients": options.get("prescale", False),

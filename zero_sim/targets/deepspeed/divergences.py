@@ -11,16 +11,23 @@ from zero_sim.targets.torch.optim import decays_weights
 _UPSTREAM = "scenarios/upstream has this case."
 
 
-def never(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
-    """What DeepSpeed cannot be set to, or tells in a way that has no name."""
+def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
+    """What DeepSpeed cannot be set to, or tells in a way that has no name.
+
+    Args:
+        scenario: As the target is given it.
+        stage: Of ZeRO.
+        universal: Whether its checkpoints are made universal ones.
+    """
     scale, reload = scenario.optimizer.loss_scale, scenario.reload
-    if reload is not None and reload.world_size not in (None, scenario.world.size):
+    elsewhere = reload is not None and reload.world_size not in (None, scenario.world.size)
+    if reload is not None and elsewhere and not universal:
         yield Problem(
             path="reload.world_size",
             message=f"expected as many ranks as before, {scenario.world.size}, got "
             f"{reload.world_size}: DeepSpeed's elastic checkpoints load with its own optimizers "
-            "alone, and its universal ones are made by a script.",
-            suggestion="Leave it out.",
+            "alone.",
+            suggestion="Leave it out, or try option universal.",
         )
     if reload is not None and reload.weights_only and scenario.model.dtype != "fp32":
         yield Problem(

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from zero_sim.scenario.spec import CheckpointForm, OptimizerSpec
 from zero_sim.targets.deepspeed.parts import parts_of
+from zero_sim.targets.deepspeed.universal import convert
 from zero_sim.targets.protocol import OwnedPart, Settings, StepResult
 from zero_sim.targets.torch.optim import LearningRates, plain_optimizer
 
-_TAG = "saved"
+_TAG, _UNIVERSAL = "saved", "universal"
 
 
 class DeepSpeedEngine:
@@ -48,6 +49,7 @@ class DeepSpeedEngine:
         self._is_gathered = stage == 3
         self._scales = spec.loss_scale is not None
         self._clips = spec.clip_norm is not None
+        self._is_universal = "checkpoint" in config
         self._reduced: dict[str, Tensor] = {}
 
     def zero_grad(self) -> None:
@@ -94,12 +96,19 @@ class DeepSpeedEngine:
         return Settings(params={}, loss_scale=scaler.cur_scale, good_steps=good_steps)
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint."""
+        """Save a checkpoint; the first rank makes a universal one of it where that is asked."""
         self._engine.save_checkpoint(str(path), tag=_TAG)
+        if self._is_universal:
+            # All files have to be there before, and no rank loads before it is whole.
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                convert(path / _TAG, path / _UNIVERSAL)
+            torch.distributed.barrier()
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
         """Go on from a checkpoint."""
-        self._engine.load_checkpoint(str(path), tag=_TAG, load_optimizer_states=not weights_only)
+        tag = _UNIVERSAL if self._is_universal else _TAG
+        self._engine.load_checkpoint(str(path), tag=tag, load_optimizer_states=not weights_only)
 
 
 def import_deepspeed() -> Any:

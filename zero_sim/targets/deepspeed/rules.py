@@ -38,6 +38,7 @@ def options_for(stage: int) -> Mapping[str, Option]:
     found = {"communication": Option(default="param", values=DTYPES)}
     if stage > 0:
         found["accumulation"] = Option(default="param", values=("fp32",))
+        found["universal"] = Option(default=False, values=(True,))
     if stage < 3:
         found["predivide"] = Option(default=1.0, values=(2.0, 3.0), fits=scaled)
         found["prescale"] = Option(default=False, values=(True,), fits=scaled)

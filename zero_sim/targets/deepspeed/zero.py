@@ -23,6 +23,7 @@ from zero_sim.targets.deepspeed.config import config_of
 from zero_sim.targets.deepspeed.divergences import known_to_go_wrong, never
 from zero_sim.targets.deepspeed.engine import DeepSpeedEngine
 from zero_sim.targets.deepspeed.rules import numerics_for, options_for, why_not_together
+from zero_sim.targets.deepspeed.universal import universal_goes_wrong, why_not_universal
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import chosen_options, option_problems
 from zero_sim.targets.rank_local import Library, RankLocal
@@ -114,8 +115,10 @@ class DeepSpeedZero:
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
         """Cases for which no rule is known, and those that are known to go wrong."""
+        universal = False
         if not any(option_problems(self, scenario)):
             options = chosen_options(self, scenario)
+            universal = bool(options.get("universal"))
             why = why_not_together(scenario, stage=self._stage, options=options)
             if why:
                 yield Problem(
@@ -123,7 +126,11 @@ class DeepSpeedZero:
                     message=f"expected options for which a rule has a name, got some where {why}.",
                     suggestion="Leave one out, or the dtype.",
                 )
-        yield from never(scenario, stage=self._stage)
+        yield from never(scenario, stage=self._stage, universal=universal)
+        if universal:
+            yield from why_not_universal(scenario)
+        if universal and not self._as_is:
+            yield from universal_goes_wrong(scenario, stage=self._stage)
         if not self._as_is:
             yield from known_to_go_wrong(scenario, stage=self._stage)
 
@@ -137,5 +144,5 @@ class DeepSpeedZero:
 
 
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (DeepSpeedZero(stage) for stage in (0, 1, 2, 3))
-AS_IS = tuple(DeepSpeedZero(stage, as_is=True) for stage in (0, 1))
+AS_IS = tuple(DeepSpeedZero(stage, as_is=True) for stage in (0, 1, 3))
 DEEPSPEED = (ZERO_0, ZERO_1, ZERO_2, ZERO_3, *AS_IS)
