@@ -19,30 +19,8 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
         stage: Of ZeRO.
         universal: Whether its checkpoints are made universal ones.
     """
-    scale, reload = scenario.optimizer.loss_scale, scenario.reload
-    elsewhere = reload is not None and reload.world_size not in (None, scenario.world.size)
-    if reload is not None and elsewhere and not universal:
-        yield Problem(
-            path="reload.world_size",
-            message=f"expected as many ranks as before, {scenario.world.size}, got "
-            f"{reload.world_size}: DeepSpeed's elastic checkpoints load with its own optimizers "
-            "alone.",
-            suggestion="Leave it out, or try option universal.",
-        )
-    if reload is not None and reload.weights_only and scenario.model.dtype != "fp32":
-        yield Problem(
-            path="reload.weights_only",
-            message="DeepSpeed makes masters of the params where it loads no optimizer state, "
-            f"expected fp32, got {scenario.model.dtype}.",
-            suggestion="Leave it out, or try fp32.",
-        )
-    if reload is not None and reload.weights_only and stage == 3:
-        yield Problem(
-            path="reload.weights_only",
-            message="DeepSpeed's stage 3 then makes the weights of all ranks' files by its script "
-            "zero_to_fp32, which is not judged.",
-            suggestion="Leave it out, or try stage 2.",
-        )
+    scale = scenario.optimizer.loss_scale
+    yield from _reloaded(scenario, stage=stage, universal=universal)
     is_vector = scenario.model.name == "mlp" and scenario.data.rows == 1
     if stage == 3 and scenario.world.size == 1 and is_vector and scenario.model.dtype == "fp32":
         yield Problem(
@@ -82,6 +60,36 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
             message="DeepSpeed's scale first grows after one step more than its window, expected "
             f"2 or more, got {scale.growth_interval}.",
             suggestion="Try 2.",
+        )
+
+
+def _reloaded(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
+    """Of cases that go on after a checkpoint; arguments as for `never`."""
+    reload = scenario.reload
+    if reload is None:
+        return
+    elsewhere = reload.world_size not in (None, scenario.world.size)
+    if elsewhere and not universal:
+        yield Problem(
+            path="reload.world_size",
+            message=f"expected as many ranks as before, {scenario.world.size}, got "
+            f"{reload.world_size}: DeepSpeed's elastic checkpoints load with its own optimizers "
+            "alone.",
+            suggestion="Leave it out" + (", or try option universal." if stage else "."),
+        )
+    if reload.weights_only and scenario.model.dtype != "fp32":
+        yield Problem(
+            path="reload.weights_only",
+            message="DeepSpeed makes masters of the params where it loads no optimizer state, "
+            f"expected fp32, got {scenario.model.dtype}.",
+            suggestion="Leave it out, or try fp32.",
+        )
+    if reload.weights_only and stage == 3:
+        yield Problem(
+            path="reload.weights_only",
+            message="DeepSpeed's stage 3 then makes the weights of all ranks' files by its script "
+            "zero_to_fp32, which is not judged.",
+            suggestion="Leave it out, or try stage 2.",
         )
 
 
