@@ -186,12 +186,10 @@ FEATURES = {
     "bf16": lambda s: s.model.dtype == "bf16",
     "fp16": lambda s: s.model.dtype == "fp16",
     "unusual params": lambda s: s.model.name == "unusual",
-    "tied params": lambda s: s.model.tied,
-    "unused params": lambda s: s.model.unused,
-    "params of one rank": lambda s: s.model.one_rank,
     "a param of one micro-batch": lambda s: any(
         one.micro_batch is not None for one in s.model.one_rank
     ),
+    "a param of a rank past the first": lambda s: any(one.rank for one in s.model.one_rank),
     "exact workload": lambda s: s.model.name in ("lattice", "bit-hash", "ternary"),
     "experts on several ranks": lambda s: s.topology.ep > 1,
     "tp": lambda s: s.topology.tp > 1,
@@ -263,9 +261,9 @@ RARE = {
     "an overflow in one of several params": lambda s: (
         s.data.nan and s.model.name in ("params", "lattice") and sum(map(all, s.model.shapes)) > 1
     ),
-    "a tied param under a clipped norm": lambda s: s.model.tied and s.optimizer.clip_norm,
-    "an unused param that decays": lambda s: s.model.unused and s.optimizer.weight_decay,
-    "a param of a rank past the first": lambda s: any(one.rank for one in s.model.one_rank),
+    "tied params": lambda s: s.model.tied,
+    "unused params": lambda s: s.model.unused,
+    "params of one rank": lambda s: s.model.one_rank,
     "an overflow behind the first micro-batch": lambda s: s.data.nan and s.data.nan.micro_batch,
     "param groups that cover all params": covers_all_params,
     "at least eleven ranks": lambda s: s.world.size > 10,
