@@ -51,6 +51,7 @@ class AccelerateDDP:
             "optimizer.clip_norm",
             "optimizer.clip_value",
             "run.micro_batches",
+            "model.tied",
             "model.distinct_start",
             "reload",
         ),

@@ -53,8 +53,8 @@ RANK_LOCAL = RankLocal(
 """As `zero-sim doctor --target` finds it for 0.19.8."""
 _FOLLOWS = {
     0: (),
-    1: _BUFFERS,
-    2: _BUFFERS,
+    1: (*_BUFFERS, "model.tied"),
+    2: (*_BUFFERS, "model.tied"),
     3: (
         "optimizer.clip_norm",
         "system.bucket_elems",

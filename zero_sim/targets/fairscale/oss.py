@@ -42,7 +42,8 @@ class FairscaleOSS:
     capabilities = Capabilities(
         stages=(1,),
         optimizers=OPTIMIZERS,
-        follows=_FOLLOWS,
+        # ShardedDDP broadcasts a tied param once for each name, all at once and to the same memory.
+        follows=(*_FOLLOWS, "model.tied"),
         only=_ONLY,
     )
     numerics = _NUMERICS

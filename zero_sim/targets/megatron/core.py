@@ -35,6 +35,7 @@ class MegatronCore:
             "optimizer.weight_decay",
             "optimizer.warmup_steps",
             "run.micro_batches",
+            "model.tied",
             "system.bucket_elems",
             "system.overlap_grads",
         ),

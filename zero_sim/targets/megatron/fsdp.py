@@ -69,7 +69,7 @@ class MegatronFSDP:
         optimizers=tuple(
             name for name in OPTIMIZERS if name not in ("rprop", *WHOLE_PARAM_OPTIMIZERS)
         ),
-        follows=(*OPTIMIZER_SETTINGS, "run.micro_batches", "system.redundancy"),
+        follows=(*OPTIMIZER_SETTINGS, "run.micro_batches", "model.tied", "system.redundancy"),
     )
 
     def __init__(self, *, as_is: bool = False) -> None:
