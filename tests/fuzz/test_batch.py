@@ -57,6 +57,13 @@ def test_a_right_system_passes(tmp_path):
     assert report.cases_with
 
 
+def test_cases_that_cannot_have_an_option_that_all_get_are_left_out(tmp_path):
+    few = (("all_reduce_last", "true"),)
+    asked = job(tmp_path, target="torch-fsdp2-knobs", options=few, cases=3)
+    report = run_batch(asked, render_case)
+    assert (report.found, report.cases) == ((), 3)
+
+
 def test_a_seed_decides_all(tmp_path):
     reports = [run_batch(job(tmp_path), render_case, cases_from=SMALL) for _ in range(2)]
     assert reports[0].cases_with == reports[1].cases_with

@@ -71,7 +71,10 @@ def run_batch(
         drawn = scenarios(target) if cases_from is None else cases_from
         if options := dict(job.options):
             check_said(target, options)
-            drawn = drawn.map(lambda scenario: with_options(scenario, options))
+            # What the target refuses with them is no finding.
+            drawn = drawn.map(lambda scenario: with_options(scenario, options)).filter(
+                lambda scenario: not refusals(target, scenario)
+            )
         batch = _Batch(
             job=job,
             render=render,
