@@ -84,6 +84,14 @@ def test_what_is_added_without_being_rounded_is_refused():
     assert not refused(1, said={"main_grads": "bf16"})
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_one_rank_has_all_of_is_added_as_if_it_were_not_sharded(stage):
+    asked = {"said": {"main_grads": "bf16"}, "micro_batches": 2}
+    (problem,) = refused(stage, ranks=1, **asked)
+    assert "not rounded to bf16" in problem.message
+    assert not refused(stage, ranks=2, **asked)
+
+
 def test_a_sum_that_is_rounded_is_refused():
     (problem,) = refused(3, "bf16", said={"communication": "fp32"})
     assert "rounds a sum in fp32 to bf16" in problem.message

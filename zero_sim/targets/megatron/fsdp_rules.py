@@ -3,10 +3,11 @@
 [Note: Megatron-FSDP's dtypes]
 Gradients are multiplied with the fp32 reciprocal of the number of ranks in `grad_comm_dtype` and
 summed in it, or with `average_in_collective` summed by AVG. They accumulate in `main_grads_dtype`:
-where gradients are not sharded before the sum, where they are after it, every micro-batch. Both are
-the params' dtype where a policy does not say. What is wider is not rounded before it is added to
-what is narrower. Under HSDP what a block accumulated is summed over the blocks at last. Masters are
-fp32, made of the params, and the optimizer is given fp32 gradients.
+where gradients are not sharded, or one rank has all of a shard's group, before the sum; where they
+are after it, every micro-batch. Both are the params' dtype where a policy does not say. What is
+wider is not rounded before it is added to what is narrower. Under HSDP what a block accumulated is
+summed over the blocks at last. Masters are fp32, made of the params, and the optimizer is given
+fp32 gradients.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     """What of a case is by no rule that can be declared; arguments as for `numerics_for`."""
     system = scenario.system
     accumulated, summed = _dtypes(scenario, chosen)
-    added = summed if system.stage > 1 else scenario.model.dtype
+    # What one rank has all of is not sharded, whatever the stage.
+    is_scattered = system.stage > 1 and scenario.world.size > system.redundancy
+    added = summed if is_scattered else scenario.model.dtype
     if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
