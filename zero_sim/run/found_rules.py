@@ -25,7 +25,7 @@ from zero_sim.run.rule_cases import (
     clip_cases,
     overflow_case,
     rule_cases,
-    unused_case,
+    unused_cases,
     with_model,
 )
 from zero_sim.run.runner import run_case
@@ -219,14 +219,20 @@ class _Search:
     def settle(self, *cases: Scenario) -> str:
         """Declare what makes cases pass; in words what is wrong where nothing does."""
         self.why = ""
-        said = self._fitting(
-            cases, dict(self.found.numerics), depth=_DEPTH, tried=[], guesses=_GUESSES
-        )
-        if said is None:
-            return self.why or "no rule fits all of it"
-        self.found.numerics = said
-        self.passed.extend(cases)
-        return ""
+        for guesses_always in (False, True):
+            said = self._fitting(
+                cases,
+                dict(self.found.numerics),
+                depth=_DEPTH,
+                tried=[],
+                guesses=_GUESSES,
+                guesses_always=guesses_always,
+            )
+            if said is not None:
+                self.found.numerics = said
+                self.passed.extend(cases)
+                return ""
+        return self.why or "no rule fits all of it"
 
     def _fitting(
         self,
@@ -235,9 +241,14 @@ class _Search:
         *,
         depth: int,
         tried: list[dict[str, Any]],
-        guesses: Sequence[Mapping[str, Any]] = (),
+        guesses: Sequence[Mapping[str, Any]],
+        guesses_always: bool,
     ) -> dict[str, Any] | None:
-        """A declaration with which all cases pass, from one by what findings say; or None."""
+        """A declaration with which all cases pass, from one by what findings say; or None.
+
+        Ways of telling a gradient are guessed where no finding says what would fit, or always:
+        what fits one case by itself may fit it by accident.
+        """
         tried.append(said)
         for case in cases:
             result = self.judge(case, said)
@@ -249,10 +260,9 @@ class _Search:
             first = result.findings[0]
             self.why = self.why or f"{first.check}: {first.message}"
             changes: Sequence[Mapping[str, Any]] = declared_by(result)
-            if first.check in _OF_GRADS:
+            if first.check in _OF_GRADS and (guesses_always or not changes):
                 # Where it is told in another way and is another one, too, nothing fits by itself,
-                # nor where it is not told and only what was stepped by it differs; and what fits
-                # one case by itself may fit it by accident.
+                # nor where it is not told and only what was stepped by it differs.
                 changes, guesses = (*changes, *guesses), ()
             if not changes and first.check is Check.EQUALITY_NORM:
                 # Whatever its form, what clips by it can be judged by what is told.
@@ -263,7 +273,12 @@ class _Search:
                     # What fails is tried first again.
                     order = [case, *(each for each in cases if each is not case)]
                     found = self._fitting(
-                        order, changed_to, depth=depth - 1, tried=tried, guesses=guesses
+                        order,
+                        changed_to,
+                        depth=depth - 1,
+                        tried=tried,
+                        guesses=guesses,
+                        guesses_always=guesses_always,
                     )
                     if found is not None:
                         return found
@@ -314,10 +329,10 @@ class _Search:
         if why:
             self.found.left_out[f"model.dtype = {dtype!r}"] = why
             return False
-        unused = unused_case(cases[0])
-        why = self.settle(unused)
-        if why:
-            self.found.left_out[unused.name] = why
+        for unused in unused_cases(cases[0]):
+            why = self.settle(unused)
+            if why:
+                self.found.left_out[unused.name] = why
         for case in [case for case in self.passed if case.model.dtype != dtype]:
             result = self.judge(case)
             if isinstance(result, str) or result.verdict == "fail":

@@ -86,15 +86,19 @@ def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[
         yield changed(micros, f"{dtype}, grad_dtype = 'fp32'", system={"grad_dtype": "fp32"})
 
 
-def unused_case(base: Scenario) -> Scenario:
-    """A case with a param that no rank uses, which weight decay moves or not.
+def unused_cases(base: Scenario) -> Iterator[Scenario]:
+    """Cases with a param that no rank uses, which weight decay moves or not; the smaller first.
+
+    The other one also has params of a second dtype, which show in which one a factor is rounded.
 
     Args:
         base: Any case.
     """
-    decay = OptimizerSpec(weight_decay=0.1)
-    name = f"{base.model.dtype}, params that nobody uses"
-    return changed(_bare(base, unused=("p1",)), name, optimizer=decay)
+    decay, dtype = OptimizerSpec(weight_decay=0.1), base.model.dtype
+    bare = _bare(base, unused=("p1",))
+    yield changed(bare, f"{dtype}, params that nobody uses", optimizer=decay)
+    name = f"{dtype}, params of two dtypes, some of which nobody uses"
+    yield changed(base, name, model={"name": "unusual"}, optimizer=decay)
 
 
 def _bare(base: Scenario, **said: Any) -> Scenario:

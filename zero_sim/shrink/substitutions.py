@@ -39,8 +39,8 @@ def substitutions(scenario: Scenario) -> Iterator[Scenario]:
         alone = repaired(changed(scenario, "world.size", 1))
         for elems in (1, 2):
             two = with_bare_params(alone, ((elems,), (elems,)))
-            # On one rank a sum is what was there, unless it is divided.
-            yield from (repaired(change(two)) for change in (_READ_ONCE, _READ_ONCE_AND_DIVIDED))
+            # On one rank a sum is what was there, unless it is divided; before it, by what reduces.
+            yield from (repaired(change(two)) for change in _READ_ONCE_FORMS)
 
 
 def one_world(scenario: Scenario) -> Scenario:
@@ -156,6 +156,11 @@ _SCALED = _setting("optimizer.loss_scale", LossScaleSpec())
 
 _READ_ONCE = _both(_read_once, _TWO_MICRO_BATCHES)
 _READ_ONCE_AND_DIVIDED = _both(_read_once, _BY_MICRO_BATCHES)
+_READ_ONCE_FORMS: tuple[Change, ...] = (
+    _READ_ONCE,
+    _READ_ONCE_AND_DIVIDED,
+    _both(_READ_ONCE_AND_DIVIDED, _setting("system.divide", "pre")),
+)
 _CHANGES: tuple[Change, ...] = (
     _setting("system.align_elems", 2),
     _setting("system.bucket_elems", 1),
