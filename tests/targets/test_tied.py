@@ -1,5 +1,7 @@
 """Tied params under torch's own systems: one unit, two names of one param, equal bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,22 @@ def test_fsdp1_adds_no_16_bit_gradient_of_a_tied_param_to_an_fp32_one(parts, pat
     target = find_target("torch-fsdp1-knobs")
     found = refusals(target, case("torch-fsdp1-knobs", **parts))
     assert [problem.path for problem in found] == paths
+
+
+@pytest.mark.parametrize(
+    ("name", "timing", "paths"),
+    [
+        ("fairscale-sharded-ddp", "eager", []),
+        ("fairscale-sharded-ddp", "lazy", ["model.tied"]),
+        ("fairscale-sharded-ddp-unbuffered", "hostile", ["model.tied"]),
+        ("fairscale-sharded-ddp-as-is", "lazy", []),
+        ("fairscale-oss", "lazy", []),
+    ],
+)
+def test_sharded_ddp_sends_one_memory_twice_where_nothing_comes_late(name, timing, paths):
+    stage = 1 if name == "fairscale-oss" else 2
+    scenario = replace(case(name, stage), world=WorldSpec(size=2, timing=timing))
+    assert [problem.path for problem in refusals(find_target(name), scenario)] == paths
 
 
 class Tied(nn.Module):
