@@ -64,10 +64,11 @@ def test_one_device_alone_has_them_too():
     ],
     ids=str,
 )
-def test_fsdp1_adds_no_16_bit_gradient_of_a_tied_param_to_an_fp32_one(parts, paths):
+def test_fsdp1_accumulates_no_16_bit_gradient_of_a_tied_param_that_is_whole(parts, paths):
     target = find_target("torch-fsdp1-knobs")
     found = refusals(target, case("torch-fsdp1-knobs", **parts))
     assert [problem.path for problem in found] == paths
+    assert not refusals(find_target("torch-fsdp1-knobs-as-is"), case("torch-fsdp1-knobs", **parts))
 
 
 @pytest.mark.parametrize(

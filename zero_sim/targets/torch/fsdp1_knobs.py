@@ -27,6 +27,8 @@ from zero_sim.targets.options import Option, chosen_options
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
 from zero_sim.targets.torch.fsdp1_knobs_engine import FSDP1KnobsEngine
 
+_UPSTREAM = "scenarios/upstream has this case."
+
 
 class TorchFSDP1Knobs:
     """FullyShardedDataParallel under a plain optimizer, with options of its own.
@@ -75,22 +77,8 @@ class TorchFSDP1Knobs:
                 "summed of earlier micro-batches, which is by no rule that can be declared.",
                 suggestion="Try sync = 'last', or one micro-batch.",
             )
-        narrow = scenario.model.dtype != "fp32"
-        if is_whole and narrow and scenario.model.tied and scenario.run.micro_batches > 1:
-            yield Problem(
-                path="model.tied",
-                message="where nothing is sharded FSDP1 of torch 2.13 raises as it adds the "
-                "16-bit gradient of a tied param to the fp32 one of an earlier micro-batch, got "
-                f"{', '.join(map(repr, scenario.model.tied))}.",
-                suggestion="Try fp32, or one micro-batch.",
-            )
-        if 1 < system.redundancy == scenario.world.size and not self._as_is:
-            yield Problem(
-                path="system.redundancy",
-                message="torch 2.13 reduces nothing with HYBRID_SHARD where a block has one rank: "
-                f"see scenarios/upstream, got {system.redundancy} blocks.",
-                suggestion="Try stage 0, or fewer copies than ranks.",
-            )
+        if not self._as_is:
+            yield from _known_to_go_wrong(scenario, is_whole=is_whole)
 
     def build(
         self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup
@@ -98,3 +86,29 @@ class TorchFSDP1Knobs:
         """Shard the module for training on this rank."""
         options = chosen_options(self, scenario)
         return FSDP1KnobsEngine(module, scenario=scenario, group=group, options=options)
+
+
+def _known_to_go_wrong(scenario: Scenario, *, is_whole: bool) -> Iterator[Problem]:
+    """Cases that go wrong in torch 2.13.
+
+    Args:
+        scenario: As the target is given it.
+        is_whole: Whether nothing is sharded.
+    """
+    narrow = scenario.model.dtype != "fp32"
+    if is_whole and narrow and scenario.model.tied and scenario.run.micro_batches > 1:
+        yield Problem(
+            path="model.tied",
+            message="where nothing is sharded FSDP1 of torch 2.13 raises as it gives the other "
+            "name of a tied fp32 param the 16-bit gradient of an earlier micro-batch, got "
+            f"{', '.join(map(repr, scenario.model.tied))}. {_UPSTREAM}",
+            suggestion="Try fp32, or one micro-batch.",
+        )
+    copies = scenario.system.redundancy
+    if 1 < copies == scenario.world.size:
+        yield Problem(
+            path="system.redundancy",
+            message="torch 2.13 reduces nothing with HYBRID_SHARD where a block has one rank, got "
+            f"{copies} blocks. {_UPSTREAM}",
+            suggestion="Try stage 0, or fewer copies than ranks.",
+        )
