@@ -66,6 +66,7 @@ class AccelerateFSDP2:
                 *OPTIMIZER_SETTINGS,
                 "optimizer.clip_norm",
                 "run.micro_batches",
+                "model.tied",
                 "model.distinct_start",
                 "system.reshard_after_forward",
                 "system.sync",

@@ -45,6 +45,8 @@ class AccelerateFSDP2Engine(FSDP2Engine):
         self._size = group.size() // scenario.system.redundancy
         self._rank = group.rank() % self._size
         self._dtype = _DTYPES[scenario.model.dtype]
+        # One that is tied, and wrapped with each of its names, is two when it is prepared.
+        names = {name for name, param in module.named_parameters() if param.requires_grad}
         accelerator = accelerator_for(
             scenario,
             group=group,
@@ -59,9 +61,9 @@ class AccelerateFSDP2Engine(FSDP2Engine):
         )
         self.module = self._loop.module
         self._params: dict[str, Any] = {
-            name.replace(_WRAPPED, ""): param
+            bare: param
             for name, param in self.module.named_parameters()
-            if param.requires_grad
+            if (bare := name.replace(_WRAPPED, "")) in names
         }
         self._optimizer = self._loop.optimizer
         self._rates = LearningRates(self._optimizer)

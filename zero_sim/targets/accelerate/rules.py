@@ -88,6 +88,14 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             f"{_UPSTREAM}",
             suggestion="Try form = 'dcp', or another optimizer.",
         )
+    if options["wrap"] == "size" and scenario.model.tied:
+        yield Problem(
+            path="model.tied",
+            message="accelerate 1.15.0 wraps by size what shares a param with another module, "
+            "which torch 2.13 refuses in the first forward, got "
+            f"{', '.join(map(repr, scenario.model.tied))}. {_UPSTREAM}",
+            suggestion="Try option wrap=none.",
+        )
     if options["checkpointing"] and options["wrap"] == "none":
         yield Problem(
             path="system.options",

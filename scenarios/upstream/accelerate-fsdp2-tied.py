@@ -1,0 +1,39 @@
+"""accelerate's FSDP2 with size_based_wrap gives a tied param two groups, which torch refuses.
+
+Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 accelerate-fsdp2-tied.py
+"""
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.again = torch.nn.Linear(4, 4, bias=False)
+        self.again.weight = self.first.weight
+
+    def forward(self, x):
+        return self.again(self.first(x))
+
+
+accelerator = Accelerator(cpu=True)
+# As AcceleratorState does where there is a GPU.
+PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+for least in (8, 16):
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=least
+    )
+    model = Tied()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    names = [name for name, _ in model.named_parameters()]
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+        said = "trained"
+    except ValueError as error:
+        said = f"expected a forward, got {error}"
+    print(f"min_num_params = {least}: prepared {names}: {said}", flush=True)
+torch.distributed.destroy_process_group()
