@@ -21,9 +21,8 @@ from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import segments_of
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import ModelSpec, Scenario, SystemSpec, TopologySpec, WorldSpec
-from zero_sim.shrink.size import params_of
 from zero_sim.targets import EVERYTHING, Capabilities, find_target, refusals, target_names
-from zero_sim.workloads import build_workload
+from zero_sim.workloads import build_workload, params_of
 
 QUIET = settings(
     phases=(Phase.generate, Phase.shrink),

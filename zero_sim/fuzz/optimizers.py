@@ -18,8 +18,7 @@ from zero_sim.scenario.spec import (
     OptimizerSpec,
     ParamGroupSpec,
 )
-from zero_sim.shrink.size import params_of
-from zero_sim.workloads import EXACT_MODELS
+from zero_sim.workloads import EXACT_MODELS, params_of
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 NO_FOREACH = ("nadam", "radam", "asgd", *WHOLE_PARAM_OPTIMIZERS)

@@ -40,7 +40,6 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.scenario.unused import without_unused
-from zero_sim.shrink.size import params_of
 from zero_sim.targets import (
     EVERYTHING,
     Capabilities,
@@ -50,6 +49,7 @@ from zero_sim.targets import (
     options_of,
     refusals,
 )
+from zero_sim.workloads import params_of
 
 OWN = "zero_sim"
 RANKS_MAX = 12

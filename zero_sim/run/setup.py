@@ -16,6 +16,7 @@ from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import (
+    Target,
     find_target,
     library_target_names,
     numerics_of,
@@ -67,17 +68,18 @@ class Setup:
 
     def _missing_ops(self, scenario: Scenario) -> tuple[str, ...]:
         """Reduce operations that the system asks for and the backend has not."""
-        name = scenario.system.target
-        if name not in (*target_names(), *library_target_names()):
+        target = _registered(scenario)
+        if target is None:
             return ()
         lacks = find_transport(self.backend).lacks
-        return tuple(op for op in reduce_ops_of(find_target(name), scenario) if op in lacks)
+        return tuple(op for op in reduce_ops_of(target, scenario) if op in lacks)
 
     def _rounds_before_the_sum(self, scenario: Scenario) -> bool:
         """Whether what ranks bring is rounded, which no model's budget of bits has room for."""
-        if scenario.system.target not in (*target_names(), *library_target_names()):
+        target = _registered(scenario)
+        if target is None:
             return False
-        numerics = numerics_of(find_target(scenario.system.target), scenario)
+        numerics = numerics_of(target, scenario)
         system = numerics.replayed(scenario, added_in=OWN_ORDERS[self.backend]).system
         if system.divide not in ("pre", "premul"):
             return False
@@ -142,6 +144,13 @@ def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
     transport.check()
     ranks_max = min(transport.processes_max or WORKERS_MAX, WORKERS_MAX)
     return Setup(backend=backend, native=native, ranks_max=ranks_max)
+
+
+def _registered(scenario: Scenario) -> Target | None:
+    """The target that a case names, if its name is of one that is ours or a library's."""
+    name = scenario.system.target
+    is_known = name in (*target_names(), *library_target_names())
+    return find_target(name) if is_known else None
 
 
 def judge_drifted(

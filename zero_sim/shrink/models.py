@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from zero_sim.scenario.spec import ModelName, ModelSpec, OneRankSpec, Scenario
 from zero_sim.shrink.repair import changed, repaired, with_model
-from zero_sim.shrink.size import SIMPLEST_MODEL, params_of
+from zero_sim.shrink.size import SIMPLEST_MODEL
+from zero_sim.workloads import params_of
 
 Shape = tuple[int, ...]
 

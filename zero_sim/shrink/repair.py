@@ -13,7 +13,7 @@ from zero_sim.scenario.joining import limits_of_joins
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, ReloadSpec, Scenario, TopologySpec
 from zero_sim.scenario.unused import without_unused
-from zero_sim.shrink.size import params_of
+from zero_sim.workloads import params_of
 
 
 def changed(scenario: Scenario, path: str, value: object) -> Scenario:

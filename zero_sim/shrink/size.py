@@ -7,16 +7,15 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from zero_sim.scenario.dump import to_chosen_data
 from zero_sim.scenario.fields import choices_of, fields_of
-from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
-from zero_sim.workloads import build_workload
+from zero_sim.scenario.spec import RunSpec, Scenario
+from zero_sim.workloads import params_of
 
 SIMPLEST_MODEL = "params"
-_MODELS_KEPT = 512
 UNCOUNTED = frozenset(
     {
         "schema", "name", "description", "model.shapes", "model.hidden", "model.blocks",
@@ -82,20 +81,6 @@ def order_of(scenario: Scenario) -> Order:
     )
     text = json.dumps(to_chosen_data(anonymous), sort_keys=True)
     return size_of(scenario), bulk, len(text), text, scenario.run.seed
-
-
-def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes of a model's params, those of all ranks, in registration order."""
-    if model.shapes is not None:
-        return tuple((f"p{index}", shape) for index, shape in enumerate(model.shapes))
-    # Neither when it is frozen nor which bits it starts from adds a param.
-    return _built(replace(model, freeze=()))
-
-
-@lru_cache(maxsize=_MODELS_KEPT)
-def _built(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    module = build_workload(Scenario(schema=1, model=model, run=RunSpec(steps=1))).build()
-    return tuple((name, tuple(param.shape)) for name, param in module.named_parameters())
 
 
 def settings_of(scenario: Scenario) -> frozenset[str]:

@@ -22,7 +22,7 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.shrink.models import with_bare_params
 from zero_sim.shrink.repair import changed, repaired
-from zero_sim.shrink.size import params_of
+from zero_sim.workloads import params_of
 
 Change = Callable[[Scenario], Scenario]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -55,6 +55,9 @@ OPTIMIZER_SETTINGS = (
     "optimizer.warmup_steps",
 )
 """What an engine follows that steps with a class of torch and the settings of the scenario."""
+
+UPSTREAM = "scenarios/upstream has this case."
+"""How a refusal of what is known to go wrong in a library ends."""
 
 _FREE = ("optimizer.name", "optimizer.lr", "system.target", "system.stage", "system.options")
 """Fields that are no option, or that a field of their own speaks of."""
@@ -199,14 +202,9 @@ def numerics_of(target: Target, scenario: Scenario) -> Numerics:
     what = "numerics"
     if callable(declared) and not isinstance(declared, type):
         what = "numerics(scenario)"
-        try:
-            declared = declared(scenario)
-        # Code of the target's own may raise anything.
-        except Exception as error:
-            raise ProtocolError(
-                f"expected `numerics` of target {target.name!r} to give the rules of a case, got "
-                f"{type(error).__name__}: {error}."
-            ) from error
+        declared = _answered(
+            target, "numerics", declared, scenario, wanted="give the rules of a case"
+        )
     if declared is None:
         return Numerics()
     if not isinstance(declared, Numerics):
@@ -245,20 +243,37 @@ def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
     own = getattr(target, "reduce_ops", None)
     if own is None:
         return ()
-    try:
-        told: object = own(scenario)
-    # Code of the target's own may raise anything.
-    except Exception as error:
-        raise ProtocolError(
-            f"expected `reduce_ops` of target {target.name!r} to name operations, got "
-            f"{type(error).__name__}: {error}."
-        ) from error
+    told = _answered(target, "reduce_ops", own, scenario, wanted="name operations")
     if not isinstance(told, tuple) or not all(hasattr(ReduceOp, str(each)) for each in told):
         raise ProtocolError(
             f"expected `reduce_ops` of target {target.name!r} to give a tuple of names of "
             f"torch.distributed.ReduceOp, got {shown(told)}. Try ('AVG',)."
         )
     return told
+
+
+def _answered(
+    target: Target,
+    name: str,
+    own: Callable[[Scenario], object],
+    scenario: Scenario,
+    *,
+    wanted: str,
+) -> object:
+    """What a function of a target's own says of a case."""
+    try:
+        return own(scenario)
+    # It may raise anything.
+    except Exception as error:
+        raise ProtocolError(
+            f"expected `{name}` of target {target.name!r} to {wanted}, got "
+            f"{type(error).__name__}: {error}."
+        ) from error
+
+
+def _as_tuple(told: object) -> object:
+    """All of what is told one after another; anything else as it is."""
+    return tuple(told) if isinstance(told, Iterable) else told
 
 
 def followed() -> tuple[str, ...]:
@@ -314,15 +329,10 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     own = getattr(target, "refuses", None)
     if own is None:
         return ()
-    try:
-        reported: object = own(scenario)
-        reported = tuple(reported) if isinstance(reported, Iterable) else reported
-    # Code of the target's own may raise anything.
-    except Exception as error:
-        raise ProtocolError(
-            f"expected `refuses` of target {target.name!r} to say what keeps a case from being "
-            f"run, got {type(error).__name__}: {error}."
-        ) from error
+    asked = "say what keeps a case from being run"
+    reported = _answered(
+        target, "refuses", lambda case: _as_tuple(own(case)), scenario, wanted=asked
+    )
     if not isinstance(reported, tuple) or not all(isinstance(each, Problem) for each in reported):
         wanted = "zero_sim.errors.Problem"
         raise ProtocolError(

@@ -6,7 +6,7 @@ from zero_sim.workloads.draws import seed_of
 from zero_sim.workloads.exact import EXACT_MODELS
 from zero_sim.workloads.placed import on_device
 from zero_sim.workloads.protocol import Batch, ExpertWorkload, Workload, build_module
-from zero_sim.workloads.registry import build_workload
+from zero_sim.workloads.registry import build_workload, params_of
 from zero_sim.workloads.starts import make_distinct
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "build_workload",
     "make_distinct",
     "on_device",
+    "params_of",
     "seed_of",
 ]

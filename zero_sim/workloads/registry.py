@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import assert_never
 
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
 from zero_sim.workloads.digits import DigitsWorkload
 from zero_sim.workloads.fp8 import Fp8Workload
 from zero_sim.workloads.lattice import BitHashWorkload, LatticeWorkload
@@ -16,6 +18,8 @@ from zero_sim.workloads.ternary import TernaryWorkload
 from zero_sim.workloads.tp_block import TpBlockWorkload
 from zero_sim.workloads.transformer import TransformerWorkload
 from zero_sim.workloads.unusual import UnusualWorkload
+
+_MODELS_KEPT = 512
 
 
 def build_workload(scenario: Scenario) -> Workload:
@@ -52,3 +56,17 @@ def build_workload(scenario: Scenario) -> Workload:
             return TpBlockWorkload(scenario)
         case unknown:
             assert_never(unknown)
+
+
+def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes of a model's params, those of all ranks, in registration order."""
+    if model.shapes is not None:
+        return tuple((f"p{index}", shape) for index, shape in enumerate(model.shapes))
+    # Neither when it is frozen nor which bits it starts from adds a param.
+    return _built(replace(model, freeze=()))
+
+
+@lru_cache(maxsize=_MODELS_KEPT)
+def _built(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    module = build_workload(Scenario(schema=1, model=model, run=RunSpec(steps=1))).build()
+    return tuple((name, tuple(param.shape)) for name, param in module.named_parameters())

@@ -8,8 +8,8 @@ from typing import Any
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import UPSTREAM
 
-_UPSTREAM = "scenarios/upstream has this case."
 MICRO_BATCHES_MAX = 40
 """Up to which fp32 gives 1 for 1/n times n; 1/41 times 41 is less."""
 
@@ -52,7 +52,7 @@ def left_out_of_files(scenario: Scenario) -> Iterator[Problem]:
         yield Problem(
             path="model.shapes",
             message="accelerate 1.15.0 saves the first alone of params without elements, and "
-            f"cannot load them, expected one at most with [reload], got {len(empty)}. {_UPSTREAM}",
+            f"cannot load them, expected one at most with [reload], got {len(empty)}. {UPSTREAM}",
             suggestion="Leave out all but one.",
         )
 
@@ -69,14 +69,14 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             path="system.options",
             message="accelerate 1.15.0 raises where the first rank loads params that the model "
             f"itself has, got loaded_by_first and model.name = {scenario.model.name!r}. "
-            f"{_UPSTREAM}",
+            f"{UPSTREAM}",
             suggestion="Try the model mlp.",
         )
     if scenario.optimizer.name == "adagrad" and scenario.reload is not None:
         yield Problem(
             path="optimizer.name",
             message="accelerate 1.15.0 cannot save an optimizer that has state before its first "
-            f"step, got 'adagrad' with [reload]. {_UPSTREAM}",
+            f"step, got 'adagrad' with [reload]. {UPSTREAM}",
             suggestion="Try another one.",
         )
     has_state = scenario.optimizer.name != "sgd" or scenario.optimizer.momentum
@@ -85,7 +85,7 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             path="reload.form",
             message="torch 2.13 raises 'Expected device to be set' where accelerate has it load a "
             "whole state of an optimizer that has no tensors in it, got SGD without momentum. "
-            f"{_UPSTREAM}",
+            f"{UPSTREAM}",
             suggestion="Try form = 'dcp', or another optimizer.",
         )
     if options["wrap"] == "size" and scenario.model.tied:
@@ -93,14 +93,14 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             path="model.tied",
             message="accelerate 1.15.0 wraps by size what shares a param with another module, "
             "which torch 2.13 refuses in the first forward, got "
-            f"{', '.join(map(repr, scenario.model.tied))}. {_UPSTREAM}",
+            f"{', '.join(map(repr, scenario.model.tied))}. {UPSTREAM}",
             suggestion="Try option wrap=none.",
         )
     if options["checkpointing"] and options["wrap"] == "none":
         yield Problem(
             path="system.options",
             message="accelerate 1.15.0 raises where it checkpoints activations and wraps no "
-            f"children. {_UPSTREAM}",
+            f"children. {UPSTREAM}",
             suggestion="Try option wrap=size.",
         )
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import UPSTREAM
 from zero_sim.targets.torch.optim import decays_weights
-
-_UPSTREAM = "scenarios/upstream has this case."
 
 
 def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
@@ -100,7 +99,7 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
         yield Problem(
             path="run.micro_batches",
             message="DeepSpeed 0.19.8 divides the gradient by their number where the module's "
-            f"output is the loss, whatever scale_wrt_gas says. {_UPSTREAM}",
+            f"output is the loss, whatever scale_wrt_gas says. {UPSTREAM}",
             suggestion="Try the model mlp.",
         )
     scale, steps = scenario.optimizer.loss_scale, scenario.run.steps
@@ -109,7 +108,7 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
             path="optimizer.loss_scale.growth_interval",
             message="DeepSpeed 0.19.8 divides gradients by the scale of the next step where it "
             f"grows, expected an interval of more than {steps} steps, got "
-            f"{scale.growth_interval}. {_UPSTREAM}",
+            f"{scale.growth_interval}. {UPSTREAM}",
             suggestion=f"Try {steps + 1}.",
         )
     if stage == 0 and scenario.model.dtype != "fp32":
@@ -123,7 +122,7 @@ def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
         yield Problem(
             path="optimizer.loss_scale",
             message="DeepSpeed 0.19.8 divides gradients by it at stage 0 and does not multiply "
-            f"the loss with it. {_UPSTREAM}",
+            f"the loss with it. {UPSTREAM}",
             suggestion="Leave it out, or try stage 1.",
         )
     decays = decays_weights(spec)
@@ -132,6 +131,6 @@ def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
             path="optimizer.name",
             message="DeepSpeed 0.19.8 steps once with gradients of zero when it begins in "
             f"{scenario.model.dtype} at stage 0, which counts as a step and decays weights. "
-            f"{_UPSTREAM}",
+            f"{UPSTREAM}",
             suggestion="Try sgd without weight decay, or stage 1.",
         )

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from argparse import Namespace
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.spec import ModelSpec, Scenario
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import UPSTREAM
 from zero_sim.targets.torch.optim import group_index
-from zero_sim.workloads import build_workload
+from zero_sim.workloads import params_of
 
 _ADAMS = ("adamw", "adam", "radam")
 """Optimizers whose state is exp_avg and exp_avg_sq."""
 _ALIGNED = 2
 """What stages 1 and 2 round a rank's part of a group up to."""
-_UPSTREAM = "scenarios/upstream has this case."
 
 
 def convert(saved: Path, universal: Path) -> None:
@@ -81,7 +81,7 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
         yield Problem(
             path="optimizer.amsgrad",
             message="DeepSpeed 0.19.8 leaves max_exp_avg_sq out of universal checkpoints. "
-            f"{_UPSTREAM}",
+            f"{UPSTREAM}",
             suggestion="Leave it out.",
         )
     ranks = reload.world_size or scenario.world.size
@@ -90,7 +90,7 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
         yield Problem(
             path="optimizer.groups",
             message="DeepSpeed 0.19.8 gives all param groups the settings of the first one, and "
-            f"one counter of steps, where stage 3 loads a universal checkpoint. {_UPSTREAM}",
+            f"one counter of steps, where stage 3 loads a universal checkpoint. {UPSTREAM}",
             suggestion="Leave them out, or try stage 2.",
         )
     if stage == 3 and _may_be_before_all_steps(scenario, step=reload.step):
@@ -98,7 +98,7 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
             path="reload.step",
             message="DeepSpeed 0.19.8 raises where it makes a universal checkpoint of stage 3 that "
             "no step came before but skipped ones, which in fp16 any can be. "
-            f"{_UPSTREAM}",
+            f"{UPSTREAM}",
             suggestion="Try more steps before it, or bf16.",
         )
     few = min(elems.values())
@@ -107,7 +107,7 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
             path="reload.world_size",
             message="DeepSpeed 0.19.8 raises where a rank that loads a universal checkpoint has no "
             f"part of a param group, expected fewer than {ranks} ranks for one of {few} elements. "
-            f"{_UPSTREAM}",
+            f"{UPSTREAM}",
             suggestion="Try fewer ranks or larger params.",
         )
 
@@ -121,17 +121,10 @@ def _may_be_before_all_steps(scenario: Scenario, *, step: int) -> bool:
 def _elems_of_groups(scenario: Scenario) -> dict[int, int]:
     """Elements of each param group that has any params."""
     elems: dict[int, int] = {}
-    for name, numel in _params_of(scenario.model):
+    for name, shape in params_of(scenario.model):
         index = group_index(scenario.optimizer, name)
-        elems[index] = elems.get(index, 0) + numel
+        elems[index] = elems.get(index, 0) + math.prod(shape)
     return elems
-
-
-@lru_cache(maxsize=64)
-def _params_of(model: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """Names and elements of a model's params."""
-    module = build_workload(Scenario(schema=1, model=model)).build()
-    return tuple((name, param.numel()) for name, param in module.named_parameters())
 
 
 def _has_none(elems: int, *, ranks: int) -> bool:

@@ -18,10 +18,9 @@ from typing import Any
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import UPSTREAM
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.torch.optim import decays_weights
-
-_UPSTREAM = "scenarios/upstream has this case."
 
 
 def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
@@ -66,8 +65,7 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     """What of a case is by no rule that can be declared; arguments as for `numerics_for`."""
     system = scenario.system
     accumulated, summed = _dtypes(scenario, chosen)
-    # What one rank has all of is not sharded, whatever the stage.
-    is_scattered = system.stage > 1 and scenario.world.size > system.redundancy
+    is_scattered = system.stage > 1 and not _is_in_one_shard(scenario)
     added = summed if is_scattered else scenario.model.dtype
     if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
         yield Problem(
@@ -106,7 +104,7 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
         yield Problem(
             path="system.options",
             message="megatron-fsdp 0.6.1 reduces gradients twice at stages 0 and 1 where "
-            f"overlap_grad_reduce is off. {_UPSTREAM}",
+            f"overlap_grad_reduce is off. {UPSTREAM}",
             suggestion="Leave option overlap_grads out.",
         )
     decays = decays_weights(spec)
@@ -115,7 +113,7 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             path="system.options",
             message="megatron-fsdp 0.6.1 steps once with gradients of zero in "
             "fully_shard_optimizer, which counts as a step and decays weights, expected sgd "
-            f"without weight decay, got {spec.name}. {_UPSTREAM}",
+            f"without weight decay, got {spec.name}. {UPSTREAM}",
             suggestion="Leave option shard_optimizer out.",
         )
     rows = {prod(shape[1:]) for shape in scenario.model.shapes or ()} - {1}
@@ -124,11 +122,16 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             path="model.shapes",
             message="megatron-fsdp 0.6.1 cuts rows of params in two where it puts params with rows "
             f"of several lengths into one bucket, and raises, expected one length, got "
-            f"{', '.join(map(str, sorted(rows)))}. {_UPSTREAM}",
+            f"{', '.join(map(str, sorted(rows)))}. {UPSTREAM}",
             suggestion="Try one, or stage 0.",
         )
-    if system.stage > 1 and scenario.world.size == system.redundancy:
+    if system.stage > 1 and _is_in_one_shard(scenario):
         yield from _in_one_shard(scenario, chosen)
+
+
+def _is_in_one_shard(scenario: Scenario) -> bool:
+    """Whether one rank has all of what is sharded, which is whole then, whatever the stage."""
+    return scenario.world.size == scenario.system.redundancy
 
 
 def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
@@ -138,13 +141,13 @@ def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
         yield Problem(
             path="system.options",
             message="megatron-fsdp 0.6.1 adds gradients to themselves where one rank has all of "
-            f"what is sharded and grad_comm_dtype is another than main_grads_dtype. {_UPSTREAM}",
+            f"what is sharded and grad_comm_dtype is another than main_grads_dtype. {UPSTREAM}",
             suggestion="Try two ranks for each copy, or leave option communication out.",
         )
     if scenario.world.size > 1 and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
             message="megatron-fsdp 0.6.1 divides what it accumulated again at every micro-batch "
-            f"where one rank has all of what is sharded. {_UPSTREAM}",
+            f"where one rank has all of what is sharded. {UPSTREAM}",
             suggestion="Try one micro-batch, or two ranks for each copy.",
         )

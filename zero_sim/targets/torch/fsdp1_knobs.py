@@ -22,12 +22,11 @@ from torch.distributed import ProcessGroup
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets.declared import UPSTREAM
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
 from zero_sim.targets.torch.fsdp1_knobs_engine import FSDP1KnobsEngine
-
-_UPSTREAM = "scenarios/upstream has this case."
 
 
 class TorchFSDP1Knobs:
@@ -101,7 +100,7 @@ def _known_to_go_wrong(scenario: Scenario, *, is_whole: bool) -> Iterator[Proble
             path="model.tied",
             message="where nothing is sharded FSDP1 of torch 2.13 raises as it gives the other "
             "name of a tied fp32 param the 16-bit gradient of an earlier micro-batch, got "
-            f"{', '.join(map(repr, scenario.model.tied))}. {_UPSTREAM}",
+            f"{', '.join(map(repr, scenario.model.tied))}. {UPSTREAM}",
             suggestion="Try fp32, or one micro-batch.",
         )
     copies = scenario.system.redundancy
@@ -109,6 +108,6 @@ def _known_to_go_wrong(scenario: Scenario, *, is_whole: bool) -> Iterator[Proble
         yield Problem(
             path="system.redundancy",
             message="torch 2.13 reduces nothing with HYBRID_SHARD where a block has one rank, got "
-            f"{copies} blocks. {_UPSTREAM}",
+            f"{copies} blocks. {UPSTREAM}",
             suggestion="Try stage 0, or fewer copies than ranks.",
         )
