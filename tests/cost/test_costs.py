@@ -1,5 +1,7 @@
 """Traffic and memory are held to closed forms, which a wrong system does not keep."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -11,6 +13,7 @@ from zero_sim.scenario.spec import (
     LossScaleSpec,
     ModelSpec,
     OptimizerSpec,
+    ParamGroupSpec,
     RunSpec,
     Scenario,
     SystemSpec,
@@ -91,6 +94,16 @@ def test_uneven_shards_go_by_rank():
     assert [form.shard_elems for form in by_rank] == [5, 4]
     calls = calls_of_step(THREE, scenario=scenario, rank=1, skipped=False)
     assert calls["reduce_scatter_list", 2, 9] == calls["all_to_all", 2, 8] == 1
+
+
+def test_rows_of_params_without_elements_are_nothing_to_cut():
+    empty = [replace(THREE[1], name=name) for name in "de"]
+    scenario = case(
+        system=SystemSpec(partition="rows", bucket_elems=1, buffers_by="param-group"),
+        optimizer=OptimizerSpec(groups=(ParamGroupSpec(match="a"),)),
+    )
+    forms = bucket_forms([THREE[0], *empty], scenario=scenario, rank=0)
+    assert [form.names for form in forms] == [("a",)]
 
 
 def test_experts_are_shared_by_few():

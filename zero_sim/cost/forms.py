@@ -313,7 +313,8 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         unit = shards * math.lcm(system.align_elems, aligned)
         elems = -(-payload // unit) * unit
     elif system.partition == "rows":
-        unit = shards * max(size.row_elems for size in bucket if size.elems or len(bucket) == 1)
+        # Of params without elements alone no row is cut.
+        unit = shards * max((size.row_elems for size in bucket if size.elems), default=1)
         elems = -(-payload // unit) * unit
     # Of the shards of a place in its block each block has one, in their order.
     shard = place % group_size * parts + place // group_size % parts if system.stage else 0
