@@ -195,7 +195,7 @@ def zeroed_while_reduced(patch: Patches) -> None:
     def wrong(right, self):
         unit = self._units[self._issued_count]
         right(self)
-        if not unit.reducing:
+        if not isinstance(unit, Unit) or not unit.reducing:
             return
         own = unit.grad_shard
         start = own.storage_offset() - unit.grads.storage_offset()

@@ -132,7 +132,7 @@ def sum_added_twice(patch: Patches) -> None:
     def wrong(right, self):
         last = self._units[-1]
         right(self)
-        if last.frees_grads:
+        if isinstance(last, Unit) and last.grad_total is not None:
             last.grad_total.mul_(2)
 
 
@@ -222,7 +222,8 @@ def unit_without_gradients_skipped(patch: Patches) -> None:
     @patch(UnderBackward, "_issue_next")
     def wrong(right, self):
         unit = self._units[self._issued_count]
-        if not unit.frees_grads or unit.grad_state is GradState.FILLING:
+        is_whole = not isinstance(unit, Unit) or not unit.frees_grads
+        if is_whole or unit.grad_state is GradState.FILLING:
             right(self)
             return
         unit.fill()
