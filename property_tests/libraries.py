@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.run.found_rules import find_rules
 from zero_sim.run.judges import open_judge
 from zero_sim.scenario.dump import to_chosen_toml
@@ -52,7 +52,7 @@ def fuzzed(name: str, *, cases: int, seed: int) -> bool:
 
 def drawn_for(target: Target, *, cases: int, seed: int) -> Iterator[Scenario]:
     """Cases that gloo processes can run as well."""
-    strategy = scenarios(target, ranks_max=RANKS_MAX, reload=False)
+    strategy = drawn_cases(target, ranks_max=RANKS_MAX, reload=False)
     yield from islice(draws(strategy, seed=f"libraries/{seed}"), cases)
 
 

@@ -50,11 +50,11 @@ def _draw(folder: Path, *, count: int, seed: int) -> list[str]:
     from itertools import islice
 
     from zero_sim.fuzz.drawing import draws
-    from zero_sim.fuzz.strategies import scenarios
+    from zero_sim.fuzz.strategies import drawn_cases
     from zero_sim.scenario.dump import to_toml
 
     paths = []
-    for index, scenario in enumerate(islice(draws(scenarios(), seed=f"same/{seed}"), count)):
+    for index, scenario in enumerate(islice(draws(drawn_cases(), seed=f"same/{seed}"), count)):
         path = folder / f"drawn-{index}.toml"
         path.write_text(to_toml(scenario))
         paths.append(str(path))

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup
 from zero_sim.scenario.rules import check_scenario
@@ -28,7 +28,7 @@ def in_gloos_order(case):
 @pytest.mark.parametrize("ordered", [lambda case: case, in_gloos_order], ids=["folded", "gloo's"])
 def test_a_right_system_passes(judge, ordered):
     """In the order that a case names, folded locally; and in the one in which gloo adds itself."""
-    drawn = map(ordered, draws(scenarios(ranks_max=6, steps_max=3), seed="gloo"))
+    drawn = map(ordered, draws(drawn_cases(ranks_max=6, steps_max=3), seed="gloo"))
     cases = islice((case for case in drawn if not check_scenario(case)), CASES)
     results = [judge(case) for case in cases]
     assert [result for result in results if result.verdict in ("fail", "error")] == []

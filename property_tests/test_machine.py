@@ -17,8 +17,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zero_sim.fuzz.shapes import shape_lists
-from zero_sim.fuzz.systems import systems
+from zero_sim.fuzz.choices import Drawable
+from zero_sim.fuzz.shapes import param_shapes
+from zero_sim.fuzz.systems import drawn_system
 from zero_sim.scenario.spec import (
     ModelSpec,
     OptimizerSpec,
@@ -30,6 +31,7 @@ from zero_sim.scenario.spec import (
 from zero_sim.sim import World, WorldFailure
 from zero_sim.targets.own import ZeroSimTarget
 
+SHAPES = Drawable(lambda choices: param_shapes(choices, 2, params_max=3)).strategy()
 RANKS_MAX = 4
 LR = 0.1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -94,7 +96,7 @@ class Training(RuleBasedStateMachine):
             world.close()
         self.folder.cleanup()
 
-    @initialize(shapes=shape_lists(2, params_max=3), dtype=st.sampled_from(sorted(DTYPES)))
+    @initialize(shapes=SHAPES, dtype=st.sampled_from(sorted(DTYPES)))
     def begin(self, shapes, dtype):
         self.shapes, self.dtype = shapes, dtype
         self.plain = PlainLoop(shapes, DTYPES[dtype])
@@ -103,7 +105,8 @@ class Training(RuleBasedStateMachine):
     @rule(data=st.data(), size=st.integers(1, RANKS_MAX))
     def resize(self, data, size):
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
-        drawn = data.draw(systems(ranks=size, sizes=sizes))
+        system = Drawable(lambda choices: drawn_system(choices, ranks=size, sizes=sizes))
+        drawn = data.draw(system.strategy())
         self.size, self.system = size, replace(drawn, divide="none", divide_by="ranks")
 
     @rule(factor=st.sampled_from([1.0, 0.5, 0.0, 0.3]))

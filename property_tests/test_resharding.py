@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_sim.checkpoint.pieces import PieceIndex, assign_writers, find_cover_problems
-from zero_sim.fuzz.shapes import bucket_sizes, shape_lists
+from zero_sim.fuzz.choices import Shrinking
+from zero_sim.fuzz.shapes import bucket_size, param_shapes
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
 
 
@@ -14,7 +15,7 @@ def policies(draw, sizes):
     return LayoutPolicy(
         shard_count=draw(st.integers(1, 8)),
         align_elems=1 if uneven else draw(st.integers(1, 5)),
-        bucket_elems=draw(st.none() | bucket_sizes(sizes)),
+        bucket_elems=bucket_size(Shrinking(draw), sizes) if draw(st.booleans()) else None,
         param_order=draw(st.sampled_from(["registration", "reverse"])),
         partition="uneven" if uneven else "padded",
     )
@@ -23,7 +24,7 @@ def policies(draw, sizes):
 @st.composite
 def changes(draw):
     """Params, and two layouts of them."""
-    shapes = draw(shape_lists(draw(st.integers(1, 6))))
+    shapes = param_shapes(Shrinking(draw), draw(st.integers(1, 6)))
     specs = [ParamSpec(name=f"p{i}", shape=shape, dtype="fp32") for i, shape in enumerate(shapes)]
     sizes = [spec.numel for spec in specs]
     before, after = (plan_buffers(specs, policy=draw(policies(sizes)))[0] for _ in range(2))

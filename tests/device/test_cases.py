@@ -10,7 +10,7 @@ from torch import nn
 from tests.standin import NAME
 from zero_sim.backends import WorldPool
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import computing_on
 from zero_sim.reference.placement import MemoryLayout, memory_layout_of, move_params
 from zero_sim.run import run_case
@@ -34,7 +34,7 @@ BATCH = 25
 )
 def test_drawn_cases_pass(target, batch):
     """500 of them, always the same ones."""
-    drawn = draws(scenarios(find_target(target)), seed=f"device {target} {batch}")
+    drawn = draws(drawn_cases(find_target(target)), seed=f"device {target} {batch}")
     with WorldPool() as pool:
         for scenario in islice(drawn, BATCH):
             result = run_case(scenario, pool=pool, target=find_target(target), device=NAME)

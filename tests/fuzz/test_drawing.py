@@ -5,8 +5,9 @@ from itertools import islice
 import pytest
 from hypothesis import strategies as st
 
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 
 NUMBERS = st.integers(0, 10**6)
 
@@ -16,13 +17,13 @@ def drawn(values_from, count, *, seed="0"):
 
 
 def test_no_scenario_comes_twice():
-    cases = drawn(scenarios(), 300)
+    cases = drawn(drawn_cases(), 300)
     assert len(set(cases)) == len(cases) == 300
 
 
 def test_most_scenarios_have_a_random_seed_of_their_own():
     """Cases of one long run of Hypothesis share their random seed with others, mostly."""
-    seeds = [case.run.seed for case in drawn(scenarios(), 200)]
+    seeds = [case.run.seed for case in drawn(drawn_cases(), 200)]
     assert len(set(seeds)) > 150
 
 
@@ -53,3 +54,36 @@ def test_what_a_strategy_raises_comes_after_what_it_drew():
     assert next(values) == 1
     with pytest.raises(ZeroDivisionError):
         list(islice(values, 100))
+
+
+FEW = Drawable(lambda choices: choices.among("abcde"))
+
+
+def test_what_any_choices_draw_begins_with_the_simplest_and_ends_after_all():
+    assert drawn(FEW, 100)[0] == "a"
+    assert sorted(drawn(FEW, 100)) == list("abcde")
+    assert drawn(FEW.filter(lambda letter: False), 100) == []
+
+
+def test_what_any_choices_draw_follows_from_the_seed():
+    numbers = Drawable(lambda choices: choices.integer(0, 10**6))
+    assert drawn(numbers, 40)[:25] == drawn(numbers, 25)
+    assert drawn(numbers, 25, seed="1") != drawn(numbers, 25)
+
+
+def test_all_choices_come_up_and_no_others():
+    numbers = Drawable(lambda choices: (choices.integer(3, 5), choices.integer(0, 10**9)))
+    assert {number for number, _ in drawn(numbers, 100)} == {3, 4, 5}
+
+
+def test_a_strategy_of_somebody_else_is_drawn_from_among_other_choices():
+    either = Drawable(lambda choices: (choices.integer(0, 10**6), choices.of(st.text("ab"))))
+    assert len({text for _, text in drawn(either, 50)}) > 3
+    assert drawn(either, 50) == drawn(either, 50)
+    assert drawn(Drawable(lambda choices: choices.of(st.nothing())), 50) == []
+
+
+def test_what_a_strategy_of_somebody_else_raises_is_raised():
+    broken = Drawable(lambda choices: choices.of(st.integers().map(lambda number: 1 // 0)))
+    with pytest.raises(ZeroDivisionError):
+        drawn(broken, 10)

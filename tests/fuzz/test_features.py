@@ -14,7 +14,7 @@ from zero_sim.fuzz.features import (
     may_meet,
     setting_of,
 )
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.scenario.own_options import with_options
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -86,7 +86,7 @@ def test_what_is_special_about_the_layout():
 
 
 def test_all_that_is_drawn_is_known():
-    drawn = islice(draws(scenarios(), seed="features"), 150)
+    drawn = islice(draws(drawn_cases(), seed="features"), 150)
     assert set().union(*map(features_of, drawn)) <= {*every_feature()}
 
 

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 from zero_sim.errors import Problem
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.effort import EFFORT_MAX, effort_of
 from zero_sim.fuzz.plans import layouts_of, param_specs
-from zero_sim.fuzz.shapes import bucket_sizes, edge_sizes, shape_lists
-from zero_sim.fuzz.strategies import STEPS_MAX, faulty_scenarios, scenarios
+from zero_sim.fuzz.shapes import bucket_size, edge_size, param_shapes
+from zero_sim.fuzz.strategies import STEPS_MAX, drawn_cases, faulty_scenarios, scenarios
 from zero_sim.reference.ranks import Ranks
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import segments_of
@@ -39,11 +40,17 @@ def drawn(strategy, count, *, series=0):
 
 @pytest.fixture(scope="module")
 def cases():
-    return drawn(scenarios(), 1000)
+    return drawn(drawn_cases(), 1000)
 
 
 def test_cases_are_valid(cases):
     assert [check_scenario(case) for case in cases if check_scenario(case)] == []
+
+
+def test_cases_are_the_same_kind_whatever_they_are_drawn_with():
+    strategic = drawn(scenarios(), 100)
+    assert [check_scenario(case) for case in strategic if check_scenario(case)] == []
+    assert len({case.model.name for case in strategic}) > 5
 
 
 def test_what_they_say_of_params_they_say_of_some(cases):
@@ -71,7 +78,7 @@ def test_an_overflow_leaves_a_step_on_its_side_of_a_checkpoint(cases):
 
 def test_no_case_has_more_steps_than_asked_for(cases):
     assert max(case.run.steps for case in cases) == STEPS_MAX
-    assert {case.run.steps for case in drawn(scenarios(steps_max=1), 100)} == {1}
+    assert {case.run.steps for case in drawn(drawn_cases(steps_max=1), 100)} == {1}
 
 
 class Plain:
@@ -121,7 +128,7 @@ TARGETS = [*map(find_target, target_names()), Plain(), Narrow(), Choosy(), Reloa
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_cases_for_a_target_are_valid_and_within_its_capabilities(target):
-    aimed = drawn(scenarios(target), 300)
+    aimed = drawn(drawn_cases(target), 300)
     assert len(aimed) == 300
     for case in aimed:
         assert check_scenario(case) == []
@@ -131,7 +138,7 @@ def test_cases_for_a_target_are_valid_and_within_its_capabilities(target):
 
 @pytest.mark.parametrize("target", [Narrow(), Reloading()], ids=lambda target: target.name)
 def test_what_comes_after_a_checkpoint_is_within_the_capabilities_too(target):
-    again = [case for case in drawn(scenarios(target), 300) if case.reload]
+    again = [case for case in drawn(drawn_cases(target), 300) if case.reload]
     assert again
     for case in again:
         for segment in segments_of(case, folder=Path("unused")):
@@ -160,7 +167,7 @@ def test_all_that_ddp_follows_comes_up():
     # Of one series every sixth has no case with nesterov, and Hypothesis draws another one whenever
     # a constant in the code changes.
     for series in range(6):
-        aimed = drawn(scenarios(find_target("torch-ddp")), 1200, series=series)
+        aimed = drawn(drawn_cases(find_target("torch-ddp")), 1200, series=series)
         missing = {path: has for path, has in missing.items() if not any(map(has, aimed))}
         if not missing:
             break
@@ -170,7 +177,7 @@ def test_all_that_ddp_follows_comes_up():
 def test_no_more_ranks_in_a_group_than_a_target_takes():
     sizes = {
         case.world.size // (case.topology.tp * case.topology.pp)
-        for case in drawn(scenarios(Narrow()), 100)
+        for case in drawn(drawn_cases(Narrow()), 100)
     }
     assert sizes == {1, 2, 3}
 
@@ -318,17 +325,18 @@ def test_a_cut_param_shrinks_to_two_ranks_and_one_param_of_two_elements():
 
 
 def test_edge_sizes_hold_all_edges():
-    sizes = set(drawn(edge_sizes(4, align_elems=3), 300))
+    sizes = set(drawn(Drawable(lambda choices: edge_size(choices, 4, align_elems=3)), 300))
     assert {0, 1, 3, 4, 5, 11, 12, 13} <= sizes
     assert max(sizes) <= 36
 
 
 def test_models_are_never_empty():
-    assert all(any(map(math.prod, shapes)) for shapes in drawn(shape_lists(3), 200))
+    models = drawn(Drawable(lambda choices: param_shapes(choices, 3)), 200)
+    assert all(any(map(math.prod, shapes)) for shapes in models)
 
 
 def test_bucket_sizes_fit_sums_of_params():
-    sizes = drawn(bucket_sizes([3, 5, 40]), 200)
+    sizes = drawn(Drawable(lambda choices: bucket_size(choices, [3, 5, 40])), 200)
     assert min(sizes) >= 1
     assert {3, 8, 48, 45, 40, 47, 49} <= set(sizes)
 

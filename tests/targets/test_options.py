@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.judge.ruled import Target
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.load import parse_cases
@@ -77,7 +77,9 @@ def test_an_option_may_fit_some_cases_only():
 
 
 def test_drawn_cases_have_them():
-    drawn = [case for case, _ in zip(draws(scenarios(Opted()), seed="7"), range(60), strict=False)]
+    drawn = [
+        case for case, _ in zip(draws(drawn_cases(Opted()), seed="7"), range(60), strict=False)
+    ]
     said = {(each.name, each.value) for case in drawn for each in case.system.options}
     assert {"wrong by", "colour", "fast"} == {name for name, _ in said}
     assert ("colour", "red") not in said, "what is by default is left out"
@@ -88,7 +90,7 @@ def test_a_value_of_another_type_is_an_error_of_the_declaration():
     target = Opted()
     target.options = {"n": Option(default=0, values=("one",))}
     with pytest.raises(ProtocolError, match="draw values like its default, 0, got 'one'"):
-        for _ in zip(draws(scenarios(target), seed="7"), range(40), strict=False):
+        for _ in zip(draws(drawn_cases(target), seed="7"), range(40), strict=False):
             pass
     with pytest.raises(UsageError, match="expected the default of an option"):
         Option(default=None)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zero_sim.backends import WorldPool
 from zero_sim.bench.clock import median_seconds, pairs, ratio, tree_seconds
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.run import run_case
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import Setup
@@ -207,7 +207,7 @@ def _train_plainly(scenario: Scenario, workload: Workload) -> float:
 
 def drawn_seconds() -> tuple[float, float]:
     """Mean of a drawn case, drawing included, on warm worlds; and of drawing alone."""
-    cases_from = scenarios(ranks_max=8, steps_max=5).filter(lambda case: case.world.size > 1)
+    cases_from = drawn_cases(ranks_max=8, steps_max=5).filter(lambda case: case.world.size > 1)
     with WorldPool() as pool:
         for case in itertools.islice(draws(cases_from, seed="bench"), _DRAWN):
             run_case(case, pool=pool)

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from hypothesis.strategies import SearchStrategy
-
 from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import CaseResult, unforeseen
+from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.features import features_of
 from zero_sim.fuzz.known import KnownFindings
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
 from zero_sim.run import run_case
@@ -46,7 +45,10 @@ Render = Callable[[CaseResult], str]
 
 
 def run_batch(
-    job: Job, render: Render, *, cases_from: SearchStrategy[Scenario] | None = None
+    job: Job,
+    render: Render,
+    *,
+    cases_from: ValuesFrom[Scenario] | None = None,
 ) -> BatchReport:
     """Run a batch; what its cases are depends on its seed alone.
 
@@ -56,7 +58,7 @@ def run_batch(
     Args:
         job: Which batch.
         render: What writes the text of a finding.
-        cases_from: What draws the cases; where left out, the strategy `scenarios` for the target.
+        cases_from: What draws the cases; where left out, `drawn_cases` for the target.
 
     Raises:
         UsageError: There is no such target.
@@ -68,7 +70,7 @@ def run_batch(
     deadline = None if job.seconds is None else time.monotonic() + job.seconds
     stop = Stop(deadline=deadline)
     with interrupts_ask(stop), WorldPool() as pool:
-        drawn = scenarios(target) if cases_from is None else cases_from
+        drawn = drawn_cases(target) if cases_from is None else cases_from
         if options := dict(job.options):
             check_said(target, options)
             # What the target refuses with them is no finding.
@@ -93,7 +95,7 @@ class _Batch:
 
     job: Job
     render: Render
-    cases_from: SearchStrategy[Scenario]
+    cases_from: ValuesFrom[Scenario]
     judge: Judge
     may_ask: Callable[[Scenario], bool]
     """Whether the target is there for a case; drawn ones are."""

@@ -1,4 +1,4 @@
-"""Draws values of a strategy one after another, none of them twice.
+"""Draws values one after another, none of them twice.
 
 [Note: short runs]
 In a long run Hypothesis draws a value and then goes on from it: it repeats parts of it, up to five
@@ -13,40 +13,55 @@ from itertools import count
 from random import Random
 from typing import TypeVar
 
-from hypothesis import HealthCheck, Phase, Verbosity, find, settings
-from hypothesis.errors import NoSuchExample, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
+
+from zero_sim.fuzz.choices import Drawable, Rejected, Seeded, ValuesFrom, drawn_in_a_run
 
 Value = TypeVar("Value", bound=Hashable)
 
-_RUN_VALUES = 6
 _FRUITLESS_RUNS_MAX = 10
-"""After so many runs with nothing new, a strategy has nothing else to give."""
-_SHORT = settings(
-    max_examples=_RUN_VALUES,
-    phases=(Phase.generate,),
-    database=None,
-    deadline=None,
-    derandomize=False,
-    suppress_health_check=list(HealthCheck),
-    verbosity=Verbosity.quiet,
-)
+_FRUITLESS_DRAWS_MAX = 1000
+"""After so many in a row that gave nothing new, there is nothing else to draw."""
 
 
-def draws(values_from: SearchStrategy[Value], *, seed: str) -> Iterator[Value]:
-    """Values of a strategy, each once, the simplest first, until it seems to have no others.
+def draws(values_from: ValuesFrom[Value], *, seed: str) -> Iterator[Value]:
+    """Values, each once, the simplest first, until there seem to be no others.
 
     Args:
         values_from: What draws them; what it raises goes on to the caller, after the values that it
-            drew before.
+            drew before. What is drawable with any choices is quicker than a strategy by far.
         seed: What they follow from: the same ones for the same seed. How many are taken does not
             matter.
     """
+    if isinstance(values_from, Drawable):
+        return _one_by_one(values_from, seed=seed)
+    return _by_runs(values_from, seed=seed)
+
+
+def _one_by_one(values_from: Drawable[Value], *, seed: str) -> Iterator[Value]:
+    met: set[Value] = set()
+    random = Random(seed)
+    fruitless = 0
+    choices = Seeded(None)
+    while fruitless <= _FRUITLESS_DRAWS_MAX:
+        fruitless += 1
+        try:
+            value = values_from.drawn(choices)
+        except Rejected:
+            continue
+        finally:
+            choices = Seeded(random)
+        if value not in met:
+            met.add(value)
+            fruitless = 0
+            yield value
+
+
+def _by_runs(values_from: SearchStrategy[Value], *, seed: str) -> Iterator[Value]:
     met: set[Value] = set()
     fruitless = 0
     for run in count(1):
-        drawn: list[Value] = []
-        raised = _run(values_from, Random(f"{seed}/{run}"), into=drawn)
+        drawn, raised = drawn_in_a_run(values_from, random=Random(f"{seed}/{run}"))
         fresh = [value for value in dict.fromkeys(drawn) if value not in met]
         met.update(fresh)
         yield from fresh
@@ -55,21 +70,3 @@ def draws(values_from: SearchStrategy[Value], *, seed: str) -> Iterator[Value]:
         fruitless = 0 if fresh else fruitless + 1
         if fruitless > _FRUITLESS_RUNS_MAX:
             return
-
-
-def _run(
-    values_from: SearchStrategy[Value], random: Random, *, into: list[Value]
-) -> Exception | None:
-    """Draw a few values, the simplest first; what the strategy raised, if it did."""
-
-    def note(value: Value) -> bool:
-        into.append(value)
-        return False
-
-    try:
-        find(values_from, note, settings=_SHORT, random=random)
-    except (NoSuchExample, Unsatisfiable):
-        return None
-    except Exception as raised:  # noqa: BLE001
-        return raised
-    return None

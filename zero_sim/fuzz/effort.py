@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zero_sim.scenario.spec import Scenario
 
-EFFORT_MAX = 2_000
-"""Units up to which steps and micro-batches are drawn."""
+EFFORT_USUAL, EFFORT_MAX = 600, 2_000
+"""Units up to which steps, micro-batches and what watches them are drawn: mostly, and else."""
 CHUNKS_MAX = 16
 """Calls with which a bucket is gathered at most, about: what goes wrong in many does in a few."""
 _CASE, _WORLD_RANK = 90, 23
@@ -50,17 +51,22 @@ def effort_of(scenario: Scenario, *, sizes: Sequence[int]) -> int:
     return of_worlds + reloading + rank_steps * _step_of_rank(scenario, sizes)
 
 
-def steps_within(scenario: Scenario, *, sizes: Sequence[int], most: int) -> int:
-    """How many steps a case can have within `EFFORT_MAX`: at least two, which many faults need.
+def steps_within(
+    scenario: Scenario, *, sizes: Sequence[int], most: int, effort_max: int = EFFORT_MAX
+) -> int:
+    """How many steps a case can have within an effort: at least two, which many faults need.
 
     Args:
-        scenario: The case, whose own number of steps does not matter.
+        scenario: The case, whose own number of steps does not matter, nor when it is saved.
         sizes: Elements of each param.
         most: Never more than these.
+        effort_max: Units that the case should take at most.
     """
-    ranks = scenario.world.size
-    left = EFFORT_MAX - _CASE - _WORLD_RANK * ranks
-    return min(most, max(2, left // (ranks * _step_of_rank(scenario, sizes))))
+    least = replace(scenario, run=replace(scenario.run, steps=1))
+    if least.reload is not None:
+        least = replace(least, reload=replace(least.reload, step=1, async_steps=0))
+    left = effort_max - effort_of(least, sizes=sizes)
+    return min(most, max(2, 1 + left // (least.world.size * _step_of_rank(least, sizes))))
 
 
 def chunk_within(scenario: Scenario, *, sizes: Sequence[int]) -> int | None:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from hypothesis import strategies as st
-
-from zero_sim.fuzz.shapes import PARAMS_MAX, shape_lists
+from zero_sim.fuzz.choices import Choices
+from zero_sim.fuzz.shapes import PARAMS_MAX, param_shapes
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -39,12 +38,12 @@ _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ra
 _WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
 _FROZEN_FROM = (0, 0, 1, 2)
 """Steps at which a param is frozen; most cases have few."""
+_EXPERTS = (2, 2, 3, 4, 6)
 _MLP_PARAMS = ("0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias")
 
 
-@st.composite
-def models(
-    draw: st.DrawFn,
+def drawn_model(
+    choices: Choices,
     *,
     ranks: int = 2,
     align_elems: int = 1,
@@ -54,7 +53,7 @@ def models(
     """A model whose params lie at the edges of a partition among so many ranks.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         ranks: Number of ranks that share its optimizer state.
         align_elems: What shards are aligned to, in elements.
         names: Models to draw from, the simplest first; of them those that the target can train, or
@@ -62,59 +61,55 @@ def models(
         swarm: What the case has; drawn anew where left out.
     """
     able = EVERYTHING if swarm is None else swarm.able
-    name = draw(st.sampled_from([name for name in names if name in able.models] or able.models))
+    name = choices.among([name for name in names if name in able.models] or able.models)
     shapes = None
     if name in BARE:
-        shapes = draw(
-            shape_lists(
-                ranks,
-                align_elems=align_elems,
-                empty=able.empty_params,
-                scalars=able.scalar_params,
-            )
+        shapes = param_shapes(
+            choices,
+            ranks,
+            align_elems=align_elems,
+            empty=able.empty_params,
+            scalars=able.scalar_params,
         )
     else:
         # Of two failing cases Hypothesis keeps the one with fewer choices, and a model with a name
         # would be a single one, though a person would rather look at a handful of bare params.
         for _ in range(_PRICE):
-            draw(st.booleans())
-    swarm = swarm or Swarm(draw)
+            choices.among((False, True))
+    swarm = swarm or Swarm(choices)
     dtype = able.dtypes[0]
     if len(able.dtypes) > 1:
         narrow = [each for each in able.dtypes if each != "fp32"]
-        dtype = draw(st.sampled_from(narrow)) if swarm.on("16-bit params") else "fp32"
+        dtype = choices.among(narrow) if swarm.on("16-bit params") else "fp32"
     match name:
         case "params" | "lattice" | "bit-hash":
-            freeze = _freeze(draw, "p0") if swarm.on("freeze", fits=len(shapes or ()) > 1) else ()
+            freeze = (
+                _freeze(choices, "p0") if swarm.on("freeze", fits=len(shapes or ()) > 1) else ()
+            )
             model = ModelSpec(name=name, dtype=dtype, shapes=shapes, freeze=freeze)
-            return draw(_with_readers(model, ranks=ranks, swarm=swarm))
+            return _with_readers(choices, model, ranks=ranks, swarm=swarm)
         case "ternary":
-            return ModelSpec(name=name, dtype=dtype, hidden=draw(st.integers(1, 9)))
+            return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 9))
         case "tp-block":
-            heads, blocks = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+            heads, blocks = choices.integer(1, 2), choices.integer(1, 2)
             return ModelSpec(name=name, dtype=dtype, hidden=HEAD_ELEMS * heads, blocks=blocks)
         case "moe":
-            experts = draw(st.sampled_from([4, 6]))
-            return ModelSpec(
-                name=name, dtype=dtype, hidden=draw(st.integers(1, 4)), experts=experts
-            )
+            experts = choices.among(_EXPERTS)
+            return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 4), experts=experts)
         case "mlp" | "fp8":
             return ModelSpec(
                 name=name,
                 dtype=dtype,
-                hidden=draw(st.integers(1, 5)),
-                blocks=draw(st.integers(1, 2)),
-                fp8_format=draw(st.sampled_from(["mixed", "e4m3", "e5m2"]))
-                if name == "fp8"
-                else "mixed",
-                freeze=_freeze(draw, *_MLP_PARAMS) if swarm.on("freeze") else (),
+                hidden=choices.integer(1, 5),
+                blocks=choices.integer(1, 2),
+                fp8_format=choices.among(["mixed", "e4m3", "e5m2"]) if name == "fp8" else "mixed",
+                freeze=_freeze(choices, *_MLP_PARAMS) if swarm.on("freeze") else (),
             )
         case _:
             return ModelSpec(name=name, dtype=dtype)
 
 
-@st.composite
-def _with_readers(draw: st.DrawFn, model: ModelSpec, *, ranks: int, swarm: Swarm) -> ModelSpec:
+def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swarm) -> ModelSpec:
     """Bare params of which some are tied, unused, or read by one rank's loss alone.
 
     The first one every loss reads, so that each has a backward.
@@ -123,33 +118,40 @@ def _with_readers(draw: st.DrawFn, model: ModelSpec, *, ranks: int, swarm: Swarm
         return model
     sizes = [math.prod(shape) for shape in model.shapes or ()]
     several = len(sizes) > 1
-    others = st.integers(1, max(1, len(sizes) - 1))
+    last = max(1, len(sizes) - 1)
     if swarm.on("tied params"):
-        model = replace(model, tied=(f"p{draw(st.integers(0, len(sizes) - 1))}",))
+        model = replace(model, tied=(f"p{choices.integer(0, len(sizes) - 1)}",))
     if swarm.on("unused params", fits=several):
-        index = draw(others)
+        index = choices.integer(1, last)
         # Where most gradients are zero, equal ones mean little.
         if f"p{index}" not in model.tied and 2 * sizes[index] <= sum(sizes):
             model = replace(model, unused=(f"p{index}",))
     if swarm.on("one-rank params", fits=several):
         one = OneRankSpec(
-            param=f"p{draw(others)}",
-            rank=draw(st.integers(0, ranks - 1)),
+            param=f"p{choices.integer(1, last)}",
+            rank=choices.integer(0, ranks - 1),
             # One that is not there is none, once it is known how many there are.
-            micro_batch=draw(st.sampled_from([None, None, 0, 1])),
+            micro_batch=choices.among([None, None, 0, 1]),
         )
         if one.param not in model.unused:
             model = replace(model, one_rank=(one,))
     return model
 
 
-def fit_blocks(model: ModelSpec, topology: TopologySpec) -> tuple[ModelSpec, TopologySpec]:
-    """Of a model that is split over ranks, a width that they can split; other models as they are.
+def fit_blocks(
+    model: ModelSpec, topology: TopologySpec, *, may_split: bool, swarm: Swarm
+) -> tuple[ModelSpec, TopologySpec]:
+    """Of a model that can be split over ranks, ways and a width to match; other models as they are.
 
     Args:
         model: The model.
         topology: Drawn without a look at it.
+        may_split: Whether there may be twice as many ranks.
+        swarm: What the case has.
     """
+    fits = may_split and model.name == "tp-block" and topology.tp == 1
+    if swarm.on("split blocks", fits=fits, often=True):
+        topology = replace(topology, tp=2)
     if model.name != "tp-block":
         return model, topology
     shared = (SHARED,) if topology.tp > 1 else ()
@@ -157,44 +159,42 @@ def fit_blocks(model: ModelSpec, topology: TopologySpec) -> tuple[ModelSpec, Top
     return replace(model, hidden=model.hidden * topology.tp), topology
 
 
-def _freeze(draw: st.DrawFn, *names: str) -> tuple[FreezeSpec, ...]:
-    start = draw(st.sampled_from(_FROZEN_FROM))
-    param = draw(st.sampled_from(names))
+def _freeze(choices: Choices, *names: str) -> tuple[FreezeSpec, ...]:
+    start = choices.among(_FROZEN_FROM)
+    param = choices.among(names)
     return (FreezeSpec(param=param, start=start, stop=start + 1),)
 
 
-@st.composite
-def feeds(draw: st.DrawFn, *, model: ModelSpec, swarm: Swarm | None = None) -> DataSpec:
+def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm | None = None) -> DataSpec:
     """What the ranks are fed: always distinct data, with nothing planted.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         model: The model, which decides what losses there are.
         swarm: What the case has; drawn anew where left out.
     """
-    swarm = swarm or Swarm(draw)
+    swarm = swarm or Swarm(choices)
     return DataSpec(
-        rows=draw(st.integers(1, 3)),
+        rows=choices.integer(1, 3),
         uneven_rows=swarm.on("uneven rows"),
-        loss=draw(st.sampled_from(_OTHER_LOSSES))
+        loss=choices.among(_OTHER_LOSSES)
         if swarm.on("another loss", fits=model.name in _WITH_OTHER_LOSSES)
         else "mean",
     )
 
 
-@st.composite
-def overflows(draw: st.DrawFn, *, scenario: Scenario, elems: int = 1) -> NanSpec:
+def drawn_overflow(choices: Choices, *, scenario: Scenario, elems: int = 1) -> NanSpec:
     """A NaN or an infinity on one rank at one step, for a case in which such a step is skipped.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         scenario: The case, with loss scaling, or for a target that skips such steps without.
         elems: Elements of all params; of bare ones each has two in the input.
     """
     return NanSpec(
-        rank=draw(st.integers(0, scenario.world.size - 1)),
-        step=draw(st.integers(0, scenario.run.steps - 1)),
-        value=draw(st.sampled_from(["inf", "nan"])),
-        micro_batch=draw(st.integers(0, scenario.run.micro_batches - 1)),
-        element=draw(st.integers(0, max(1, 2 * elems - 1))),
+        rank=choices.integer(0, scenario.world.size - 1),
+        step=choices.integer(0, scenario.run.steps - 1),
+        value=choices.among(["inf", "nan"]),
+        micro_batch=choices.integer(0, scenario.run.micro_batches - 1),
+        element=choices.integer(0, max(1, 2 * elems - 1)),
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import get_args
 
-from hypothesis import strategies as st
-
+from zero_sim.fuzz.choices import Choices
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import matching_groups
@@ -37,15 +37,14 @@ _ENDINGS: dict[ModelName, tuple[str, str]] = {
     "unusual": ("twice", "unused"),
 }
 """Ends of names of params, by model; of all others biases and weights."""
-_GROWTH_INTERVALS = st.sampled_from([2, 1, 3])
-_SETTINGS = st.none() | st.sampled_from([0.0, 0.01])
-_DIFFERENT = st.permutations([0.01, 0.0, 0.05])
-_ONE_IN_FOUR = st.sampled_from([False, False, False, True])
+_GROWTH_INTERVALS = (2, 1, 3)
+_SETTINGS = (None, None, 0.0, 0.01)
+_DIFFERENT = tuple(itertools.permutations((0.01, 0.0, 0.05)))
+_ONE_IN_FOUR = (False, False, False, True)
 
 
-@st.composite
-def optimizers(
-    draw: st.DrawFn,
+def drawn_optimizer(
+    choices: Choices,
     *,
     model: ModelSpec,
     names: Sequence[OptimizerName] = OPTIMIZERS,
@@ -54,21 +53,21 @@ def optimizers(
     """An optimizer with all that goes with it.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         model: The model, after whose params groups are called.
         names: Optimizers to draw from, the usual one first; of them those that the target steps
             with.
         swarm: What the case has; drawn anew where left out.
     """
-    swarm = swarm or Swarm(draw)
+    swarm = swarm or Swarm(choices)
     able = [name for name in names if name in swarm.able.optimizers] or swarm.able.optimizers
-    name = draw(st.sampled_from(able)) if len(able) > 1 and swarm.on("any optimizer") else able[0]
+    name = choices.among(able) if len(able) > 1 and swarm.on("any optimizer") else able[0]
     clips = [way for way in ("norm", "value") if swarm.follows(f"optimizer.clip_{way}")]
-    clip = draw(st.sampled_from(clips)) if clips and swarm.on("clip") else None
+    clip = choices.among(clips) if clips and swarm.on("clip") else None
     momentum = swarm.on("momentum", fits=name in _WITH_MOMENTUM)
     return OptimizerSpec(
         name=name,
-        lr=draw(st.sampled_from([1e-3, 0.1])),
+        lr=choices.among([1e-3, 0.1]),
         betas=(0.5, 0.75) if swarm.on("betas", fits=name in _WITH_BETAS) else (0.9, 0.999),
         momentum=0.9 if momentum else 0.0,
         nesterov=swarm.on("nesterov", fits=name in _WITH_NESTEROV and momentum),
@@ -77,16 +76,18 @@ def optimizers(
         weight_decay=0.1 if swarm.on("decay", fits=name != "rprop") else 0.0,
         foreach=swarm.on("foreach", fits=name not in NO_FOREACH),
         warmup_steps=3 if swarm.on("warmup") else 0,
-        groups=draw(param_groups(model=model, decay=name != "rprop")) if swarm.on("groups") else (),
-        clip_norm=draw(st.sampled_from([0.1, 1e-3, 100.0])) if clip == "norm" else None,
+        groups=drawn_groups(choices, model=model, decay=name != "rprop")
+        if swarm.on("groups")
+        else (),
+        clip_norm=choices.among([0.1, 1e-3, 100.0]) if clip == "norm" else None,
         clip_value=1e-3 if clip == "value" else None,
-        loss_scale=draw(_loss_scales(model))
+        loss_scale=_drawn_loss_scale(choices, model)
         if swarm.on("loss scale", often=model.dtype == "fp16")
         else None,
     )
 
 
-def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
+def _drawn_loss_scale(choices: Choices, model: ModelSpec) -> LossScaleSpec:
     """With what gradients stay finite; in fp16 also some with which a part of them overflows.
 
     Not where they are to be the same in every order, as sums next to an overflow are not.
@@ -94,29 +95,30 @@ def _loss_scales(model: ModelSpec) -> st.SearchStrategy[LossScaleSpec]:
     initials = [64.0]
     if model.dtype == "fp16" and model.name not in EXACT_MODELS:
         initials += [2.0**12, 2.0**10, 2.0**14, 2.0**16]
-    return st.builds(
-        LossScaleSpec, initial=st.sampled_from(initials), growth_interval=_GROWTH_INTERVALS
+    return LossScaleSpec(
+        initial=choices.among(initials), growth_interval=choices.among(_GROWTH_INTERVALS)
     )
 
 
-@st.composite
-def param_groups(
-    draw: st.DrawFn, *, model: ModelSpec, decay: bool = True
+def drawn_groups(
+    choices: Choices, *, model: ModelSpec, decay: bool = True
 ) -> tuple[ParamGroupSpec, ...]:
     """One or two param groups that params of a model fall into; or a few that all of them do.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         model: The model.
         decay: Whether the optimizer has weight decay.
     """
     names = [name for name, _ in params_of(model)]
-    chosen = _ENDINGS.get(model.name, ("bias", "weight"))[: draw(st.integers(1, 2))]
-    if draw(_ONE_IN_FOUR):
-        return _covering(draw, chosen, names=names, decay=decay)
+    chosen = _ENDINGS.get(model.name, ("bias", "weight"))[: choices.integer(1, 2)]
+    if choices.among(_ONE_IN_FOUR):
+        return _covering(choices, chosen, names=names, decay=decay)
     groups = tuple(
         ParamGroupSpec(
-            match=ending, lr=draw(_SETTINGS), weight_decay=draw(_SETTINGS) if decay else None
+            match=ending,
+            lr=choices.among(_SETTINGS),
+            weight_decay=choices.among(_SETTINGS) if decay else None,
         )
         for ending in chosen
     )
@@ -124,10 +126,10 @@ def param_groups(
 
 
 def _covering(
-    draw: st.DrawFn, endings: Sequence[str], *, names: Sequence[str], decay: bool
+    choices: Choices, endings: Sequence[str], *, names: Sequence[str], decay: bool
 ) -> tuple[ParamGroupSpec, ...]:
     """Groups of all params: none is left with the settings of the optimizer, and no two alike."""
-    rates, decays = draw(_DIFFERENT), draw(_DIFFERENT)
+    rates, decays = choices.among(_DIFFERENT), choices.among(_DIFFERENT)
     groups = tuple(
         ParamGroupSpec(match=ending, lr=lr, weight_decay=weight_decay if decay else None)
         for ending, lr, weight_decay in zip((*endings, ""), rates, decays, strict=False)

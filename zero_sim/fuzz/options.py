@@ -4,52 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import event
 from hypothesis import strategies as st
 
 from zero_sim.errors import ProtocolError
+from zero_sim.fuzz.choices import Choices
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Option, Target, options_of, with_options
 from zero_sim.targets.options import OptionValue, written
 
 
-@st.composite
-def with_drawn_options(draw: st.DrawFn, scenario: Scenario, *, target: Target) -> Scenario:
+def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) -> Scenario:
     """The case with options of the target drawn; half of the cases have none.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What they are drawn with.
         scenario: The case that gets them.
         target: Whose options they are.
 
     Raises:
         ProtocolError: An option draws values of another type than that of its default.
     """
-    if not draw(st.booleans()):
+    options = options_of(target)
+    if not options or not choices.among((False, True)):
         return scenario
     said: dict[str, str] = {}
-    for name, option in options_of(target).items():
+    for name, option in options.items():
         if option.fits is not None and option.fits(scenario):
             continue
         # By default first: that is what a case shrinks to.
-        value = draw(st.one_of(st.just(option.default), _values(name, option, target)))
+        is_other = choices.among((False, True))
+        value = _value(choices, name, option, target) if is_other else option.default
         if type(value) is not type(option.default):
             raise ProtocolError(
                 f"expected option {name!r} of target {target.name!r} to draw values like its "
                 f"default, {option.default!r}, got {value!r}."
             )
         if value != option.default:
-            event(f"option {name}")
+            choices.note(f"option {name}")
             said[name] = written(value)
     return with_options(scenario, said) if said else scenario
 
 
-def _values(name: str, option: Option, target: Target) -> st.SearchStrategy[OptionValue]:
+def _value(choices: Choices, name: str, option: Option, target: Target) -> OptionValue:
     values = option.values
     if isinstance(values, st.SearchStrategy):
-        return values
+        return choices.of(values)
     if isinstance(values, Sequence) and not isinstance(values, str):
-        return st.sampled_from(list(values) or [option.default])
+        return choices.among(list(values) or [option.default])
     raise ProtocolError(
         f"expected values of option {name!r} of target {target.name!r} to be a tuple or a "
         f"Hypothesis strategy, got {values!r}."

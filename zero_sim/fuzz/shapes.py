@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from hypothesis import strategies as st
+from zero_sim.fuzz.choices import Choices
 
 PARAMS_MAX = 6
 
 Shape = tuple[int, ...]
+
+_KINDS = ("vector", "vector", "scalar", "scalar", "wide", "tall")
+_KINDS_WITHOUT_SCALARS = ("vector", "vector", "wide", "tall")
 
 
 def divisors(size: int) -> list[int]:
@@ -18,44 +21,54 @@ def divisors(size: int) -> list[int]:
     return [count for count in range(1, size + 1) if size % count == 0]
 
 
-def edge_sizes(shard_count: int, *, align_elems: int = 1, least: int = 0) -> st.SearchStrategy[int]:
-    """Numbers of elements at which a partition can be off by one.
+def edge_size(choices: Choices, shard_count: int, *, align_elems: int = 1, least: int = 0) -> int:
+    """A number of elements at which a partition can be off by one.
 
     Args:
+        choices: What it is drawn with.
         shard_count: Number of shards N: 0, 1, N - 1, N and N + 1 are edges.
         align_elems: What shards are aligned to, in elements: its N-fold, and one less and more, are
             edges, too.
         least: Least number.
     """
     unit = shard_count * align_elems
+    if choices.among((False, True)):
+        return choices.integer(least, 3 * unit)
     edges = {0, 1, shard_count - 1, shard_count, shard_count + 1, unit - 1, unit, unit + 1}
-    others = sorted(size for size in edges - {1} if size >= least)
-    return st.sampled_from([1, *others]) | st.integers(least, 3 * unit)
+    return choices.among([1, *sorted(size for size in edges - {1} if size >= least)])
 
 
-def shapes(
-    shard_count: int, *, align_elems: int = 1, empty: bool = True, scalars: bool = True
-) -> st.SearchStrategy[Shape]:
-    """The shape of one param: scalars, vectors of edge sizes, small matrices, empty ones.
+def param_shape(
+    choices: Choices,
+    shard_count: int,
+    *,
+    align_elems: int = 1,
+    empty: bool = True,
+    scalars: bool = True,
+) -> Shape:
+    """The shape of one param: a scalar, a vector of an edge size, a small matrix, an empty one.
 
     Args:
-        shard_count: As for `edge_sizes`.
-        align_elems: As for `edge_sizes`.
+        choices: What it is drawn with.
+        shard_count: As for `edge_size`.
+        align_elems: As for `edge_size`.
         empty: Whether there are empty ones.
         scalars: Whether there are scalars.
     """
     least = 0 if empty else 1
-    sizes = edge_sizes(shard_count, align_elems=align_elems, least=least)
-    few = st.integers(least, 4)
     # Matrices both ways: some cut the flat param, and some cut between its rows.
-    one = sizes.map(lambda size: (size,))
-    both = st.tuples(few, sizes) | st.tuples(sizes, few)
-    return st.one_of(one, st.just(()), both) if scalars else st.one_of(one, both)
+    kind = choices.among(_KINDS if scalars else _KINDS_WITHOUT_SCALARS)
+    if kind == "scalar":
+        return ()
+    size = edge_size(choices, shard_count, align_elems=align_elems, least=least)
+    if kind == "vector":
+        return (size,)
+    few = choices.integer(least, 4)
+    return (few, size) if kind == "wide" else (size, few)
 
 
-@st.composite
-def shape_lists(
-    draw: st.DrawFn,
+def param_shapes(
+    choices: Choices,
     shard_count: int,
     *,
     align_elems: int = 1,
@@ -66,29 +79,33 @@ def shape_lists(
     """The shapes of a model's params, of which at least one is not empty.
 
     Args:
-        draw: Given by Hypothesis.
-        shard_count: As for `edge_sizes`.
-        align_elems: As for `edge_sizes`.
+        choices: What they are drawn with.
+        shard_count: As for `edge_size`.
+        align_elems: As for `edge_size`.
         params_max: Most params.
-        empty: As for `shapes`.
-        scalars: As for `shapes`.
+        empty: As for `param_shape`.
+        scalars: As for `param_shape`.
     """
-    one = shapes(shard_count, align_elems=align_elems, empty=empty, scalars=scalars)
-    drawn = draw(st.lists(one, min_size=1, max_size=params_max))
+    drawn = [
+        param_shape(choices, shard_count, align_elems=align_elems, empty=empty, scalars=scalars)
+        for _ in range(choices.integer(1, params_max))
+    ]
     if not any(map(math.prod, drawn)):
         drawn[-1] = (1,)
     return tuple(drawn)
 
 
-def bucket_sizes(sizes: Sequence[int]) -> st.SearchStrategy[int]:
-    """Bucket sizes for params of the given sizes, often exact fits.
+def bucket_size(choices: Choices, sizes: Sequence[int]) -> int:
+    """A bucket size for params of the given sizes, often an exact fit.
 
     A fit is one of them, or a sum of the first, or the last, few, or an element less or more. Other
     sizes are small, so that there are several buckets.
 
     Args:
+        choices: What it is drawn with.
         sizes: Elements of each param, in registration order.
     """
+    if choices.among((False, True)):
+        return choices.integer(1, max(8, *sizes))
     sums = {*sizes, *accumulate(sizes), *accumulate(reversed(sizes))} - {0}
-    fits = sorted({max(1, total + by) for total in sums for by in (-1, 0, 1)} | {1})
-    return st.sampled_from(fits) | st.integers(1, max(8, *sizes))
+    return choices.among(sorted({max(1, total + by) for total in sums for by in (-1, 0, 1)} | {1}))

@@ -10,18 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 
-from hypothesis import event
 from hypothesis import strategies as st
 
-from zero_sim.fuzz.effort import EFFORT_MAX, chunk_within, effort_of, steps_within
-from zero_sim.fuzz.models import BARE, MODELS, feeds, fit_blocks, models, overflows
-from zero_sim.fuzz.optimizers import optimizers
+from zero_sim.fuzz.choices import Choices, Drawable
+from zero_sim.fuzz.effort import (
+    EFFORT_MAX,
+    EFFORT_USUAL,
+    chunk_within,
+    effort_of,
+    steps_within,
+)
+from zero_sim.fuzz.models import BARE, MODELS, drawn_data, drawn_model, drawn_overflow, fit_blocks
+from zero_sim.fuzz.optimizers import drawn_optimizer
 from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
-from zero_sim.fuzz.systems import reloads, shares, systems, topologies, worlds
+from zero_sim.fuzz.systems import drawn_reload, drawn_system, drawn_topology, drawn_world, shares
 from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
@@ -34,9 +40,11 @@ from zero_sim.scenario.spec import (
     ModelName,
     ModelSpec,
     OptimizerSpec,
+    ReloadSpec,
     RunSpec,
     Scenario,
     SystemSpec,
+    TopologySpec,
     WorldSpec,
 )
 from zero_sim.scenario.unused import without_unused
@@ -46,7 +54,6 @@ from zero_sim.targets import (
     Target,
     capabilities_of,
     numerics_of,
-    options_of,
     refusals,
 )
 from zero_sim.workloads import params_of
@@ -55,15 +62,23 @@ OWN = "zero_sim"
 RANKS_MAX = 12
 STEPS_MAX = 4
 _MANY_RANKS = 11
-_RANKS_MOSTLY = st.sampled_from([3] * 11 + [8] * 4 + [RANKS_MAX])
+_RANKS_MOSTLY = [2] * 6 + [3] * 4 + [4] * 4 + [8] + [RANKS_MAX]
 """Most ranks of a case, as often as it says; one in so many has shards of two digits."""
-_RANKS_AFTER_SLOW = 4
+_EFFORTS = [EFFORT_USUAL] * 7 + [EFFORT_MAX]
+"""What a case may cost, about: rare features meet in many cheap cases sooner than in a few dear."""
+_RANKS_SPLIT = 4
+"""Ranks with which a model that can be split over two mostly is: two halves of two."""
+_RANKS_AFTER_SLOW = 3
 """Most ranks after the checkpoint of a case that takes long without it."""
-_SQUARISH = (4, 4, 4, 6, 8)
+_SQUARISH = (2, 4, 4, 4, 6, 8)
 """Numbers of ranks that can hold several copies, each of them on several ranks: the others seldom
 meet what goes between copies and what goes within one at once."""
-_STEPS_MOSTLY = st.sampled_from([2, 2, 2, STEPS_MAX])
-_STEPS_WITH_FREEZE = st.sampled_from([2, STEPS_MAX])
+_STEPS_MOSTLY = (2, 2, 2, STEPS_MAX)
+_DEAR = 3
+"""A case that takes so many times as much as it should, whatever its steps, is drawn anew."""
+_STEPS_WITH_OVERFLOW = (2, 3, 4)
+"""Of which what a skipped step leaves behind may need four."""
+_STEPS_WITH_FREEZE = (2, STEPS_MAX)
 """A param that is trained again, and a checkpoint after that, take three steps and more."""
 
 
@@ -75,6 +90,28 @@ def scenarios(
     models_from: Sequence[ModelName] = MODELS,
     reload: bool = True,
 ) -> st.SearchStrategy[Scenario]:
+    """A strategy of the cases that `drawn_cases` draws, for a test of Hypothesis.
+
+    Args:
+        target: As for `drawn_cases`, as are all others.
+        ranks_max: Most ranks.
+        steps_max: Most optimizer steps.
+        models_from: Models to draw from.
+        reload: Whether cases may go on in another world.
+    """
+    return drawn_cases(
+        target, ranks_max=ranks_max, steps_max=steps_max, models_from=models_from, reload=reload
+    ).strategy()
+
+
+def drawn_cases(
+    target: Target | None = None,
+    *,
+    ranks_max: int = RANKS_MAX,
+    steps_max: int = STEPS_MAX,
+    models_from: Sequence[ModelName] = MODELS,
+    reload: bool = True,
+) -> Drawable[Scenario]:
     """Cases that must pass, or be inconclusive: any features with any others.
 
     Args:
@@ -91,7 +128,8 @@ def scenarios(
     if target is not None and target.name != OWN:
         # Its ranks would have to sum what split layers give.
         models_from = [name for name in models_from if name != "tp-block"]
-    drawn = _cases(
+    drawn = partial(
+        _drawn_case,
         able=able,
         ranks_max=ranks_max,
         steps_max=steps_max,
@@ -100,16 +138,18 @@ def scenarios(
         skips=target is not None and _skips(target, able),
     )
     if target is None:
-        return drawn
-    aimed = drawn.map(lambda case: replace(case, system=replace(case.system, target=target.name)))
-    if options_of(target):
-        aimed = aimed.flatmap(lambda case: with_drawn_options(case, target=target))
-    return aimed.filter(lambda case: not refusals(target, case))
+        return Drawable(drawn)
+
+    def aimed(choices: Choices) -> Scenario:
+        case = drawn(choices)
+        case = replace(case, system=replace(case.system, target=target.name))
+        return with_drawn_options(choices, case, target=target)
+
+    return Drawable(aimed).filter(lambda case: not refusals(target, case))
 
 
-@st.composite
-def _cases(
-    draw: st.DrawFn,
+def _drawn_case(
+    choices: Choices,
     *,
     able: Capabilities,
     ranks_max: int,
@@ -120,86 +160,130 @@ def _cases(
 ) -> Scenario:
     # What goes wrong among many ranks, or in many steps, mostly does in few, where a case costs a
     # fraction: broken systems are found sooner for it.
-    ranks_max = min(draw(_RANKS_MOSTLY), ranks_max)
+    swarm = Swarm(choices, able=able, has_theme=True)
+    ranks_max = min(max(choices.among(_RANKS_MOSTLY), *swarm.theme.ranks, 1), ranks_max)
     # Of one dp-cp group, so that a case that shrinks to fewer of these keeps its layout.
     ranks_max = min(ranks_max, able.world_size_max or ranks_max)
-    ranks = draw(_ranks(ranks_max))
-    swarm = Swarm(draw, able=able)
-    topology = draw(topologies(ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm))
-    align_elems = draw(st.integers(2, 8)) if swarm.on("aligned") else 1
-    names = _names_for(ranks, models_from)
-    model = draw(models(ranks=ranks, align_elems=align_elems, names=names, swarm=swarm))
-    model, topology = fit_blocks(model, topology)
-    steps_limit = draw(_STEPS_WITH_FREEZE if model.freeze else _STEPS_MOSTLY)
-    ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
+    ranks = _ranks(choices, ranks_max, preferred=swarm.theme.ranks)
+    topology = drawn_topology(choices, ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm)
+    align_elems = choices.integer(2, 8) if swarm.on("aligned") else 1
+    names = _names_for(ranks, models_from, swarm=swarm)
+    model = drawn_model(choices, ranks=ranks, align_elems=align_elems, names=names, swarm=swarm)
+    has_room = 2 * ranks <= max(ranks_max, _RANKS_SPLIT)
+    model, topology = fit_blocks(model, topology, may_split=has_room, swarm=swarm)
+    ep = choices.among(shares(model, ranks, swarm=swarm))
     topology = replace(topology, ep=ep)
     sizes = [spec.numel for spec in param_specs(model, ep=ep)]
-    system = draw(systems(ranks=ranks // ep, sizes=sizes, align_elems=align_elems, swarm=swarm))
-    # What a mean of one rank is divided by are its own micro-batches.
-    accumulates = swarm.on("accumulation", often=ranks == 1)
-    scenario = Scenario(
-        schema=1,
-        name="drawn",
-        model=model,
-        data=draw(feeds(model=model, swarm=swarm)),
-        world=_in_the_order_of(
-            system, draw(worlds(size=ranks * topology.tp * topology.pp, swarm=swarm))
-        ),
-        topology=topology,
-        system=system,
-        optimizer=draw(optimizers(model=model, swarm=swarm)),
-        run=RunSpec(steps=1, micro_batches=draw(st.integers(1, 3)) if accumulates else 1),
+    system = drawn_system(
+        choices, ranks=ranks // ep, sizes=sizes, align_elems=align_elems, swarm=swarm
     )
-    scenario = draw(_paced(scenario, sizes=sizes, steps_max=min(steps_limit, steps_max)))
+    scenario = _one_step(choices, model, topology, system, ranks=ranks, swarm=swarm)
+    # Few cases have a param that is frozen, scales, or as many ranks; and that in a checkpoint.
+    seldom = bool(model.freeze) or model.name == "fp8" or ranks >= _MANY_RANKS
+    goes_on = swarm.on("reload", fits=reload and steps_max > 1, often=seldom)
+    effort_max = EFFORT_MAX if model.freeze else choices.among(_EFFORTS)
+    steps_most = min(
+        choices.among(_STEPS_WITH_FREEZE if model.freeze else _STEPS_MOSTLY), steps_max
+    )
+    begun = replace(scenario, reload=ReloadSpec(step=1) if goes_on else None)
+    paced = _paced(choices, begun, sizes=sizes, steps_max=steps_most, effort_max=effort_max)
+    scenario = replace(paced, reload=None)
     scenario = _split(_fitted(scenario, swarm=swarm), swarm=swarm)
     if (skips or scenario.optimizer.loss_scale) and swarm.on("overflow", fits=steps_max > 1):
-        scenario = draw(_overflowing(scenario, sizes=sizes, steps_max=steps_max))
-    if reload and scenario.run.steps > 1 and swarm.on("reload", often=bool(model.freeze)):
-        is_slow = effort_of(scenario, sizes=sizes) > EFFORT_MAX
-        after = draw(
-            reloads(
-                steps=scenario.run.steps,
-                model=model,
-                system=system,
-                topology=topology,
-                sizes=sizes,
-                ranks_max=min(ranks_max, _RANKS_AFTER_SLOW) if is_slow else ranks_max,
-                swarm=swarm,
-            )
-        )
+        scenario = _overflowing(choices, scenario, sizes=sizes, steps_max=steps_max)
+    if goes_on and scenario.run.steps > 1:
+        is_slow = 2 * effort_of(scenario, sizes=sizes) > effort_max
+        ranks_after_max = min(ranks_max, _RANKS_AFTER_SLOW) if is_slow else ranks_max
+        after = _after(choices, scenario, sizes=sizes, ranks_max=ranks_after_max, swarm=swarm)
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
-    scenario = draw(_joined(fitted_one_rank(scenario), swarm=swarm))
+    scenario = _joined(choices, fitted_one_rank(scenario), swarm=swarm)
+    # As few have as many ranks, these may cost what they cost.
+    if ranks < _MANY_RANKS and effort_of(scenario, sizes=sizes) > _DEAR * effort_max:
+        choices.refuse()
     scenario = _hiding(scenario, swarm=swarm)
     if swarm.on("distinct start", fits=ranks > 1):
         scenario = replace(scenario, model=replace(scenario.model, distinct_start=True))
     for feature in sorted(swarm.chosen):
-        event(feature)
-    scenario = replace(scenario, run=replace(scenario.run, seed=draw(st.integers(0, 10**6))))
+        choices.note(feature)
+    scenario = replace(scenario, run=replace(scenario.run, seed=choices.integer(0, 10**6)))
     names = [name for name, _ in params_of(model)]
     return without_unused(with_known_names(scenario, names))
 
 
-@st.composite
+def _one_step(
+    choices: Choices,
+    model: ModelSpec,
+    topology: TopologySpec,
+    system: SystemSpec,
+    *,
+    ranks: int,
+    swarm: Swarm,
+) -> Scenario:
+    """A case of one step, with data, a world and an optimizer for what is drawn so far."""
+    # What a mean of one rank is divided by are its own micro-batches.
+    accumulates = swarm.on("accumulation", often=ranks == 1)
+    data = drawn_data(choices, model=model, swarm=swarm)
+    world = drawn_world(choices, size=ranks * topology.tp * topology.pp, swarm=swarm)
+    return Scenario(
+        schema=1,
+        name="drawn",
+        model=model,
+        data=data,
+        world=_in_the_order_of(system, world),
+        topology=topology,
+        system=system,
+        optimizer=drawn_optimizer(choices, model=model, swarm=swarm),
+        run=RunSpec(steps=1, micro_batches=choices.integer(1, 3) if accumulates else 1),
+    )
+
+
+def _after(
+    choices: Choices, scenario: Scenario, *, sizes: Sequence[int], ranks_max: int, swarm: Swarm
+) -> ReloadSpec:
+    """The checkpoint of a case, and the layout after it."""
+    return drawn_reload(
+        choices,
+        steps=scenario.run.steps,
+        model=scenario.model,
+        system=scenario.system,
+        topology=scenario.topology,
+        sizes=sizes,
+        ranks_max=ranks_max,
+        swarm=swarm,
+    )
+
+
 def _paced(
-    draw: st.DrawFn, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
+    choices: Choices,
+    scenario: Scenario,
+    *,
+    sizes: Sequence[int],
+    steps_max: int,
+    effort_max: int,
 ) -> Scenario:
     """The case with a number of steps, and of calls that gather params, as its effort allows."""
     chunk = chunk_within(scenario, sizes=sizes)
     scenario = replace(scenario, system=replace(scenario.system, gather_chunk_elems=chunk))
-    most = steps_within(scenario, sizes=sizes, most=steps_max)
-    run = replace(scenario.run, steps=draw(st.integers(1, most)))
-    if effort_of(replace(scenario, run=run), sizes=sizes) > EFFORT_MAX:
+    most = steps_within(scenario, sizes=sizes, most=steps_max, effort_max=effort_max)
+    scenario = replace(scenario, run=replace(scenario.run, steps=choices.integer(1, most)))
+    if effort_of(scenario, sizes=sizes) > effort_max:
         # Two are as good as three at what accumulation gets wrong.
-        run = replace(run, micro_batches=min(run.micro_batches, 2))
-    return replace(scenario, run=run)
+        run = replace(scenario.run, micro_batches=min(scenario.run.micro_batches, 2))
+        scenario = replace(scenario, run=run)
+    if effort_of(scenario, sizes=sizes) > effort_max:
+        # What ranks touch too early they mostly do among few params as well.
+        scenario = replace(scenario, world=replace(scenario.world, races=False))
+    return scenario
 
 
-@lru_cache
-def _ranks(most: int) -> st.SearchStrategy[int]:
-    """Ranks of a dp-cp group, up to so many."""
+def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
+    """Ranks of a dp-cp group, up to so many; of those that are preferred, if there are any."""
+    if fitting := [ranks for ranks in preferred if ranks <= most]:
+        return choices.among(fitting)
     if most > _MANY_RANKS:
-        return st.integers(_MANY_RANKS, most)
-    return st.sampled_from([*range(1, most + 1), *(ranks for ranks in _SQUARISH if ranks <= most)])
+        return choices.integer(_MANY_RANKS, most)
+    squarish = (ranks for ranks in _SQUARISH if ranks <= most)
+    return choices.among([*range(1, most + 1), *squarish])
 
 
 def _skips(target: Target, able: Capabilities) -> bool:
@@ -217,8 +301,7 @@ def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     return scenario
 
 
-@st.composite
-def _joined(draw: st.DrawFn, scenario: Scenario, *, swarm: Swarm) -> Scenario:
+def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """The case with ranks that have no data for some micro-batches, where that can be."""
     run, (fewest, least) = scenario.run, limits_of_joins(scenario)
     system = scenario.system
@@ -226,11 +309,10 @@ def _joined(draw: st.DrawFn, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     fits = fewest > 1 and run.micro_batches > least
     fits &= not (is_late and system.divide_by == "micro-batches")
     fits &= scenario.model.name != "tp-block"
-    if not swarm.on("ranks join", fits=fits):
+    if not swarm.on("ranks join", fits=fits, often=True):
         return scenario
-    others = draw(
-        st.lists(st.integers(least, run.micro_batches - 1), min_size=1, max_size=min(fewest, 3) - 1)
-    )
+    count = choices.integer(1, min(fewest, 3) - 1)
+    others = [choices.integer(least, run.micro_batches - 1) for _ in range(count)]
     own = (*others, run.micro_batches)
     return replace(scenario, run=replace(run, own_micro_batches=own))
 
@@ -263,24 +345,27 @@ def _split(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     return replace(scenario, system=system, world=world)
 
 
-def _names_for(ranks: int, names: Sequence[ModelName]) -> Sequence[ModelName]:
-    """For many ranks models of nothing but params, which fill all shards and cost little."""
+def _names_for(ranks: int, names: Sequence[ModelName], *, swarm: Swarm) -> Sequence[ModelName]:
+    """Models of the theme; for many ranks those of nothing but params, which fill all shards."""
     bare = [name for name in names if name in BARE]
-    return bare if bare and ranks >= _MANY_RANKS else names
+    if ranks >= _MANY_RANKS and bare:
+        return bare
+    able = swarm.able.models
+    return [name for name in names if name in swarm.theme.models and name in able] or names
 
 
-@st.composite
 def _overflowing(
-    draw: st.DrawFn, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
+    choices: Choices, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
 ) -> Scenario:
     """The case with a step that is skipped, and others.
 
     With no other no update would be compared; what a skipped step leaves behind, such as a count of
     good steps, may show only two steps later.
     """
-    steps = draw(st.integers(2, steps_within(scenario, sizes=sizes, most=steps_max)))
+    most = steps_within(scenario, sizes=sizes, most=steps_max)
+    steps = choices.among([each for each in _STEPS_WITH_OVERFLOW if each <= most])
     scenario = replace(scenario, run=replace(scenario.run, steps=steps))
-    nan = draw(overflows(scenario=scenario, elems=sum(sizes)))
+    nan = drawn_overflow(choices, scenario=scenario, elems=sum(sizes))
     return replace(scenario, data=replace(scenario.data, nan=nan))
 
 
@@ -308,26 +393,29 @@ def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
     )
 
 
-@st.composite
-def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3) -> Scenario:
-    """A case with one planned fault that must be found; it passes only if it is.
+def faulty_scenarios(*, ranks_max: int = 4, steps_max: int = 3) -> st.SearchStrategy[Scenario]:
+    """Cases with one planned fault that must be found; each passes only if it is.
 
     A rank that stops, or a sum of gradients in which one rank's share is changed, lost or counted
     twice. Every element of every gradient is nonzero and in the sum, so that nothing hides it.
 
     Args:
-        draw: Given by Hypothesis.
         ranks_max: Most ranks, of at least 2.
         steps_max: Most optimizer steps.
     """
-    world_size = draw(st.integers(2, ranks_max))
-    swarm = Swarm(draw)
+    drawn = partial(_faulty_case, ranks_max=ranks_max, steps_max=steps_max)
+    return Drawable(drawn).strategy()
+
+
+def _faulty_case(choices: Choices, *, ranks_max: int, steps_max: int) -> Scenario:
+    world_size = choices.integer(2, ranks_max)
+    swarm = Swarm(choices)
     names: list[ModelName] = ["params"]
     # A gradient that is frozen for a while, or not in all losses, is nothing to change.
-    model = draw(models(ranks=world_size, names=names, swarm=swarm))
+    model = drawn_model(choices, ranks=world_size, names=names, swarm=swarm)
     model = replace(model, unused=(), one_rank=(), freeze=())
     sizes = [spec.numel for spec in param_specs(model)]
-    system = draw(systems(ranks=world_size, sizes=sizes, swarm=swarm))
+    system = drawn_system(choices, ranks=world_size, sizes=sizes, swarm=swarm)
     # Shards of one length, with nothing in them but what somebody owns; and one place for each sum.
     system = replace(
         system,
@@ -348,20 +436,20 @@ def faulty_scenarios(draw: st.DrawFn, *, ranks_max: int = 4, steps_max: int = 3)
     )
     if system.divide_by == "tokens":
         system = replace(system, divide_by="ranks")
-    steps = draw(st.integers(1, steps_max))
-    fault, wanted = draw(st.sampled_from(_FAULTS))
-    fault = replace(fault, rank=draw(st.integers(0, world_size - 1)))
+    steps = choices.integer(1, steps_max)
+    fault, wanted = choices.among(_FAULTS)
+    fault = replace(fault, rank=choices.integer(0, world_size - 1))
     if fault.kind in ("crash", "stall"):
-        fault = replace(fault, call=draw(st.integers(0, steps - 1)))
+        fault = replace(fault, call=choices.integer(0, steps - 1))
     scenario = Scenario(
         schema=1,
         name="faulty",
         model=model,
-        world=draw(worlds(size=world_size, swarm=swarm)),
+        world=drawn_world(choices, size=world_size, swarm=swarm),
         system=system,
         optimizer=OptimizerSpec(),
         faults=(fault,),
-        run=RunSpec(steps=steps, seed=draw(st.integers(0, 10**6))),
+        run=RunSpec(steps=steps, seed=choices.integer(0, 10**6)),
         expect=ExpectSpec(finding=wanted.value),
     )
     return without_unused(_summing(scenario))

@@ -7,15 +7,13 @@ gives every case a little of everything never shows either kind (Groce et al., S
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
-
+from zero_sim.fuzz.choices import Choices
+from zero_sim.fuzz.themes import ANYTHING, THEMES, Theme
 from zero_sim.targets import EVERYTHING, Capabilities
 
 _LEVELS = 8
 _SHARES = (2, 1, 4, 6)
 """Of `_LEVELS`: how many of the features a case has on average; the first one is the usual."""
-_LEVEL = st.integers(0, _LEVELS - 1)
-_SHARE = st.sampled_from(_SHARES)
 
 _PATHS = {
     "accumulation": "run.micro_batches",
@@ -63,6 +61,7 @@ _PATHS = {
     "reverse": "system.param_order",
     "saved async": "reload.async_steps",
     "shared": "topology.shared",
+    "split blocks": "topology.tp",
     "state over all": "system.state_over",
     "summed to all": "system.sum_by",
     "step buffer": "system.step_buffer_elems",
@@ -81,17 +80,22 @@ class Swarm:
     """Which features one case has: asked feature by feature, while the case is drawn.
 
     Args:
-        draw: Of the strategy that draws the case.
+        choices: What the case is drawn with.
         able: What the target of the case can be asked for.
+        has_theme: Whether the case may be about something; see `fuzz.themes`.
     """
 
     able: Capabilities
+    theme: Theme
     chosen: set[str]
     """Features that were switched on."""
 
-    def __init__(self, draw: st.DrawFn, *, able: Capabilities = EVERYTHING) -> None:
-        self._draw = draw
-        self._least = _LEVELS - draw(_SHARE)
+    def __init__(
+        self, choices: Choices, *, able: Capabilities = EVERYTHING, has_theme: bool = False
+    ) -> None:
+        self._choices = choices
+        self._least = _LEVELS - choices.among(_SHARES)
+        self.theme = choices.among(THEMES) if has_theme else ANYTHING
         self.able = able
         self.chosen = set()
 
@@ -119,7 +123,9 @@ class Swarm:
         # Not a draw of a bool, whose weight could not be chosen; and one draw a feature, so that
         # each can be dropped by itself.
         least = min(self._least, _LEVELS // 2) if often else self._least
-        chosen = self._draw(_LEVEL) >= least and fits
+        if feature in self.theme.features:
+            least = 1
+        chosen = self._choices.integer(0, _LEVELS - 1) >= least and fits
         if chosen:
             self.chosen.add(feature)
         return chosen

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from hypothesis import strategies as st
-
-from zero_sim.fuzz.shapes import bucket_sizes, divisors
+from zero_sim.fuzz.choices import Choices
+from zero_sim.fuzz.shapes import bucket_size, divisors
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.scenario.spec import (
     ModelSpec,
@@ -44,64 +43,62 @@ def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
     return [ways for ways in divisors(ranks) if model.experts % ways == 0]
 
 
-@st.composite
-def topologies(
-    draw: st.DrawFn, *, ranks: int = 2, parts_max: int = 4, swarm: Swarm | None = None
+def drawn_topology(
+    choices: Choices, *, ranks: int = 2, parts_max: int = 4, swarm: Swarm | None = None
 ) -> TopologySpec:
     """An arrangement of ranks, without expert parallelism.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         ranks: Number of ranks of a dp-cp group.
         parts_max: Most of these groups.
         swarm: What the case has; drawn anew where left out.
     """
-    swarm = swarm or Swarm(draw)
+    swarm = swarm or Swarm(choices)
     tp = pp = cp = 1
     if swarm.on("tp", fits=parts_max >= 2):
-        tp = draw(st.integers(2, min(parts_max, 3)))
+        tp = choices.integer(2, min(parts_max, 3))
     if swarm.on("pp", fits=parts_max // tp >= 2):
         pp = 2
     if swarm.on("cp", fits=ranks > 1):
-        cp = draw(st.sampled_from(divisors(ranks)[1:]))
+        cp = choices.among(divisors(ranks)[1:])
     turned = swarm.follows("topology.order")
-    endings = st.lists(st.sampled_from(_ENDINGS), min_size=1, max_size=2).map(tuple)
     return TopologySpec(
         tp=tp,
         cp=cp,
         pp=pp,
-        shared=draw(endings) if swarm.on("shared", fits=tp > 1) else (),
-        tied=draw(endings) if swarm.on("tied", fits=pp > 1) else (),
-        order=draw(st.sampled_from(_AXES)) if turned and tp * pp > 1 else _AXES[0],
+        shared=_endings(choices) if swarm.on("shared", fits=tp > 1) else (),
+        tied=_endings(choices) if swarm.on("tied", fits=pp > 1) else (),
+        order=choices.among(_AXES) if turned and tp * pp > 1 else _AXES[0],
     )
 
 
-@st.composite
-def worlds(draw: st.DrawFn, *, size: int = 2, swarm: Swarm | None = None) -> WorldSpec:
+def _endings(choices: Choices) -> tuple[str, ...]:
+    return tuple(choices.among(_ENDINGS) for _ in range(choices.integer(1, 2)))
+
+
+def drawn_world(choices: Choices, *, size: int = 2, swarm: Swarm | None = None) -> WorldSpec:
     """A world of so many ranks: order of addition, schedule, timing, races.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         size: Number of ranks.
         swarm: What the case has; drawn anew where left out.
     """
-    swarm = swarm or Swarm(draw)
+    swarm = swarm or Swarm(choices)
     orders = [order for order in _ORDERS if order in swarm.able.orders]
     any_order = len(orders) > 1 and swarm.on("any order")
     return WorldSpec(
         size=size,
-        order=draw(st.sampled_from(orders)) if any_order else orders[0],
-        schedule=draw(st.sampled_from(["random", "pct"]))
-        if swarm.on("schedule")
-        else "round-robin",
-        timing=draw(st.sampled_from(["lazy", "hostile"])) if swarm.on("timing") else "eager",
+        order=choices.among(orders) if any_order else orders[0],
+        schedule=choices.among(["random", "pct"]) if swarm.on("schedule") else "round-robin",
+        timing=choices.among(["lazy", "hostile"]) if swarm.on("timing") else "eager",
         races=swarm.on("races"),
     )
 
 
-@st.composite
-def systems(
-    draw: st.DrawFn,
+def drawn_system(
+    choices: Choices,
     *,
     ranks: int = 2,
     sizes: Sequence[int] = (1,),
@@ -111,25 +108,25 @@ def systems(
     """Settings of the system under test; of our own, where nothing else is said.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         ranks: Number of ranks that hold the same params: of an expert, if there are any.
         sizes: Elements of each param, for buckets that just fit.
         align_elems: What shards are aligned to, in elements.
         swarm: What the case has; drawn anew where left out.
     """
-    swarm = swarm or Swarm(draw)
-    stage = draw(_stages(swarm))
+    swarm = swarm or Swarm(choices)
+    stage = _drawn_stage(choices, swarm)
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
     sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
-    divide = draw(st.sampled_from(_DIVISIONS)) if swarm.on("divide") else "post"
+    divide = choices.among(_DIVISIONS) if swarm.on("divide") else "post"
     # The number of rows is known only behind the last micro-batch.
     counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
-    partition: PartitionName = draw(st.sampled_from(_PARTITIONS)) if uneven else "padded"
+    partition: PartitionName = choices.among(_PARTITIONS) if uneven else "padded"
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
         partition = "uneven"
-    bucket_elems = draw(bucket_sizes(sizes)) if swarm.on("buckets") else None
-    redundancy, across = _copies(draw, ranks, fits=stage > 0 and not buffered, swarm=swarm)
+    bucket_elems = bucket_size(choices, sizes) if swarm.on("buckets") else None
+    redundancy, across = _copies(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
     few = divisors(ranks // redundancy)[1:-1]
     in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
     keeps_all = swarm.on("kept after forward", fits=stage == 3)
@@ -140,38 +137,34 @@ def systems(
         partition=partition,
         param_order="reverse" if swarm.on("reverse") else "registration",
         align_elems=align_elems,
-        align_bytes=draw(st.sampled_from([1, 16, 128]))
+        align_bytes=choices.among([1, 16, 128])
         if align_elems > 1 and swarm.follows("system.align_bytes")
         else 1,
         # Rows are cut in one param at a time.
         bucket_elems=1 if partition == "rows" else bucket_elems,
         # Where nothing is said, what has buckets overlaps.
-        overlap_grads=draw(st.booleans()) if swarm.on("overlap grads") else None,
-        overlap_params=draw(st.booleans())
+        overlap_grads=choices.among((False, True)) if swarm.on("overlap grads") else None,
+        overlap_params=choices.among((False, True))
         if swarm.on("overlap params", fits=stage in (1, 2) and not in_chunks)
         else None,
-        sum_by=draw(st.sampled_from(_SUMS[: 1 if buffered else 2] if stage else _SUMS[1:]))
+        sum_by=choices.among(_SUMS[: 1 if buffered else 2] if stage else _SUMS[1:])
         if swarm.on("summed to all", fits=not across)
         else "reduce-scatter",
         gather_after_step=swarm.on("gathered after step", fits=stage == 3),
-        **draw(_through_buffers(sizes, stage, buffered=buffered, chunks=in_chunks, swarm=swarm)),
-        prefetch=draw(st.sampled_from(_PREFETCHES))
-        if swarm.on("prefetch", fits=stage == 3)
-        else None,
+        **_through_buffers(choices, sizes, stage, buffered=buffered, chunks=in_chunks, swarm=swarm),
+        prefetch=choices.among(_PREFETCHES) if swarm.on("prefetch", fits=stage == 3) else None,
         reshard_after_forward=not keeps_all,
-        reshard_ranks=draw(st.sampled_from(few))
+        reshard_ranks=choices.among(few)
         if swarm.on("kept by few", fits=bool(stage == 3 and few and not keeps_all), often=True)
         else None,
         sync=sync,
         divide=divide,
-        divide_by=draw(st.sampled_from(counts))
-        if swarm.on("divide by", often=ranks == 1)
-        else "ranks",
+        divide_by=choices.among(counts) if swarm.on("divide by", often=ranks == 1) else "ranks",
         grad_dtype="fp32" if swarm.on("fp32 grads") else "param",
     )
 
 
-def _copies(draw: st.DrawFn, ranks: int, *, fits: bool, swarm: Swarm) -> tuple[int, bool]:
+def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> tuple[int, bool]:
     """How many copies there are of what is sharded, and whether the state has none.
 
     Of fewer copies than ranks each is shared: what goes between copies and what goes within one are
@@ -180,13 +173,12 @@ def _copies(draw: st.DrawFn, ranks: int, *, fits: bool, swarm: Swarm) -> tuple[i
     counts = divisors(ranks)[1:] if fits else []
     shared = counts[:-1]
     has_copies = swarm.on("copies", fits=bool(counts), often=bool(shared))
-    redundancy = draw(st.sampled_from([*shared, *shared, *counts])) if has_copies else 1
-    return redundancy, swarm.on("state over all", fits=bool(counts))
+    redundancy = choices.among([*shared, *shared, *counts]) if has_copies else 1
+    return redundancy, swarm.on("state over all", fits=bool(counts), often=has_copies)
 
 
-@st.composite
 def _through_buffers(
-    draw: st.DrawFn,
+    choices: Choices,
     sizes: Sequence[int],
     stage: Stage,
     *,
@@ -196,31 +188,30 @@ def _through_buffers(
 ) -> dict[str, Any]:
     """Through which buffers gradients go, and in which chunks params come."""
     return {
-        "reduce_buffer_elems": draw(bucket_sizes(sizes)) if buffered else None,
+        "reduce_buffer_elems": bucket_size(choices, sizes) if buffered else None,
         "arena": swarm.on("arena", fits=stage > 1 and not buffered),
-        "step_buffer_elems": draw(bucket_sizes(sizes)) if swarm.on("step buffer") else None,
+        "step_buffer_elems": bucket_size(choices, sizes) if swarm.on("step buffer") else None,
         "contiguous_grads": not swarm.on("not contiguous", fits=buffered),
         "offload_state": swarm.on("offloaded"),
-        "gather_chunk_elems": draw(st.integers(1, max(2, sum(sizes)))) if chunks else None,
+        "gather_chunk_elems": choices.integer(1, max(2, sum(sizes))) if chunks else None,
     }
 
 
-@st.composite
-def _stages(draw: st.DrawFn, swarm: Swarm) -> Stage:
+def _drawn_stage(choices: Choices, swarm: Swarm) -> Stage:
     """Stage 1 mostly, as far as the target has it."""
     stages = swarm.able.stages
     higher = [stage for stage in stages if stage > 1]
+    higher = [stage for stage in higher if stage in swarm.theme.stages] or higher
     chosen: Stage = stages[0] if 1 not in stages else 1
     if 0 in stages and len(stages) > 1 and swarm.on("stage 0"):
         chosen = 0
     if higher and len(stages) > 1 and swarm.on("stage 2 or 3"):
-        chosen = draw(st.sampled_from(higher))
+        chosen = choices.among(higher)
     return chosen
 
 
-@st.composite
-def reloads(
-    draw: st.DrawFn,
+def drawn_reload(
+    choices: Choices,
     *,
     steps: int,
     model: ModelSpec,
@@ -233,7 +224,7 @@ def reloads(
     """A checkpoint in the middle of a run of at least two steps, and another layout after it.
 
     Args:
-        draw: Given by Hypothesis.
+        choices: What it is drawn with.
         steps: Steps of the run.
         model: The model.
         system: Settings before the checkpoint.
@@ -243,24 +234,24 @@ def reloads(
             always possible.
         swarm: What the case has; drawn anew where left out.
     """
-    swarm = swarm or Swarm(draw)
+    swarm = swarm or Swarm(choices)
     parts = topology.tp * topology.pp
     most = min(ranks_max // parts, swarm.able.world_size_max or ranks_max)
-    ranks = topology.cp * draw(st.integers(1, max(1, most // topology.cp)))
-    ep = draw(st.sampled_from(shares(model, ranks, swarm=swarm)))
+    ranks = topology.cp * choices.integer(1, max(1, most // topology.cp))
+    ep = choices.among(shares(model, ranks, swarm=swarm))
     both = len(swarm.able.stages) > 1
-    stage = draw(_other_stages(system, swarm)) if both and swarm.on("other stage") else None
+    stage = _other_stage(choices, system, swarm) if both and swarm.on("other stage") else None
     has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
-    redundancy = draw(st.sampled_from(divisors(ranks // ep))) if has_copies else 1
+    redundancy = choices.among(divisors(ranks // ep)) if has_copies else 1
     few = system.reshard_ranks
     sharing = ranks // ep // redundancy
     if stage is None and few is not None and (sharing % few or sharing == few):
         stage = 2  # Of those that share the params after it the few are no equal parts.
-    buckets = draw(bucket_sizes(sizes)) if swarm.on("other buckets") else None
+    buckets = bucket_size(choices, sizes) if swarm.on("other buckets") else None
     partition: PartitionName | None = None
     if padded and system.stage > 0 and swarm.on("other partition"):
-        partition = draw(st.sampled_from(["padded", "uneven", "one-owner"]))
+        partition = choices.among(["padded", "uneven", "one-owner"])
     elif stage == 0:
         partition = "padded"
     after = system.stage if stage is None else stage
@@ -276,7 +267,7 @@ def reloads(
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
     return replace(
-        draw(_checkpoints(steps, model, swarm)),
+        _drawn_checkpoint(choices, steps, model, swarm),
         world_size=ranks * parts,
         stage=stage,
         ep=ep,
@@ -284,32 +275,30 @@ def reloads(
         state_over=over,
         bucket_elems=buckets,
         partition=partition,
-        reduce_buffer_elems=draw(bucket_sizes(sizes)) if buffered else None,
+        reduce_buffer_elems=bucket_size(choices, sizes) if buffered else None,
         param_order=_other_order(system) if swarm.on("other param order") else None,
     )
 
 
-@st.composite
-def _other_stages(draw: st.DrawFn, system: SystemSpec, swarm: Swarm) -> Stage | None:
+def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | None:
     # Only stages 1 and 2 gather all params after a step, so that a case which overlaps that cannot
     # become another.
     kept = (1, 2) if system.overlap_params else (0, 1, 2, 3)
     if system.reduce_buffer_elems is not None and system.sync == "last":
         kept = tuple(stage for stage in kept if stage != 2)
     others = [stage for stage in swarm.able.stages if stage in kept and stage != system.stage]
-    return draw(st.sampled_from(others)) if others else None
+    return choices.among(others) if others else None
 
 
-@st.composite
-def _checkpoints(draw: st.DrawFn, steps: int, model: ModelSpec, swarm: Swarm) -> ReloadSpec:
+def _drawn_checkpoint(choices: Choices, steps: int, model: ModelSpec, swarm: Swarm) -> ReloadSpec:
     """When a checkpoint is taken and how, into the same layout."""
-    step = draw(st.integers(1, steps - 1) if not model.freeze else st.sampled_from(_late(steps)))
+    step = choices.integer(1, steps - 1) if not model.freeze else choices.among(_late(steps))
     # One in three: each of them takes more steps.
-    goes_on = swarm.on("saved async") and draw(st.integers(0, 2)) == 2
+    goes_on = swarm.on("saved async") and choices.integer(0, 2) == 2
     return ReloadSpec(
         step=step,
-        async_steps=draw(st.integers(1, steps - step)) if goes_on else 0,
-        form=draw(st.sampled_from(["sharded", "sharded", "consolidated", "dcp"])),
+        async_steps=choices.integer(1, steps - step) if goes_on else 0,
+        form=choices.among(["sharded", "sharded", "consolidated", "dcp"]),
         weights_only=swarm.on("weights only"),
     )
 

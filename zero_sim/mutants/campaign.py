@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
-from hypothesis import strategies as st
 
 from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
+from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.minima import MINIMA
 from zero_sim.mutants.records import Mutant, Trial
@@ -108,7 +108,7 @@ def hunt(
     *,
     pool: WorldPool,
     budget: Budget | None = None,
-    cases: st.SearchStrategy[Scenario] | None = None,
+    cases: ValuesFrom[Scenario] | None = None,
 ) -> Trial:
     """Run cases against one mutant until it is found or the budget is spent.
 
@@ -119,9 +119,9 @@ def hunt(
         cases: What is drawn; what `zero-sim fuzz` draws where left out.
     """
     budget = budget or Budget()
-    strategy = scenarios() if cases is None else cases
+    drawn_from = drawn_cases() if cases is None else cases
     # A series of its own, or all mutants would share the luck of one.
-    drawn = draws(strategy, seed=f"{budget.seed}/{mutant.id}")
+    drawn = draws(drawn_from, seed=f"{budget.seed}/{mutant.id}")
     trial = _Hunt(pool=pool, drawn=drawn)
     error = ""
     with mutant.apply() as patches:
@@ -224,7 +224,7 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
         pool: Worlds to run on.
         budget: How many cases to run.
     """
-    trial = _Hunt(pool=pool, drawn=draws(scenarios(), seed=f"{budget.seed}/none"))
+    trial = _Hunt(pool=pool, drawn=draws(drawn_cases(), seed=f"{budget.seed}/none"))
     trial.search(cases_max=budget.cases_max)
     return Trial(
         id="none",

@@ -15,7 +15,7 @@ from hypothesis import settings
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case
 from zero_sim.run.found_rules import Asked, declared_by, with_change
@@ -94,7 +94,7 @@ def conformance(
         failed: NotConformant | None = None
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
-            drawn = scenarios(judged, ranks_max=world_size_max, steps_max=steps_max)
+            drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
             for scenario in islice(draws(drawn, seed=_series(seed)), cases):
                 result = judge(scenario)
                 verdicts[result.verdict] += 1
