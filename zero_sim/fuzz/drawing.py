@@ -20,7 +20,7 @@ from zero_sim.fuzz.choices import Drawable, Rejected, Seeded, ValuesFrom, drawn_
 Value = TypeVar("Value", bound=Hashable)
 
 _FRUITLESS_RUNS_MAX = 10
-_FRUITLESS_DRAWS_MAX = 1000
+_FRUITLESS_DRAWS_MAX = 10_000
 """After so many in a row that gave nothing new, there is nothing else to draw."""
 
 

@@ -37,7 +37,7 @@ _ENDINGS: dict[ModelName, tuple[str, str]] = {
     "unusual": ("twice", "unused"),
 }
 """Ends of names of params, by model; of all others biases and weights."""
-_GROWTH_INTERVALS = (2, 1, 3)
+_GROWTH_INTERVALS = (2, 2, 1, 3)
 _SETTINGS = (None, None, 0.0, 0.01)
 _DIFFERENT = tuple(itertools.permutations((0.01, 0.0, 0.05)))
 _ONE_IN_FOUR = (False, False, False, True)
@@ -61,7 +61,8 @@ def drawn_optimizer(
     """
     swarm = swarm or Swarm(choices)
     able = [name for name in names if name in swarm.able.optimizers] or swarm.able.optimizers
-    name = choices.among(able) if len(able) > 1 and swarm.on("any optimizer") else able[0]
+    others = [name for name in able if name in swarm.theme.optimizers] or able
+    name = choices.among(others) if len(able) > 1 and swarm.on("any optimizer") else able[0]
     clips = [way for way in ("norm", "value") if swarm.follows(f"optimizer.clip_{way}")]
     clip = choices.among(clips) if clips and swarm.on("clip") else None
     momentum = swarm.on("momentum", fits=name in _WITH_MOMENTUM)

@@ -125,6 +125,7 @@ class Swarm:
         least = min(self._least, _LEVELS // 2) if often else self._least
         if feature in self.theme.features:
             least = 1
+        fits &= feature not in self.theme.without
         chosen = self._choices.integer(0, _LEVELS - 1) >= least and fits
         if chosen:
             self.chosen.add(feature)
