@@ -63,10 +63,8 @@ def _is_wider(one: str, other: str) -> bool:
 
 def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     """What of a case is by no rule that can be declared; arguments as for `numerics_for`."""
-    system = scenario.system
     accumulated, summed = _dtypes(scenario, chosen)
-    is_scattered = system.stage > 1 and not _is_in_one_shard(scenario)
-    added = summed if is_scattered else scenario.model.dtype
+    added = summed if _is_scattered(scenario) else scenario.model.dtype
     if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
@@ -81,7 +79,7 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             "that can be declared.",
             suggestion="Leave option communication out.",
         )
-    if system.redundancy > 1 and summed != accumulated:
+    if scenario.system.redundancy > 1 and summed != accumulated:
         yield Problem(
             path="system.redundancy",
             message=f"Megatron-FSDP adds what blocks summed in {summed} in {accumulated} and sums "
@@ -107,8 +105,7 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             f"overlap_grad_reduce is off. {UPSTREAM}",
             suggestion="Leave option overlap_grads out.",
         )
-    decays = decays_weights(spec)
-    if chosen["shard_optimizer"] and (spec.name != "sgd" or decays):
+    if chosen["shard_optimizer"] and (spec.name != "sgd" or decays_weights(spec)):
         yield Problem(
             path="system.options",
             message="megatron-fsdp 0.6.1 steps once with gradients of zero in "
@@ -125,13 +122,13 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             f"{', '.join(map(str, sorted(rows)))}. {UPSTREAM}",
             suggestion="Try one, or stage 0.",
         )
-    if system.stage > 1 and _is_in_one_shard(scenario):
+    if system.stage > 1 and not _is_scattered(scenario):
         yield from _in_one_shard(scenario, chosen)
 
 
-def _is_in_one_shard(scenario: Scenario) -> bool:
-    """Whether one rank has all of what is sharded, which is whole then, whatever the stage."""
-    return scenario.world.size == scenario.system.redundancy
+def _is_scattered(scenario: Scenario) -> bool:
+    """Whether gradients are; what one rank has all of is whole, whatever the stage."""
+    return scenario.system.stage > 1 and scenario.world.size > scenario.system.redundancy
 
 
 def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
