@@ -1,6 +1,5 @@
 """Run a rank program on a backend."""
 
-from zero_sim.backends.memory import settle_memory
 from zero_sim.backends.real import RankGone, RealRank
 from zero_sim.backends.stop import Stop, interrupts_ask
 from zero_sim.backends.team import Ending, Teams
@@ -14,5 +13,4 @@ __all__ = [
     "Teams",
     "WorldPool",
     "interrupts_ask",
-    "settle_memory",
 ]

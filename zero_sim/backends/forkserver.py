@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Client
 from typing import Any
 
+from zero_sim.host.garbage import collect_seldom, spare_imports
 from zero_sim.host.signals import leave_to_owner
 from zero_sim.host.warnings_once import tell_once
 
@@ -31,9 +32,12 @@ def main() -> None:
     os.dup2(2, 1)
     leave_to_owner()
     tell_once()
+    collect_seldom()
     settings = json.loads(sys.stdin.readline())
     for name in settings["preload"]:
         importlib.import_module(name)
+    # Before the forks, which share its pages until a collection writes into them.
+    spare_imports()
     for line in sys.stdin:
         request = json.loads(line)
         if "fork" in request:

@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from zero_sim.backends.parent_watchdog import end_with_parent
 from zero_sim.errors import EnvironmentProblem
+from zero_sim.host.garbage import collect_seldom
 from zero_sim.host.signals import ENDING, FROM_OWNER, leave_to_owner
 from zero_sim.host.warnings_once import tell_once
 
@@ -272,6 +273,7 @@ def _start() -> tuple[Executor, Future[int]]:
 
 
 def _begin() -> None:
+    collect_seldom()
     end_with_parent()
     leave_to_owner()
     tell_once()

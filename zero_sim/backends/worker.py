@@ -6,7 +6,6 @@ returns what can be written as JSON. The names come from the process that starte
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -44,8 +43,6 @@ def serve(connection: Connection, *, rank: int) -> None:
     """
     torch.set_num_threads(1)
     torch.get_num_threads()
-    # What the fork server imported stays; walking through it again and again would cost every job.
-    gc.freeze()
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     sending = threading.Lock()
     main_thread = threading.get_ident()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from zero_sim.host.dynamo import defer_dynamo
+from zero_sim.host.garbage import spare_imports
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.sim import Fault, World
 
@@ -16,6 +17,7 @@ class WorldPool:
 
     def __init__(self, *, worlds_open_max: int = WORLDS_OPEN_MAX) -> None:
         defer_dynamo()
+        spare_imports()
         self._worlds_open_max = worlds_open_max
         self._worlds: dict[int, World] = {}
 

@@ -57,6 +57,7 @@ from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.host import supervisor
 from zero_sim.host.files import unwritten
 from zero_sim.host.frames import show_error
+from zero_sim.host.garbage import collect_seldom
 from zero_sim.host.packages import packages_needed
 from zero_sim.host.signals import at_second, heard_name, interrupt, listening
 from zero_sim.host.warnings_once import telling_once
@@ -80,6 +81,7 @@ class _Commands(click.Group):
         """Run the command that this process was started for, or the one that is given."""
         if args or options:
             return super().main(*args, **options)
+        collect_seldom()
         target = supervisor.foreign_target(sys.argv[1:])
         if not supervisor.attach() and target:
             sys.exit(supervisor.supervise(target))

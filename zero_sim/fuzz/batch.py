@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from zero_sim.backends import Stop, WorldPool, interrupts_ask, settle_memory
+from zero_sim.backends import Stop, WorldPool, interrupts_ask
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import CaseResult, unforeseen
@@ -24,6 +24,7 @@ from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
+from zero_sim.host.garbage import settle_memory
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario

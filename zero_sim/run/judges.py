@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, Self
 
-from zero_sim.backends import WorldPool, settle_memory
+from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
 from zero_sim.errors import ZeroSimError
 from zero_sim.findings.records import Finding, not_judged, unforeseen
 from zero_sim.host.device import check_device
+from zero_sim.host.garbage import settle_memory
 from zero_sim.run import CaseResult, run_case
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import own_setup

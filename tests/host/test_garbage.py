@@ -1,0 +1,44 @@
+"""Own processes do not look through what imports made; somebody else's collect as they are told."""
+
+import subprocess
+import sys
+
+_STARTS = "import gc; usual = gc.get_threshold(); from zero_sim.host.garbage import *; "
+
+
+def _says(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout.split()
+
+
+def test_what_imports_made_is_spared_and_the_rest_collected_as_usual():
+    spared, is_usual = _says(
+        f"{_STARTS}collect_seldom(); kept = [[] for _ in range(60_000)]; "
+        "spare_imports(); print(gc.get_freeze_count() > 60_000, gc.get_threshold() == usual)"
+    )
+    assert (spared, is_usual) == ("True", "True")
+
+
+def test_a_process_that_never_collected_seldom_is_left_as_it_is():
+    assert _says(f"{_STARTS}spare_imports(); print(gc.get_freeze_count(), *gc.get_threshold())") == [
+        "0",
+        *_says("import gc; print(*gc.get_threshold())"),
+    ]
+
+
+def test_what_is_alive_later_is_spared_by_settling_and_garbage_is_not():
+    frozen, left = _says(
+        f"{_STARTS}import weakref; collect_seldom(); settle_memory(); Circle = type('C', (), {{}}); "
+        "circle = Circle(); circle.self = circle; seen = weakref.ref(circle); del circle; "
+        "before = gc.get_freeze_count(); kept = [[] for _ in range(5000)]; settle_memory(); "
+        "print(gc.get_freeze_count() - before > 5000, seen())"
+    )
+    assert (frozen, left) == ("True", "None")
+
+
+def test_a_pool_of_worlds_leaves_the_collector_of_a_foreign_process_alone():
+    assert _says(
+        "import gc; from zero_sim.backends import WorldPool\n"
+        "with WorldPool(): print(gc.get_freeze_count(), *gc.get_threshold())"
+    ) == ["0", *_says("import gc; print(*gc.get_threshold())")]
