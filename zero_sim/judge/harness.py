@@ -8,8 +8,9 @@ whatever it asks the engine is the system's again.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from zero_sim.errors import EnvironmentProblem, UntrainableError, ZeroSimError
 from zero_sim.sim import unwatched
@@ -35,35 +36,70 @@ class _SystemRaised(Exception):
         super().__init__(str(error))
 
 
-@contextmanager
-def harness_time(pause_clock: PauseClock) -> Iterator[None]:
+_COME_THROUGH = (EnvironmentProblem, UntrainableError)
+
+
+def harness_time(pause_clock: PauseClock) -> AbstractContextManager[None]:
     """A block that is the harness's own.
 
     Raises:
         JudgeFailed: Anything in it raised, but for what the machine lacks, what no system could
             train and what an engine raised when it was asked: those come through as they are.
     """
-    try:
-        # What the judge reads is not charged to the system either, whatever is in flight.
-        with pause_clock(True), unwatched():
-            yield
-    except _SystemRaised as raised:
-        raise raised.error from raised.error.__cause__
-    except (EnvironmentProblem, UntrainableError):
-        raise
-    except Exception as error:
-        raise JudgeFailed(error, traceback.format_exc()) from error
+    return _HarnessTime(pause_clock)
 
 
-@contextmanager
-def engine_time(pause_clock: PauseClock) -> Iterator[None]:
+def engine_time(pause_clock: PauseClock) -> AbstractContextManager[None]:
     """A block in which an engine is asked something, inside one that is ours: the system's again.
 
     Args:
         pause_clock: As for `harness_time`.
     """
-    with pause_clock(False):
-        try:
-            yield
-        except Exception as error:
+    return _EngineTime(pause_clock)
+
+
+# No generators: a small case has hundreds of these blocks.
+class _HarnessTime:
+    __slots__ = ("_clock", "_watch")
+
+    def __init__(self, pause_clock: PauseClock) -> None:
+        self._clock = pause_clock(True)
+        # What the judge reads is not charged to the system either, whatever is in flight.
+        self._watch = unwatched()
+
+    def __enter__(self) -> None:
+        self._clock.__enter__()
+        self._watch.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.__exit__(kind, error, trace)
+        self._clock.__exit__(kind, error, trace)
+        if isinstance(error, _SystemRaised):
+            raise error.error from error.error.__cause__
+        if isinstance(error, Exception) and not isinstance(error, _COME_THROUGH):
+            raise JudgeFailed(error, traceback.format_exc()) from error
+
+
+class _EngineTime:
+    __slots__ = ("_clock",)
+
+    def __init__(self, pause_clock: PauseClock) -> None:
+        self._clock = pause_clock(False)
+
+    def __enter__(self) -> None:
+        self._clock.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._clock.__exit__(kind, error, trace)
+        if isinstance(error, Exception):
             raise _SystemRaised(error) from error

@@ -124,16 +124,20 @@ def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
         yield "reduce buffers", first, _bytes_of(ddp.reduce_buffers())
     for buffer in ddp.buffers:
         for unit in buffer.units:
+            if not (unit.frees_grads or unit.frees_params):
+                continue
             name = next(member.name for member in unit.members if member.param.numel())
             params = [member.param for member in unit.members]
             if unit.frees_grads:
                 grads = [getattr(param, "main_grad", None) for param in params]
                 grads += [member.main_grad for member in unit.members]
                 grads += vars(unit.grad_storage).values()
-                inside = _within(ddp.arena, grads)
-                outside = _bytes_of(g for g in grads if not _is_in(ddp.arena, g))
-                yield "gradients", name, inside + outside
-                if ddp.arena is not None:
+                if ddp.arena is None:
+                    yield "gradients", name, _bytes_of(grads)
+                else:
+                    inside = _within(ddp.arena, grads)
+                    outside = _bytes_of(g for g in grads if not _is_in(ddp.arena, g))
+                    yield "gradients", name, inside + outside
                     yield "gradients outside the arena", name, outside
             if unit.frees_params:
                 assert unit.param_storage is not None
@@ -142,13 +146,11 @@ def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
                 yield "params", name, _bytes_of([*there, *vars(unit.param_storage).values()])
 
 
-def _is_in(arena: Arena | None, item: object) -> bool:
-    return (
-        arena is not None and isinstance(item, Tensor) and _address(item) == _address(arena.memory)
-    )
+def _is_in(arena: Arena, item: object) -> bool:
+    return isinstance(item, Tensor) and _address(item) == _address(arena.memory)
 
 
-def _within(arena: Arena | None, items: Iterable[object]) -> int:
+def _within(arena: Arena, items: Iterable[object]) -> int:
     """Bytes of an arena that tensors in it cover, each once."""
     ends = sorted(
         (item.data_ptr(), item.data_ptr() + item.nbytes)
@@ -168,8 +170,13 @@ def _is_placeholder(param: Tensor) -> bool:
 
 def _bytes_of(items: Iterable[object]) -> int:
     """Bytes of the memory of those that are tensors, each once."""
-    storages = [item.untyped_storage() for item in items if isinstance(item, Tensor)]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    found: dict[int, int] = {}
+    for item in items:
+        # Most are not there; to ask what they are takes longer.
+        if item is not None and isinstance(item, Tensor):
+            storage = item.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def _address(tensor: Tensor) -> int:

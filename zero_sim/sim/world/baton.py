@@ -314,3 +314,25 @@ def _as_failure(rank: int, error: BaseException) -> WorldFailure:
     failure = RankFailed(rank, error, "".join(traceback.format_exception(error)))
     failure.__cause__ = error
     return failure
+
+
+class PausedClock:
+    """A block in which the holder's time is not its program's; or, in such a block, is again.
+
+    Args:
+        baton: Whose holder it is.
+        pause: Whether it is not.
+    """
+
+    __slots__ = ("_baton", "_before", "_pause", "_rank")
+
+    def __init__(self, baton: Baton, *, pause: bool) -> None:
+        self._baton = baton
+        self._pause = pause
+
+    def __enter__(self) -> None:
+        self._rank = self._baton.holder
+        self._before = self._baton.pause(self._rank, self._pause)
+
+    def __exit__(self, *exception: object) -> None:
+        self._baton.pause(self._rank, self._before)

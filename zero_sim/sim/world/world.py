@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -27,7 +26,7 @@ from zero_sim.sim.order_backends import ORDERS
 from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
 from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world import c10d, process_ends, profilers
-from zero_sim.sim.world.baton import Baton, RankLocal
+from zero_sim.sim.world.baton import Baton, PausedClock, RankLocal
 from zero_sim.sim.world.cluster import SimCluster
 from zero_sim.sim.world.process_state import ProcessState
 from zero_sim.sim.world.randomness import Randomness
@@ -288,8 +287,7 @@ class World:
         process_ends.uninstall()
         c10d.uninstall()
 
-    @contextlib.contextmanager
-    def pause_clock(self, pause: bool = True) -> Iterator[None]:
+    def pause_clock(self, pause: bool = True) -> AbstractContextManager[None]:
         """Do not count against `stall_seconds` what the calling rank does inside this block.
 
         For a harness that runs code of its own in a rank's turn.
@@ -297,13 +295,7 @@ class World:
         Args:
             pause: False counts again what is done inside, within a block that does not.
         """
-        baton = self._baton
-        rank = baton.holder
-        before = baton.pause(rank, pause)
-        try:
-            yield
-        finally:
-            baton.pause(rank, before)
+        return PausedClock(self._baton, pause=pause)
 
     @property
     def closed(self) -> bool:
