@@ -135,24 +135,24 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
 
 
 def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
+    # No binding of the signature, which takes as long as all else here: it has plain names alone.
+    names = tuple(inspect.signature(original).parameters)
 
     @functools.wraps(original)
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         if rank_state.c10d_world is None:
             return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        asked = dict(bound.arguments)
+        asked = dict(zip(names, args, strict=False)) | kwargs
         if asked.get("backend") == FAKE:
             return original(*args, **kwargs)
-        ranks = list(bound.arguments["global_ranks_in_group"])
+        ranks = list(asked["global_ranks_in_group"])
         if ranks and rank_state.announce is not None:
             # Here, not in the group's creator, which torch does not call on a rank outside of it.
-            rank_state.announce(bound.arguments["group_name"], ranks)
-        bound.arguments["backend"] = dist.Backend("sim")
+            rank_state.announce(asked["group_name"], ranks)
+        passed = asked | {"backend": dist.Backend("sim")}
         for name in ("backend_options", "device_id"):
-            bound.arguments.pop(name, None)
-        group, store = original(*bound.args, **bound.kwargs)
+            passed.pop(name, None)
+        group, store = original(**passed)
         if isinstance(group, SimProcessGroup):
             group.set_group_store(store)
             _answer_to(group, asked)

@@ -425,13 +425,16 @@ class World:
 
     def _make_group(self, name: str, ranks: Sequence[int], group_rank: int) -> SimProcessGroup:
         default = name == DEFAULT_GROUP and not ranks
-        members = tuple(range(self.world_size)) if default else tuple(ranks)
-        label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
-        generation, key = self._run.group_registry.generation(members[group_rank]), name
-        if generation:
-            key, label = f"{name}@{generation}", f"{label}, made anew {generation}"
+        rank = group_rank if default else ranks[group_rank]
+        generation = self._run.group_registry.generation(rank)
+        key = f"{name}@{generation}" if generation else name
         group = self._groups.get(key)
         if group is None:
+            # By the first rank alone: of thousands each would list all others.
+            members = tuple(range(self.world_size)) if default else tuple(ranks)
+            label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
+            if generation:
+                label = f"{label}, made anew {generation}"
             group = self._groups[key] = Group(name, members, label=label, strict=self.strict)
         return SimProcessGroup(self._cluster, group, group_rank)
 
