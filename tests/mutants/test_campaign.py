@@ -1,11 +1,18 @@
 """A campaign finds a mutant, says by what, and mends the system."""
 
+from dataclasses import replace
+from itertools import islice
+
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from zero_sim.backends import WorldPool
 from zero_sim.errors import LayoutError
+from zero_sim.findings.phase import Phase
+from zero_sim.findings.records import Finding
+from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants import campaign, find_mutants
 from zero_sim.mutants.campaign import (
     DRAWING,
@@ -19,9 +26,13 @@ from zero_sim.mutants.campaign import (
 from zero_sim.mutants.records import mutant
 from zero_sim.mutants.score import score_of
 from zero_sim.run import CaseResult, run_case
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.load import parse_cases
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
 from zero_sim.shrink import Size, size_of
 from zero_sim.zero.unit import Unit
+
+PLAIN = Scenario(schema=1, model=ModelSpec(name="params", shapes=((1,),)))
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +146,60 @@ def test_what_fails_outside_of_drawing_comes_through(pool, monkeypatch):
     monkeypatch.setattr(campaign, "run_case", fails)
     with pytest.raises(LayoutError, match="ill"):
         hunt(find_mutants(["M05"])[0], pool=pool)
+
+
+class TestWhatAMutantTakes:
+    """Cases that lack what its smallest case on record has are judged last."""
+
+    @pytest.fixture
+    def judged(self, monkeypatch):
+        order = []
+
+        def run(scenario, **named):
+            order.append(scenario)
+            verdict = "fail" if scenario in self.finders else "pass"
+            finding = Finding(check=Check.EQUALITY_GRAD, step=0, phase=Phase.REDUCE, message="x")
+            return CaseResult(id="x", verdict=verdict, seconds=0.0, findings=(finding,))
+
+        monkeypatch.setattr(campaign, "run_case", run)
+        accumulates = replace(PLAIN, run=RunSpec(steps=1, micro_batches=2))
+        monkeypatch.setattr(campaign, "smallest_cases", lambda: {"X": accumulates})
+        self.finders = ()
+        return order
+
+    def hunt(self, pool, **named):
+        def plant(patch):
+            """Change nothing."""
+
+        harmless = mutant("X", "NORM", seen_in="nothing")(plant)
+        return hunt(harmless, pool=pool, budget=Budget(cases_max=12, **named))
+
+    @staticmethod
+    def drawn(count=12):
+        return [*islice(draws(drawn_cases(), seed="0/X"), count)]
+
+    def test_those_that_have_it_come_first_and_a_survivor_was_judged_by_all(self, pool, judged):
+        trial = self.hunt(pool)
+        accumulating = [case for case in self.drawn() if case.run.micro_batches > 1]
+        others = [case for case in self.drawn() if case.run.micro_batches == 1]
+        assert accumulating
+        assert others
+        assert judged == [*accumulating, *others]
+        assert (trial.killed, trial.cases, trial.judged) == (False, 12, 12)
+
+    def test_what_finds_it_is_told_by_its_place_in_the_series(self, pool, judged):
+        place = max(i for i, case in enumerate(self.drawn(), 1) if case.run.micro_batches > 1)
+        self.finders = (self.drawn()[place - 1],)
+        trial = self.hunt(pool)
+        having = sum(case.run.micro_batches > 1 for case in self.drawn(place))
+        assert (trial.killed, trial.cases, trial.judged) == (True, place, having)
+
+    def test_one_that_lacks_it_is_found_too_at_its_own_place(self, pool, judged):
+        place = max(i for i, case in enumerate(self.drawn(), 1) if case.run.micro_batches == 1)
+        self.finders = (self.drawn()[place - 1],)
+        trial = self.hunt(pool)
+        assert (trial.killed, trial.cases, trial.judged) == (True, place, 12)
+
+    def test_every_case_is_judged_in_turn_where_that_is_asked(self, pool, judged):
+        self.hunt(pool, every_case=True)
+        assert judged == self.drawn()

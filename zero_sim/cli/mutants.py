@@ -32,6 +32,13 @@ from zero_sim.host.packages import packages_needed
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the cases.")
 @cores_option
 @click.option(
+    "--every-case",
+    is_flag=True,
+    help="Judge each case that is drawn, in turn. Else those that lack what the smallest case on "
+    "record of a mutant has come last, which takes a fifth of the time; the case that is told as "
+    "the one that finds a mutant may then not be the first that would.",
+)
+@click.option(
     "--shrink", is_flag=True, help="Bring each mutant to the smallest case that finds it."
 )
 @click.option(
@@ -51,6 +58,7 @@ def mutants(
     cases: int,
     seed: int,
     jobs: int,
+    every_case: bool,
     shrink: bool,
     record: Path | None,
     as_json: bool,
@@ -75,7 +83,7 @@ def mutants(
         ctx.exit(EXIT_NOTHING_SELECTED)
     by_id = {mutant.id: mutant for mutant in chosen}
     started, trials = time.perf_counter(), []
-    budget = Budget(cases_max=cases, seed=seed, shrinks=shrink)
+    budget = Budget(cases_max=cases, seed=seed, shrinks=shrink, every_case=every_case)
     interrupted = False
     try:
         for trial in run_campaign(tuple(by_id), budget=budget, jobs=jobs):

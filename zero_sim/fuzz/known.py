@@ -13,14 +13,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Self
 
+from zero_sim.fuzz.needs import NOTHING, Needs
 from zero_sim.fuzz.records import Found
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
-from zero_sim.shrink import Key, Size, settings_of, size_of
+from zero_sim.shrink import Key
 
-_NO_NEED = frozenset({"model.name", "system.target", "optimizer.lr", "data.rows"})
-"""Settings in which one value does as well as another."""
-_NOTHING = Size(ranks=0, params=0, elements=0, steps=0, features=0)
 _OF_A_KIND_MAX = 4
 """Findings whose keys differ in their places alone; of more, further ones are taken for known: one
 cause that shows in many ways must not take all the time."""
@@ -33,34 +31,20 @@ class Known:
     key: Key
     places: Collection[str]
     """Parts of the buffer in which all that differs lies in its smallest case."""
-    size: Size
-    needs: frozenset[str]
-    """Settings of its smallest case that are not as by default."""
+    needs: Needs
+    """What its smallest case has."""
 
     @classmethod
     def of(cls, found: Found) -> Self:
         """What is known of a finding."""
         if not found.complete:
-            return cls(key=found.key, places=found.places, size=_NOTHING, needs=frozenset())
+            return cls(key=found.key, places=found.places, needs=NOTHING)
         (scenario,) = parse_cases(found.scenario, source="smallest case", stem="smallest")
-        return cls(
-            key=found.key,
-            places=found.places,
-            size=size_of(scenario),
-            needs=_needs_of(scenario),
-        )
+        return cls(key=found.key, places=found.places, needs=Needs.of(scenario))
 
     def has_what_it_takes(self, scenario: Scenario) -> bool:
         """Whether a case has all that the smallest case of this finding has."""
-        size, least = size_of(scenario), self.size
-        is_large_enough = (
-            size.ranks >= least.ranks
-            and size.params >= least.params
-            # No search goes on to a case without elements.
-            and max(size.elements, 1) >= least.elements
-            and size.steps >= least.steps
-        )
-        return is_large_enough and self.needs <= _needs_of(scenario)
+        return self.needs.met_by(scenario)
 
     def is_of_kind(self, key: Key) -> bool:
         """Whether a key is this finding's, as far as smaller cases keep it."""
@@ -95,7 +79,3 @@ class KnownFindings:
             for known in self.findings
             if known.is_of_kind(key) and not known.has_what_it_takes(scenario)
         ]
-
-
-def _needs_of(scenario: Scenario) -> frozenset[str]:
-    return settings_of(scenario) - _NO_NEED

@@ -125,9 +125,12 @@ class Trial:
     check: str = ""
     """What found it first."""
     cases: int = 0
-    """Cases up to the one that found it; all of them for a survivor."""
+    """Cases drawn up to the one that found it; all of them for a survivor."""
+    judged: int = 0
+    """Those that were judged: of cases that lack what its smallest case on record has, none before
+    all others."""
     seconds: float = 0.0
-    """Time of those cases, on one core that nobody else uses."""
+    """Processor time of those that were judged."""
     armed: int = 0
     """How often mutated code was called."""
     size: Size | None = None

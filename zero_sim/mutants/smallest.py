@@ -1,8 +1,8 @@
-"""The table of smallest cases: for mutants of the core set, the case that a hunt came to.
+"""The table of smallest cases: for each mutant, the case that a hunt came to.
 
-`zero-sim mutants --core --record FILE` hunts, shrinks and writes it; the one that ships is read
-here. It says which features of cases have ever found a mutant: those that are left when all that
-can go is gone.
+`zero-sim mutants --shrink --record FILE` hunts, shrinks and writes it; the one that ships is read
+here. It says which features of cases have ever found a mutant, those that are left when all that
+can go is gone; and which cases are worth judging first where the mutant is hunted again.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ def render_trial(trial: Trial, mutant: Mutant) -> str:
     size = "" if trial.size is None else f", shrunk to {trial.size}"
     if trial.minimum is not None and trial.minimum != trial.size:
         size += f" (on record: {trial.minimum})"
-    cost = f"{trial.cases} case{'s' if trial.cases != 1 else ''}, {trial.seconds:.1f} s"
+    judged = f" ({trial.judged} judged)" if trial.judged != trial.cases else ""
+    cost = f"{trial.cases} case{'s' if trial.cases != 1 else ''}{judged}, {trial.seconds:.1f} s"
     head = f"{trial.id:<5} {mutant.kind:<7} {verdict}{by} after {cost}{size}"
     if trial.killed:
         return head
