@@ -16,6 +16,17 @@ def _apart(monkeypatch):
     monkeypatch.setattr(signals, "_last_heard", -signals.SAME_SECONDS)
 
 
+@pytest.fixture(autouse=True)
+def _heard():
+    """None is ignored, as those are that `nohup` or a background job of a shell leaves out."""
+    before = {number: signal.getsignal(number) for number in signals.ENDING}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", signals.ENDING)
 def test_the_first_interrupt_only_asks(number):
     stop = Stop()
