@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import os
@@ -154,6 +155,28 @@ class TestCode:
         assert all("nothing that runs, got 'posix', 'mkdir'" in m for m in messages)
         assert not (tmp_path / "marker").exists()
 
+    def test_an_index_by_an_earlier_python(self, copy, load_each, kit):
+        """Up to 3.11.3 it looks members of an enumeration up by name: nothing to refuse."""
+        path = copy("dcp")
+        _, expected = load_each([path])
+        index = pickle.loads((path / ".metadata").read_bytes())
+        (path / ".metadata").write_bytes(_pickled_by_name(index))
+        kit.reseal(path)
+        messages, facts = load_each([path])
+        assert messages == [None]
+        kit.assert_same_runs([facts], [expected])
+
+    @pytest.mark.parametrize("attribute", ["__class__", "mro"])
+    def test_another_attribute_in_an_index(self, copy, load_each, kit, attribute):
+        """Looking one up may run what anybody wrote."""
+        path = copy("dcp")
+        index = pickle.loads((path / ".metadata").read_bytes())
+        content = _pickled_by_name(index, attribute=attribute)
+        (path / ".metadata").write_bytes(content)
+        kit.reseal(path)
+        messages, _ = load_each([path])
+        assert "an attribute of something else than its enumeration" in messages[0]
+
     def test_a_payload_within_a_container(self, copy, load_each, kit, tmp_path):
         """Beside the right bytes of a tensor, which are all that is read."""
         path = copy("dcp")
@@ -163,6 +186,20 @@ class TestCode:
         assert messages == [None]
         kit.assert_same_runs([facts], [expected])
         assert not (tmp_path / "marker").exists()
+
+
+def _pickled_by_name(index, *, attribute=None):
+    """Pickle an index with members of enumerations as attributes of their classes."""
+
+    class ByName(pickle.Pickler):
+        def reducer_override(self, obj):
+            if isinstance(obj, enum.Enum):
+                return getattr, (type(obj), attribute or obj.name)
+            return NotImplemented
+
+    file = io.BytesIO()
+    ByName(file, protocol=4).dump(index)
+    return file.getvalue()
 
 
 def _rebuild_containers(path, kit, changes, **options):

@@ -22,12 +22,20 @@ from zero_sim.errors import CheckpointError
 _RECORDS: Final = "torch.distributed.checkpoint.metadata"
 _STORED: Final = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _PATHS: Final = ("pathlib", "pathlib._local")
+_GETATTR: Final = ("builtins", "getattr")
+_FORMATS: Final = (_RECORDS, "_MEM_FORMAT_ENCODING")
+_FORMAT_NAMES: Final = frozenset(
+    {"TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"}
+)
 _NAMES: Final = frozenset(
     {
         *((_RECORDS, name) for name in (
             "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+            "MetadataIndex", "StorageMeta",
         )),
+        _FORMATS,
+        # Python up to 3.11.3 has members of an enumeration looked up by their names.
+        _GETATTR,
         _STORED,
         *((module, name) for module in _PATHS for name in ("PosixPath", "WindowsPath")),
         ("torch", "Size"),
@@ -232,6 +240,8 @@ def _combine(name: str, stack: list[Any]) -> None:
             of, args = stack[-2:]
             if not isinstance(of, _Name) or type(args) is not tuple:
                 raise _Unexpected("a call of something else than a name")
+            if of == _Name(*_GETATTR):
+                of, args = _looked_up(args)
             stack[-2:] = [_Call(of, args)]
         case "BUILD":
             state = stack.pop()
@@ -240,6 +250,15 @@ def _combine(name: str, stack: list[Any]) -> None:
             stack[-1].state = state
         case _:
             raise _Unexpected(f"the operation {name}")
+
+
+def _looked_up(args: tuple[Any, ...]) -> tuple[_Name, tuple[Any, ...]]:
+    """The one enumeration of an index, and the name of its member that is looked up there."""
+    formats = _Name(*_FORMATS)
+    match args:
+        case (of, str(name)) if of == formats and name in _FORMAT_NAMES:
+            return formats, (name,)
+    raise _Unexpected("an attribute of something else than its enumeration")
 
 
 def _pop_to_mark(stack: list[Any]) -> list[Any]:
