@@ -1,10 +1,16 @@
-"""Listeners to the begin of a backward in a thread; torch's private names for it live here.
+"""Backwards of a thread: who listens to their begin; torch's private names for it live here.
 
 [Note: modes in a backward]
 torch's engine notes the modes of the thread when a backward begins, and sets them anew for every
 node. A mode that a hook pushes is gone after the hook's node, so that who must see all of a
 backward in which something may be lent has to be there before it begins. All backwards that Python
 begins go through one object of torch's, which is replaced while somebody listens.
+
+[Note: what a backward leaves behind]
+Where a node raises, those that were ready stay in a queue of the thread, with all that they saved.
+The next backward of the thread drops them. Without one they live until the thread's C++ locals are
+destroyed, which is after Python has joined it: hooks of theirs then want the interpreter, and where
+that is being finalized, the process aborts.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
@@ -66,3 +73,10 @@ def stop_listening() -> None:
         _count -= 1
         if not _count:
             Variable._execution_engine = _originals.pop()
+
+
+def drop_unfinished() -> None:
+    """Let go of what a backward left in the thread; see [Note: what a backward leaves behind]."""
+    with torch.enable_grad():
+        # Of a clone nothing is saved, which hooks could hear of.
+        torch.zeros((), device="cpu", dtype=torch.float32, requires_grad=True).clone().backward()

@@ -19,6 +19,7 @@ from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import RankEnded, RankFailed, RankStalled, WorldFailure
 from zero_sim.sim.faults import Fault, Injector, check_faults
 from zero_sim.sim.in_flight_buffers import InFlightBuffers
+from zero_sim.sim.inflight.backward import drop_unfinished
 from zero_sim.sim.inflight.late import TIMINGS, build_timing
 from zero_sim.sim.inflight.races import RaceDetector
 from zero_sim.sim.log import EventLog
@@ -368,6 +369,7 @@ class World:
         while True:
             self._gates[rank].acquire()
             if self._closed:
+                drop_unfinished()
                 c10d.leave_rank_thread()
                 return
             self._run_program(rank)
@@ -386,6 +388,9 @@ class World:
                 assert self._program is not None
                 with self._watch(rank):
                     self._results[rank] = self._program(rank)
+            except BaseException:
+                drop_unfinished()
+                raise
             finally:
                 if not is_forked():
                     profilers.end_program(rank)
