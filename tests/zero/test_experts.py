@@ -28,10 +28,10 @@ class Part(nn.Module):
 
 
 def kind_of(name, tensor):
-    return "expert" if name.startswith("expert") else "dense"
+    return "expert" if "expert" in name else "dense"
 
 
-def wrap(module, *, group=None, **config):
+def wrap(module, *, group=None, buffer_of=None, **config):
     group = dist.group.WORLD if group is None else group
     config = ZeroConfig(**config)
     shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
@@ -44,6 +44,7 @@ def wrap(module, *, group=None, **config):
         replica_group=replica_group,
         kind_of=kind_of,
         kind_groups={"expert": experts},
+        buffer_of=buffer_of,
     )
 
 
@@ -180,3 +181,47 @@ class TestTraining:
 
         results, _ = run_ranks(4, program)
         assert results == [0, 1, 0, 1]
+
+
+class Scale(nn.Module):
+    """One param, of an expert or not."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        elems = 1 if name == "expert" else 2
+        self.register_parameter(name, nn.Parameter(torch.full((elems,), 2.0)))
+
+    def forward(self, x):
+        return x * self.get_parameter(self.name)
+
+
+class TestOneOrder:
+    """Ranks may have other numbers of units of experts between those that all ranks have."""
+
+    @pytest.mark.parametrize("prefetch", [0, 1, 2])
+    @pytest.mark.parametrize("sum_by", ["reduce-scatter", "all-reduce", "first-rank"])
+    @pytest.mark.parametrize("reshard", [True, False])
+    @pytest.mark.parametrize("last", ["dense", "expert"])
+    def test_of_calls_that_all_ranks_make(self, run_ranks, prefetch, sum_by, reshard, last):
+        """Odd ranks have a buffer for each of their experts, even ones one for both."""
+        names = ["dense", "expert", "dense", "expert", *(["dense"] if last == "dense" else [])]
+
+        def program(rank):
+            module = nn.Sequential(*map(Scale, names))
+            ddp = wrap(
+                module,
+                buffer_of=lambda name: int(name[0]) if rank % 2 and "expert" in name else 0,
+                stage=3,
+                bucket_elems=2,
+                sum_by=sum_by,
+                prefetch=prefetch,
+                overlap_grads=True,
+                reshard_after_forward=reshard,
+            )
+            ddp.begin_last_micro_batch()
+            x = torch.full((2,), rank + 1.0)
+            module(x).sum().backward()
+            ddp.finish_grad_sync()
+
+        run_ranks(4, program)

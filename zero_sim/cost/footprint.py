@@ -8,7 +8,7 @@ kernels and autograd need on their way, are no part of it: they depend on model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_sim.cost.arena import keeps_grads
@@ -126,8 +126,37 @@ def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> 
     if not scenario.system.reshard_after_forward:
         return sum(whole)
     kept = _kept_until_backward(forms)
-    windows = _windows(whole, length=1 + _prefetch(scenario))
-    return max((sum(kept[:index]) + each for index, each in enumerate(windows)), default=0)
+    at_each = (
+        sum(kept[:index]) + sum(whole[each] for each in _whole_at(index, forms, scenario))
+        for index in range(len(forms))
+    )
+    return max(at_each, default=0)
+
+
+def _whole_at(
+    index: int, forms: Sequence[BucketForm], scenario: Scenario, *, backward: bool = False
+) -> Iterator[int]:
+    """Buckets whose params are whole while one of them is used.
+
+    How far is gathered ahead, and which one is kept from forward to backward, is counted among
+    those that as many ranks shard.
+
+    Args:
+        index: The one in use.
+        forms: All of them, in the order in which they are used.
+        scenario: Says how far is gathered ahead.
+        backward: Whether that is the order of a backward.
+    """
+    for ranks in dict.fromkeys(form.group_size for form in forms):
+        line = [each for each, form in enumerate(forms) if form.group_size == ranks]
+        come = [each for each in line if each <= index]
+        if come:
+            yield from line[len(come) :][: _prefetch(scenario)]
+        kept = line[0] if backward else line[-1]
+        if index in line:
+            yield index
+        elif (kept in come) != backward:
+            yield kept
 
 
 def _in_backward(
@@ -145,11 +174,14 @@ def _in_backward(
     in_flight = 1 if overlaps_grads(system) else 0
     kept = _kept_until_backward(forms)
     best = {"gathered": 0, "whole_gradients": 0}
+    back = forms[::-1]
     for index in range(len(forms)):
-        first = max(0, index - _prefetch(scenario))
         # Backward begins with all params that forward kept, and drops each once it is past.
         gathered = sum(params[: index + 1] if not system.reshard_after_forward else ())
-        gathered = gathered or sum(params[first : index + 1]) + sum(kept[: index + 1])
+        gathered = gathered or sum(kept[: index + 1]) + sum(
+            back[each].elems * back[each].param_bytes
+            for each in _whole_at(len(forms) - 1 - index, back, scenario, backward=True)
+        )
         now = {
             "gathered": gathered if system.stage == 3 else 0,
             # In an arena they are held between steps as well.
@@ -190,8 +222,3 @@ def _kept_until_backward(forms: Sequence[BucketForm]) -> list[int]:
 
 def _prefetch(scenario: Scenario) -> int:
     return 1 if scenario.system.prefetch is None else scenario.system.prefetch
-
-
-def _windows(values: Sequence[int], *, length: int) -> list[int]:
-    """Sums of that many values in a row, of fewer at the end."""
-    return [sum(values[start : start + length]) for start in range(len(values))]

@@ -112,8 +112,8 @@ class BucketForm:
     is_cut_across: bool
     """Whether blocks share its state, in place of a copy of it in each."""
     is_last: bool
-    """Whether it is the one that a forward is expected to need last: of all buckets, the one whose
-    first param is registered last."""
+    """Whether it is the one that a forward is expected to need last: of all that as many ranks
+    shard, which are the same ones, the one whose first param is registered last."""
     param_bytes: int
     grad_bytes: int
     param_dtype: str
@@ -260,9 +260,11 @@ def _bucket_forms(
     ]
     index = {size.name: index for index, size in enumerate(sizes)}
     firsts = [min(index[name] for name in form.names) for form in forms]
-    last = max(firsts, default=None)
+    last_of: dict[int, int] = {}
+    for form, first in zip(forms, firsts, strict=True):
+        last_of[form.group_size] = max(first, last_of.get(form.group_size, first))
     return tuple(
-        replace(form, is_last=True) if first == last else form
+        replace(form, is_last=True) if first == last_of[form.group_size] else form
         for form, first in zip(forms, firsts, strict=True)
     )
 

@@ -17,7 +17,9 @@ waited for when a module begins that reads of the bucket, not before.
 
 Where gradients are sharded (stages 2 and 3) whole ones leave as backward goes: a reduction may be
 waited for once the next one is due, and of stage 3, whose reductions wait for modules rather than
-for gradients, that is all that is held to; its gathers are, by what they are in number.
+for gradients, that is all that is held to; its gathers are, by what they are in number. There a sum
+at the first rank ends before the next gather, as the call that sends it back is made in one group
+with that.
 """
 
 from __future__ import annotations
@@ -188,8 +190,12 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
         elif stage < 2:
             yield from _check_waits(rank, step=step, micro=micro, stop=arrivals[-1].time)
             yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
-        elif rank.scenario.system.redundancy == 1:
+        elif rank.scenario.system.redundancy == 1 and not _is_ended_by_gathers(rank.scenario):
             yield from _check_one_ahead(rank, step=step, micro=micro, stop=arrivals[-1].time)
+
+
+def _is_ended_by_gathers(scenario: Scenario) -> bool:
+    return scenario.system.stage == 3 and scenario.system.sum_by == "first-rank"
 
 
 def _check_issued(

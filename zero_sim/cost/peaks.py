@@ -15,7 +15,8 @@ A bucket's params (stage 3), in a forward: from the begin of the first module th
 one up to `system.prefetch` buckets before it, to the end of the last one; what is kept for backward
 beyond that: the last bucket, all without `reshard_after_forward`. In backward: from the output of
 the last module that reads it, or up to as many buckets before, until backward comes to a module
-that ended before the first one began.
+that ended before the first one began. Buckets that other numbers of ranks shard, as those of
+experts, are counted apart, ahead and last, since not all ranks have as many of them.
 
 Gradients of an arena (`zero_sim.cost.arena`) are in it, as long as they come in the order of
 buckets, or each has a place of its own there.
@@ -64,6 +65,8 @@ class _Reads:
     prefetch: int
     kept: frozenset[int]
     """Buckets that stay between forward and backward."""
+    sharers: Sequence[int]
+    """Of each bucket how many ranks shard it; those with as many are counted together."""
     tick: int = 0
     starts: list[int] = field(default_factory=list)
     pending: dict[int, set[nn.Module]] = field(default_factory=dict)
@@ -83,8 +86,9 @@ class _Reads:
         self.tick += 1
         self.in_use.update(buckets)
         self.gathered |= buckets
-        if buckets:
-            following = range(max(buckets) + 1, max(buckets) + 1 + self.prefetch)
+        for ranks in {self.sharers[bucket] for bucket in buckets}:
+            last = max(self._of(ranks, buckets))
+            following = self._of(ranks, range(last + 1, len(self.sharers)))[: self.prefetch]
             self.gathered |= {bucket for bucket in following if self.pending.get(bucket)}
 
     def end(self, module: nn.Module, buckets: frozenset[int]) -> int:
@@ -112,7 +116,9 @@ class _Reads:
                 if bucket not in self.uses[passed].buckets
             )
             # Several buckets of one use come together, in no order that is told.
-            due = list(coming)[: self.prefetch]
+            due: list[int] = []
+            for ranks in {self.sharers[bucket] for bucket in self.uses[passed].buckets}:
+                due += self._of(ranks, coming)[: self.prefetch]
             self.ahead |= {
                 bucket
                 for use in self.uses[:passed]
@@ -120,6 +126,10 @@ class _Reads:
                 for bucket in use.buckets
             }
         self.reached = min(now, index)
+
+    def _of(self, ranks: int, buckets: Iterable[int]) -> list[int]:
+        """Those of some buckets that so many ranks shard."""
+        return [bucket for bucket in buckets if self.sharers[bucket] == ranks]
 
     def is_past(self, bucket: int) -> bool:
         """Whether backward has come past every use of a bucket."""
@@ -174,7 +184,9 @@ class PeakWatch:
             self._were_in_order = True
         self._arrived.clear()
         reads = self.reads
-        self.reads = _Reads(users=reads.users, prefetch=reads.prefetch, kept=reads.kept)
+        self.reads = _Reads(
+            users=reads.users, prefetch=reads.prefetch, kept=reads.kept, sharers=reads.sharers
+        )
 
     def end(self) -> None:
         """Note that the micro-batches of the step are done."""
@@ -295,7 +307,7 @@ def watch_peaks(
         for index in range(len(forms))
     }
     system = scenario.system
-    last = frozenset({len(forms) - 1}) if system.reshard_after_forward else frozenset(users)
+    last = frozenset(index for index, form in enumerate(forms) if form.is_last)
     watch = PeakWatch(
         forms=forms,
         scenario=scenario,
@@ -303,7 +315,10 @@ def watch_peaks(
         look=look,
         index_of={name: index for index, form in enumerate(forms) for name in form.names},
         reads=_Reads(
-            users=users, prefetch=1 if system.prefetch is None else system.prefetch, kept=last
+            users=users,
+            prefetch=1 if system.prefetch is None else system.prefetch,
+            kept=last if system.reshard_after_forward else frozenset(users),
+            sharers=[form.group_size for form in forms],
         ),
     )
     for param, name in names.items():

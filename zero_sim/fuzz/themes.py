@@ -42,6 +42,7 @@ _AT_FIRST_RANK = {"summed to all", "16-bit params", "divide", "accumulation"}
 _REDUCED_IN_BUFFERS = {"reduce buffers", "accumulation", "fp32 grads", "16-bit params", "buckets"}
 _STAGE_3 = {"stage 2 or 3", "accumulation", "buckets", "prefetch", "timing"}
 _KEPT_BY_FEW = {"stage 2 or 3", "kept by few", "buckets", "prefetch", "accumulation"}
+_OTHER_EXPERTS = {*_STAGE_3, "groups", "buffers by group", "summed to all"} - {"accumulation"}
 _COPIED = {"copies", "state over all", "uneven", "buckets"}
 _WHOLE_PARAMS = {"any optimizer", "copies", "state over all", "groups"}
 _ABOUT = (
@@ -63,12 +64,7 @@ _ABOUT = (
     Theme(frozenset(_WHOLE_PARAMS), optimizers=WHOLE_PARAM_OPTIMIZERS, ranks=(2, 2, 4)),
     Theme(frozenset({"split blocks", "checkpoints"}), models=("tp-block",), ranks=(1, 1, 2)),
     Theme(frozenset({"copies", "sync every"}), models=("moe",), ranks=(2, 2, 4)),
-    Theme(
-        frozenset({"stage 2 or 3", "prefetch", "buckets"}),
-        models=("moe",),
-        ranks=(1, 2, 2),
-        stages=(3,),
-    ),
+    Theme(frozenset(_OTHER_EXPERTS), models=("moe",), ranks=(1, 2, 2), stages=(3,)),
     Theme(frozenset({"reload", "copies", "state over all"}), models=("fp8",)),
 )
 THEMES = (ANYTHING,) * (2 * len(_ABOUT)) + _ABOUT

@@ -112,7 +112,7 @@ def whole_params_kept_over_a_step(patch: Patches) -> None:
 
     @patch(OnUse, "_end_gradients")
     def wrong(right, self, unit):
-        self._close(unit)
+        self._grads.close(unit)
         self._first_use.pop(unit, None)
         unit.finish_gather()
 
@@ -195,7 +195,7 @@ def prefetched_behind(patch: Patches) -> None:
     def wrong(right, self, needed):
         if not needed or not self._prefetch or self._in_backward:
             return ()
-        first = min(self._index[unit] for unit in needed)
+        first = min(map(self._units.index, needed))
         return self._units[max(0, first - self._prefetch) : first]
 
 
@@ -207,7 +207,7 @@ def prefetched_though_it_has_run(patch: Patches) -> None:
     def wrong(right, self, needed):
         if not needed or not self._prefetch or self._in_backward:
             return ()
-        first = max(self._index[unit] for unit in needed) + 1
+        first = max(map(self._units.index, needed)) + 1
         following = (*self._units[first:], *self._units[:first])
         return following[: self._prefetch]
 
@@ -324,7 +324,7 @@ def kept_between_micro_batches(patch: Patches) -> None:
             right(self, last, count=count)
             return
         on_use.free_all = lambda: None
-        on_use._end_gradients = on_use._close
+        on_use._end_gradients = on_use._grads.close
         try:
             right(self, last, count=count)
         finally:
@@ -353,7 +353,7 @@ def closed_when_it_is_reached(patch: Patches) -> None:
         reached = [unit for use in self._uses[len(self._uses) - count :] for unit in use.needed]
         right(self, count)
         for unit in dict.fromkeys(reached):
-            self._close(unit)
+            self._grads.close(unit)
 
 
 @mutant("W41", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
@@ -415,6 +415,40 @@ def params_stay_through_backward(patch: Patches) -> None:
 
     @patch(OnUse, "_end_gradients")
     def wrong(right, self, unit):
-        self._close(unit)
+        self._grads.close(unit)
         self._first_use.pop(unit, None)
         unit.finish_gather()
+
+
+@mutant("W57", "ORDER", "Z3 B2 PG ME", seen_in="class ORDER")
+def ahead_among_all_units(patch: Patches) -> None:
+    """How far is gathered ahead counts units of experts, of which other ranks have other numbers.
+
+    A bug of our own, found by a campaign.
+    """
+
+    @patch(OnUse, "_after_in_forward")
+    def wrong_in_forward(right, self, needed):
+        if not needed or not self._prefetch or self._in_backward:
+            return ()
+        first = max(map(self._units.index, needed)) + 1
+        following = self._units[first : first + self._prefetch]
+        return [unit for unit in following if self._pending[unit]]
+
+    @patch(OnUse, "_before_in_backward")
+    def wrong_in_backward(right, self, needed):
+        if not needed or not self._prefetch:
+            return ()
+        coming = dict.fromkeys(unit for use in self._uses[::-1] for unit in use.needed)
+        return [unit for unit in coming if unit not in needed][: self._prefetch]
+
+
+@mutant("W58", "ORDER", "Z3 B2 PG ME", seen_in="class ORDER")
+def only_the_last_unit_of_all_stays(patch: Patches) -> None:
+    """Between forward and backward one unit stays, which on some ranks is one of experts."""
+
+    @patch(OnUse, "__init__")
+    def wrong(right, self, module, **named):
+        right(self, module, **named)
+        if named["reshard_after_forward"] is not False:
+            self._kept = frozenset(self._units[-1:])

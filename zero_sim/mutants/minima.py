@@ -301,6 +301,9 @@ _NUMBERS = {
     "W54": (1, 2, 2, 1, 2),
     "W55": (1, 4, 13, 1, 3),
     "W56": (1, 4, 13, 1, 3),
+    # Ranks with other experts: the smallest such model has 9 params on each of two ranks.
+    "W57": (2, 9, 10, 1, 3),
+    "W58": (2, 9, 10, 1, 3),
     # Params in fp8: the smallest model with them has 13 elements.
     "D07": (1, 4, 13, 1, 1),
     "D08": (2, 4, 13, 1, 2),

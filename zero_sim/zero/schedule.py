@@ -12,6 +12,11 @@ different gathers on ranks whose gradients differ. There a unit is ready when ba
 every module that uses it, which is at the same point on all ranks that call the same modules in the
 same order: autograd evaluates nodes in the reverse order of their making. Ranks must do that, as
 with any engine that gathers params on use.
+
+Ranks that hold other experts may have more units of these, or fewer, between those that all have.
+So what is counted in units, how far is gathered ahead and which one is kept, is counted among those
+of one group of ranks; and a reduction that ends with another call in its group, as a sum at the
+first rank does, ends before a gather in that group.
 """
 
 from __future__ import annotations
@@ -23,12 +28,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.collectives import sum_at_first
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.hooks import find_users, on_gradients_of
@@ -109,7 +116,7 @@ def build_schedules(
             unit_of=unit_of,
             prefetch=config.prefetch,
             reshard_after_forward=config.reshard_after_forward,
-            close=grads.close,
+            grads=grads,
         )
     return Schedules(grads, params, on_use)
 
@@ -185,6 +192,14 @@ class UnderBackward:
         if self.running:
             self._missing[unit].clear()
             self._issue_ready()
+
+    def end_sum_in(self, group: dist.ProcessGroup | None) -> None:
+        """Wait for a reduction that has yet to make a call in a group, before others are made."""
+        if self._issued_count:
+            last = self._units[self._issued_count - 1]
+            is_sent_back = isinstance(last, Unit) and last.sum_all is sum_at_first
+            if is_sent_back and last.group is group:
+                last.finish_reduce()
 
     def finish(self) -> None:
         """Issue the rest and wait until every unit is reduced."""
@@ -309,17 +324,19 @@ class OnUse:
     """Params that are gathered before a module uses them, and freed when no module does.
 
     In a forward a unit is freed once every module that uses it has run; the last one stays, as the
-    backward begins with it. Backward gathers a unit before the first module that needs it, and
-    frees it when it has come past the last. See [Note: one order of gathers and reductions].
+    backward begins with it, the last of each group of ranks. Backward gathers a unit before the
+    first module that needs it, and frees it when it has come past the last. See [Note: one order of
+    gathers and reductions].
 
     Args:
         module: The whole model; hooks are put on its modules.
         units: All units, in the order in which a forward is expected to need them.
         unit_of: The unit of each param that has elements.
-        prefetch: How many further units are gathered ahead, in both directions.
+        prefetch: How many further units of a group of ranks are gathered ahead, in both directions,
+            when a module uses one.
         reshard_after_forward: Whether units are freed between a forward and its backward, all of
             it or as far as few ranks do not keep it.
-        close: Called with a unit when no further gradient of it comes.
+        grads: Reduces a unit when no further gradient of it comes.
 
     Raises:
         ModelError: If nothing tells when some params are used.
@@ -333,14 +350,17 @@ class OnUse:
         unit_of: Mapping[nn.Parameter, Unit],
         prefetch: int,
         reshard_after_forward: bool | int,
-        close: Callable[[Unit], None],
+        grads: UnderBackward,
     ) -> None:
         self._units = tuple(units)
         self.handles: list[RemovableHandle] = []
-        self._index = {unit: index for index, unit in enumerate(units)}
         self._prefetch = prefetch
-        self._close = close
-        self._kept = frozenset(self._units[-1:] if reshard_after_forward else self._units)
+        self._grads = grads
+        self._of_group: dict[dist.ProcessGroup | None, list[Unit]] = {}
+        for unit in self._units:
+            self._of_group.setdefault(unit.group, []).append(unit)
+        last = [units[-1] for units in self._of_group.values()]
+        self._kept = frozenset(last if reshard_after_forward else self._units)
         self._users: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}
         self._pending: dict[Unit, set[nn.Module]] = {}
         self._in_use: Counter[Unit] = Counter()
@@ -502,7 +522,7 @@ class OnUse:
             self._gather(use.needed, ahead=self._before_in_backward(use.needed))
 
     def _end_gradients(self, unit: Unit) -> None:
-        self._close(unit)
+        self._grads.close(unit)
         self._first_use.pop(unit, None)
         unit.finish_gather()
         if unit.param_state is ParamState.WHOLE:
@@ -511,6 +531,7 @@ class OnUse:
     def _gather(self, needed: Sequence[Unit], *, ahead: Sequence[Unit]) -> None:
         for unit in (*needed, *ahead):
             if unit.param_state is ParamState.SHARDED:
+                self._grads.end_sum_in(unit.group)
                 unit.start_gather()
         for unit in needed:
             unit.finish_gather()
@@ -519,15 +540,23 @@ class OnUse:
         """The next units that this forward has not come to."""
         if not needed or not self._prefetch or self._in_backward:
             return ()
-        first = max(self._index[unit] for unit in needed) + 1
-        return [unit for unit in self._units[first : first + self._prefetch] if self._pending[unit]]
+        ahead: list[Unit] = []
+        for group in dict.fromkeys(unit.group for unit in needed):
+            line = self._of_group[group]
+            first = max(line.index(unit) for unit in needed if unit.group is group) + 1
+            ahead += [unit for unit in line[first : first + self._prefetch] if self._pending[unit]]
+        return ahead
 
     def _before_in_backward(self, needed: Sequence[Unit]) -> Sequence[Unit]:
         """The next units that backward comes to, as the forward used them."""
         if not needed or not self._prefetch:
             return ()
         coming = dict.fromkeys(unit for use in self._uses[::-1] for unit in use.needed)
-        return [unit for unit in coming if unit not in needed][: self._prefetch]
+        ahead: list[Unit] = []
+        for group in dict.fromkeys(unit.group for unit in needed):
+            line = [unit for unit in coming if unit.group is group and unit not in needed]
+            ahead += line[: self._prefetch]
+        return ahead
 
     def _keep(self, tensor: Tensor) -> object:
         """Keep where a view of a whole param lies in place of the view, which would hold memory."""
