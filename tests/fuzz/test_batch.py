@@ -216,3 +216,41 @@ def test_each_of_two_causes_shrinks_to_a_case_of_its_own(two):
     causes = {(case.optimizer.clip_norm is not None, case.run.micro_batches > 1) for case in cases}
     assert causes == {(True, False), (False, True)}
     assert {case.world.size for case in cases} == {1}
+
+
+def test_a_batch_of_families_is_as_large_as_another_and_always_the_same(tmp_path):
+    """Members count as cases; the last family may be cut short."""
+    one, two = (run_batch(job(tmp_path, family=5), render_case, cases_from=SMALL) for _ in "ab")
+    assert one.cases == one.asked == 12
+    assert (one.verdicts, one.cases_with) == (two.verdicts, two.cases_with)
+    assert one.cases_with != run_batch(job(tmp_path), render_case, cases_from=SMALL).cases_with
+
+
+def test_a_member_that_fails_is_found_shrunk_and_told_as_any_other(tmp_path):
+    """Behind a first one that passes, too."""
+    report = run_batch(
+        job(tmp_path, cases=30, target="broken:Broken", family=6), render_case, cases_from=SMALL
+    )
+    found = {tuple(each.key)[:4] for each in report.found}
+    assert CUT in {(key[0], key[1], key[2], key[3]) for key in found}
+    assert all(each.bundle for each in report.found)
+
+
+def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
+    judged = []
+    right = batch.run_case
+
+    def run(scenario, **named):
+        judged.append(scenario)
+        return right(scenario, **named)
+
+    monkeypatch.setattr(batch, "run_case", run)
+    few = (("all_reduce_last", "true"),)
+    asked = job(tmp_path, target="torch-fsdp2-knobs", options=few, cases=8, family=4)
+    assert run_batch(asked, render_case).cases == 8
+    assert all(
+        ("all_reduce_last", "true") in {(each.name, each.value) for each in case.system.options}
+        for case in judged
+    )
+    models = [(case.model, case.run.seed) for case in judged]
+    assert len(set(models)) < len(models)

@@ -98,6 +98,15 @@ coverage_option = click.option(
 @device_option
 @own_options
 @click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases of all shards.")
+@click.option(
+    "--family",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Judge up to N systems with each model, data and optimizer that are drawn, all of them "
+    "against one reference's steps: cheaper a case, and fewer models.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches at a time.")
 @click.option(
@@ -129,6 +138,7 @@ def fuzz(
     device: str,
     said: tuple[str, ...],
     cases: int | None,
+    family: int,
     seed: int,
     jobs: int | None,
     scheduler: str | None,
@@ -165,6 +175,7 @@ def fuzz(
         target=target,
         device=device,
         options=tuple(parse_own_options(said).items()),
+        family=family,
         seed=seed,
         cases=cases,
         seconds=DEFAULT_SECONDS if seconds is None and cases is None else seconds,

@@ -63,7 +63,12 @@ def merge(
         totals.take(report)
     head = merged.head
     plan = Plan(
-        target=head.target, device=head.device, options=head.options, seed=head.seed, corpus=into
+        target=head.target,
+        device=head.device,
+        options=head.options,
+        family=head.family,
+        seed=head.seed,
+        corpus=into,
     )
     status = exit_status_of(totals)
     if merged.shards_missing and not totals.found:

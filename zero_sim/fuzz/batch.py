@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from zero_sim.findings.records import CaseResult, unforeseen
 from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.families import has_family, siblings
 from zero_sim.fuzz.features import features_of
 from zero_sim.fuzz.known import KnownFindings
 from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
@@ -25,6 +26,7 @@ from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
 from zero_sim.host.garbage import settle_memory
+from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario
@@ -78,11 +80,26 @@ def run_batch(
             drawn = drawn.map(lambda scenario: with_options(scenario, options)).filter(
                 lambda scenario: not refusals(target, scenario)
             )
+
+        trajectories = Trajectories() if job.family > 1 else None
         batch = _Batch(
             job=job,
             render=render,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
-            judge=lambda scenario: _judge(scenario, pool=pool, target=target, device=job.device),
+            siblings=lambda first, place: siblings(
+                first,
+                target=target,
+                most=job.family,
+                seed=f"{job.seed}/{place}",
+                then=lambda scenario: with_options(scenario, options),
+            ),
+            judge=lambda scenario: _judge(
+                scenario,
+                pool=pool,
+                target=target,
+                device=job.device,
+                trajectories=trajectories,
+            ),
             may_ask=lambda scenario: not refusals(target, scenario),
             right=right_judge(target, pool=pool, device=job.device),
             stop=stop,
@@ -97,6 +114,8 @@ class _Batch:
     job: Job
     render: Render
     cases_from: ValuesFrom[Scenario]
+    siblings: Callable[[Scenario, int], Iterator[Scenario]]
+    """Other members of the family of a case, the one in this place of those that were drawn."""
     judge: Judge
     may_ask: Callable[[Scenario], bool]
     """Whether the target is there for a case; drawn ones are."""
@@ -152,10 +171,17 @@ class _Batch:
 
     def _explore_all(self) -> None:
         """Draw the batch's cases, always the same ones, and judge them."""
-        for scenario in islice(draws(self.cases_from, seed=str(self.job.seed)), self.job.cases):
+        for scenario in islice(self._drawn(), self.job.cases):
             if self.stop.now:
                 return
             self._explore(scenario)
+
+    def _drawn(self) -> Iterator[Scenario]:
+        """Case after case, each with its family behind it, if it has one."""
+        for place, first in enumerate(draws(self.cases_from, seed=str(self.job.seed))):
+            yield first
+            if self.job.family > 1 and has_family(first):
+                yield from self.siblings(first, place)
 
     def _explore(self, scenario: Scenario) -> None:
         result = self.judge(scenario)
@@ -273,10 +299,19 @@ def _aimed(scenario: Scenario, target: str) -> Scenario:
     return replace(scenario, system=replace(scenario.system, target=target))
 
 
-def _judge(scenario: Scenario, *, pool: WorldPool, target: Target, device: str) -> CaseResult:
+def _judge(
+    scenario: Scenario,
+    *,
+    pool: WorldPool,
+    target: Target,
+    device: str,
+    trajectories: Trajectories | None,
+) -> CaseResult:
     """Judge a case; an error that nobody foresaw is a finding, too, and costs no other case."""
     try:
-        return run_case(scenario, pool=pool, target=target, device=device)
+        return run_case(
+            scenario, pool=pool, target=target, device=device, trajectories=trajectories
+        )
     except ZeroSimError:
         raise
     except Exception as error:  # noqa: BLE001

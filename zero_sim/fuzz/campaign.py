@@ -37,6 +37,8 @@ class Plan:
     """Where ranks and reference compute."""
     options: tuple[tuple[str, str], ...] = ()
     """Options of the target's own that all cases have, by name."""
+    family: int = 1
+    """Most members of a family; 1 for cases that have none."""
     seed: int = 0
     cases: int | None = None
     """Cases of all shards together; absent for no limit."""
@@ -53,6 +55,8 @@ class Plan:
             raise UsageError(
                 f"expected a shard of 1/{count} to {count}/{count}, got {number}/{count}"
             )
+        if self.family < 1:
+            raise UsageError(f"expected a family of at least 1, got {self.family}")
         if self.cases is not None and self.cases < 0:
             raise UsageError(f"expected a number of cases, got {self.cases}")
 
@@ -212,6 +216,7 @@ def run_campaign(
         shard=plan.shard,
         device=plan.device,
         options=tuple(sorted(plan.options)),
+        family=plan.family,
     )
     run = _Run(
         plan=plan,
@@ -315,6 +320,7 @@ class _Run:
                 target=self.plan.target,
                 device=self.plan.device,
                 options=self.plan.options,
+                family=self.plan.family,
                 bundles=str(self.plan.bundles),
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),

@@ -53,12 +53,16 @@ class Head:
     """Where ranks and reference compute."""
     options: tuple[tuple[str, str], ...] = ()
     """Options of the target's own that all cases have."""
+    family: int = 1
+    """Most members of a family."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON; the CPU and no options go without saying."""
+        """Everything, ready for JSON; the CPU, no options and no families go without saying."""
         on: dict[str, object] = {} if self.device == "cpu" else {"device": self.device}
         if self.options:
             on["options"] = dict(self.options)
+        if self.family != 1:
+            on["family"] = self.family
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -83,6 +87,7 @@ class Head:
             shard=(int(data["shard"][0]), int(data["shard"][1])),
             device=str(data.get("device", "cpu")),
             options=tuple(sorted(dict(data.get("options", {})).items())),
+            family=int(data.get("family", 1)),
         )
         number, count = head.shard
         if head.as_dict() != data or not 1 <= number <= count:
@@ -195,7 +200,7 @@ def _open(folder: Path, *, head: Head) -> Corpus:
         got = printable(first[:200].decode(errors="replace"))
         raise UsageError(
             f"expected a corpus of {expected} in {path}, got {got}. Try another --corpus, or the "
-            "seed, target, device and options that it was begun with."
+            "seed, target, device, options and family that it was begun with."
         )
     corpus.reports = _read(lines, where=path.name)
     if not data.endswith(b"\n"):

@@ -96,6 +96,8 @@ class Job:
     """Where ranks and reference compute."""
     options: tuple[tuple[str, str], ...] = ()
     """Options of the target's own that all cases have, by name."""
+    family: int = 1
+    """Most members of a family; 1 for cases that have none."""
     bundles: str
     """Folder in which findings go."""
     known: tuple[Found, ...] = ()

@@ -187,8 +187,7 @@ def _drawn_case(
     )
     begun = replace(scenario, reload=ReloadSpec(step=1) if goes_on else None)
     paced = _paced(choices, begun, sizes=sizes, steps_max=steps_most, effort_max=effort_max)
-    scenario = replace(paced, reload=None)
-    scenario = _split(_fitted(scenario, swarm=swarm), swarm=swarm)
+    scenario = fitted_to_model(replace(paced, reload=None), swarm=swarm)
     if (skips or scenario.optimizer.loss_scale) and swarm.on("overflow", fits=steps_max > 1):
         scenario = _overflowing(choices, scenario, sizes=sizes, steps_max=steps_max)
     if goes_on and scenario.run.steps > 1:
@@ -320,6 +319,16 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
 def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
     """The world with the order in which the system adds, where it does so by itself."""
     return replace(world, order="linear") if system.sum_by == "first-rank" else world
+
+
+def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
+    """The case with what its optimizer and its model allow and make possible.
+
+    Args:
+        scenario: The case.
+        swarm: What it has.
+    """
+    return _split(_fitted(scenario, swarm=swarm), swarm=swarm)
 
 
 def _fitted(scenario: Scenario, *, swarm: Swarm) -> Scenario:

@@ -16,10 +16,12 @@ from zero_sim.errors import UsageError
 from zero_sim.findings.records import Finding
 from zero_sim.judge.bounded import BoundedComparison
 from zero_sim.judge.by_digest import DigestComparison
+from zero_sim.judge.by_trajectory import TrajectoryComparison
 from zero_sim.judge.exact import ExactComparison
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.step_digests import StepDigests, StepWire
+from zero_sim.judge.trajectory import Trajectory
 from zero_sim.reference import (
     Addresses,
     BoundedReference,
@@ -117,6 +119,7 @@ def comparison_of(
     reference: AnyReference,
     order_seed: int,
     heard_by: StepWire | None = None,
+    trajectory: Trajectory | None = None,
 ) -> Comparison:
     """What a group owes by a reference.
 
@@ -125,9 +128,12 @@ def comparison_of(
         reference: The oracle, at the step before the first one.
         order_seed: Seed of the world, from which orders are drawn.
         heard_by: Where another process tells what its reference of the same computes, if one does.
+        trajectory: What references of the same took in other cases; left out where none is kept.
     """
     if isinstance(reference, Reference):
         exact = ExactComparison(group, reference=reference, order_seed=order_seed)
+        if trajectory is not None:
+            return TrajectoryComparison(group, exact=exact, trajectory=trajectory)
         if heard_by is None:
             return exact
         return DigestComparison(group, exact=exact, wire=heard_by)

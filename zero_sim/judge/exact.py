@@ -18,6 +18,7 @@ from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
 from zero_sim.judge.rules import RulesTrial, grad_picked, param_picked, part_picked
 from zero_sim.judge.told import OtherGrads, in_told_dtype, told_as, told_otherwise
+from zero_sim.judge.trajectory import frozen
 from zero_sim.reference import (
     POSITION_FREE,
     Addresses,
@@ -96,18 +97,23 @@ class ExactComparison:
             told=self._told,
         )
         for each, own in zip(peers, taken, strict=True):
-            each._take(own)
+            each.take(own)
         return taken
 
     def _prepare(self) -> Orders | None:
         """Save the steps that some rank has yet to see; return what the ring's order depends on."""
         for earlier, kept in self.steps.items():
-            self.steps[earlier] = _frozen(kept)
+            self.steps[earlier] = frozen(kept)
         if self._group.scenario.world.order in POSITION_FREE:
             return None
         return self._group.ownership.orders()
 
-    def _take(self, taken: ReferenceStep) -> None:
+    def take(self, taken: ReferenceStep) -> None:
+        """Note a step, by whichever reference it was taken.
+
+        Args:
+            taken: The step.
+        """
         self.steps[taken.step] = taken
         if not taken.clip_certified and self.uncertified_step is None:
             self.uncertified_step = taken.step
@@ -410,20 +416,3 @@ def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) 
         before = expected.masters_before[name]
         yield Known(what="what it was before the step", values=before, start=start)
     yield from _of_params(expected.masters, start=start)
-
-
-def _frozen(step: ReferenceStep) -> ReferenceStep:
-    """A copy that survives the reference's next step; needed only where one rank runs ahead."""
-
-    def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in tensors.items()}
-
-    return replace(
-        step,
-        grads=copied(step.grads),
-        masters=copied(step.masters),
-        params=copied(step.params),
-        scales=copied(step.scales),
-        stepped=copied(step.stepped),
-        state={name: copied(state) for name, state in step.state.items()},
-    )

@@ -35,6 +35,7 @@ from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge import invariants
 from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
+from zero_sim.judge.by_trajectory import TrajectoryComparison
 from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.given_back import Hook, ModuleNote, check_given_back
@@ -47,6 +48,7 @@ from zero_sim.judge.step_digests import StepDigests, StepWire, owed_by
 from zero_sim.judge.step_result import check_result
 from zero_sim.judge.step_teller import StepTeller
 from zero_sim.judge.trainable import check_trainable
+from zero_sim.judge.trajectory import Trajectory
 from zero_sim.judge.working_params import check_casts, check_scales
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
@@ -54,6 +56,8 @@ from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepRe
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 from zero_sim.targets.costs import CostCase, Costs, form_of
 
+_LAGGING = (DigestComparison, TrajectoryComparison)
+"""With a reference of their own that takes no step as long as all agrees with somebody else's."""
 _Watch = PeakWatch | GradPeakWatch | StagingWatch | CheckpointWatch
 
 
@@ -74,6 +78,7 @@ class Judge:
         after_step: Called with every step that the reference has taken, before the next one.
         teller: Tells judges in other processes of the reference's steps; left out where none hears.
         heard_by: Where they are heard, where another process tells them.
+        trajectory: Steps that references took which compute the same; left out where none is kept.
 
     Judges of one world that share a norm have to be told of each other by `join_peers`.
     """
@@ -93,6 +98,7 @@ class Judge:
         after_step: Callable[[int], None] | None = None,
         teller: StepTeller | None = None,
         heard_by: StepWire | None = None,
+        trajectory: Trajectory | None = None,
     ) -> None:
         self.scenario = scenario
         self.first_step = first_step
@@ -130,7 +136,11 @@ class Judge:
             sees_all=len(self._observed) == scenario.world.size,
         )
         self._comparison = comparison_of(
-            self._group, reference=reference, order_seed=seed, heard_by=heard_by
+            self._group,
+            reference=reference,
+            order_seed=seed,
+            heard_by=heard_by,
+            trajectory=trajectory,
         )
         self._teller, self._after_step = teller, after_step
         self._call_count, self._calls_made = calls_made or int, calls_made
@@ -443,8 +453,8 @@ class Judge:
         *,
         agreed: Sequence[OwnedPart] = (),
     ) -> None:
-        """Report what a comparison finds; where digests do not show that all agrees, once more."""
-        if isinstance(self._comparison, DigestComparison) and not self._comparison.is_alone:
+        """Report what a comparison finds, with a reference of this case's own from then on."""
+        if isinstance(self._comparison, _LAGGING) and not self._comparison.is_alone:
             with engine.asked_once():
                 noted = self._group.noted()
                 with suppress(DigestsDiffer):
@@ -457,7 +467,7 @@ class Judge:
 
     def _go_alone(self, agreed: Sequence[OwnedPart] = ()) -> None:
         """Compare with references of this process's own from now on."""
-        if isinstance(self._comparison, DigestComparison):
+        if isinstance(self._comparison, _LAGGING):
             peers: list[Any] = [judge._comparison for judge in self._peers]
             self._comparison.go_alone(peers, agreed=agreed)
 

@@ -10,6 +10,8 @@ from zero_sim.judge.comparison import AnyReference, take_reference
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.step_digests import StepWire
 from zero_sim.judge.step_teller import StepTeller
+from zero_sim.judge.trajectory import Trajectories, Trajectory
+from zero_sim.reference import POSITION_FREE, computed_from
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import GroupContext, Segment
 from zero_sim.targets import Target, numerics_of
@@ -27,6 +29,7 @@ def build_contexts(
     calls_made: Callable[[], int] | None = None,
     wire: StepWire | None = None,
     tells: bool = False,
+    trajectories: Trajectories | None = None,
 ) -> Sequence[GroupContext]:
     """Build the context of every dp-cp group of a segment's world; their judges share a norm.
 
@@ -41,6 +44,7 @@ def build_contexts(
         calls_made: As for `Judge`.
         wire: How processes tell each other of steps, where each has contexts of its own.
         tells: Whether this process is the one that tells them.
+        trajectories: What references of other cases took; left out where none is kept.
 
     Raises:
         ModelError: The model has nothing to train.
@@ -49,6 +53,9 @@ def build_contexts(
     contexts: list[GroupContext] = []
     if wire is not None and not _can_share(segment, target=target):
         wire = None
+    trajectory = None
+    if trajectories is not None and _can_share(segment, target=target):
+        trajectory = _trajectory_of(segment, trajectories, target=target)
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
         # What the target computes, in the reference's words; the target gets the case as it is.
         numerics = numerics_of(target, dp_cp_group.scenario)
@@ -81,10 +88,27 @@ def build_contexts(
             after_step=partial(_keep_for_reload, segment, references, index),
             teller=StepTeller(wire) if wire is not None and tells else None,
             heard_by=None if tells else wire,
+            trajectory=trajectory,
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
     Judge.join_peers([context.judge for context in contexts])
     return contexts
+
+
+def _trajectory_of(
+    segment: Segment, trajectories: Trajectories, *, target: Target
+) -> Trajectory | None:
+    """The trajectory of all that these groups compute from; None where layouts change it."""
+    keys = []
+    for group in dp_cp_groups_of(segment.scenario):
+        numerics = numerics_of(target, group.scenario)
+        by_layout = numerics.norm != "of-elements"
+        if by_layout or group.scenario.world.order not in POSITION_FREE:
+            return None
+        computed = computed_from(numerics.replayed(group.scenario))
+        rules = numerics.rules(group.scenario)
+        keys.append((computed, rules, tuple(group.uncounted), tuple(group.elsewhere)))
+    return trajectories.of(tuple(keys))
 
 
 def _can_share(segment: Segment, *, target: Target) -> bool:

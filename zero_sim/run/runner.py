@@ -11,6 +11,7 @@ from typing import Protocol
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.host import supervisor
+from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run.reports import CaseRun, result_of
 from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.spec import Scenario
@@ -60,6 +61,7 @@ def run_case(
     turns: Sequence[Sequence[int]] = (),
     keep_logs: bool = False,
     device: str = "cpu",
+    trajectories: Trajectories | None = None,
 ) -> CaseResult:
     """Judge one case on simulated ranks; what comes of it is as for `judge_case`.
 
@@ -71,10 +73,14 @@ def run_case(
             taken, the case goes on without them and a note says so.
         keep_logs: Whether the result carries its event logs even if the case does not fail.
         device: Where all ranks and the reference compute: any device that torch knows.
+        trajectories: What references of cases before it took, where it is one of a family; what is
+            found does not depend on them.
 
     Raises:
         EnvironmentProblem: This machine lacks something that the case needs.
     """
     with WorldPool() if pool is None else nullcontext(pool) as worlds:
-        backend = Simulated(worlds=worlds, target=target, turns=turns, device=device)
+        backend = Simulated(
+            worlds=worlds, target=target, turns=turns, device=device, trajectories=trajectories
+        )
         return judge_case(scenario, backend, keep_logs=keep_logs)

@@ -22,6 +22,7 @@ from zero_sim.cost.told import (
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
 from zero_sim.host.device import use_in_thread
+from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run.dp_cp_groups import check_crossing
 from zero_sim.run.program import GroupContext, Segment, build_program, folder_for, segments_of
 from zero_sim.run.rank_local import RankLocalState, rank_local_state
@@ -56,11 +57,13 @@ class Simulated:
     device: str = "cpu"
     own: RankLocalState | None = None
     """What is done for ranks, in place of what the target declares."""
+    trajectories: Trajectories | None = None
+    """What references of cases before it took, to which it adds."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
-        ranks = _AllRanks(self.worlds, turns=self.turns)
+        ranks = _AllRanks(self.worlds, turns=self.turns, trajectories=self.trajectories)
         kept = ExitStack()
 
         def find() -> Target:
@@ -93,12 +96,16 @@ class _AllRanks:
     notes: list[str] = field(default_factory=list)
     own: RankLocalState | None = None
     """What is done for ranks of a target that declares rank-local state."""
+    trajectories: Trajectories | None = None
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
         world = self.worlds.world_for(segment.scenario)
         contexts = trial.build_contexts(
-            segment, target=target, calls_made=lambda: len(world.log.collectives)
+            segment,
+            target=target,
+            calls_made=lambda: len(world.log.collectives),
+            trajectories=self.trajectories,
         )
         replay = None
         if index < len(self.turns):

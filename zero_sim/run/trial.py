@@ -19,6 +19,7 @@ from zero_sim.judge.comparison import AnyReference
 from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.step_digests import StepWire
+from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run.contexts import build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
@@ -147,6 +148,7 @@ class Trial:
         calls_made: Callable[[], int] | None = None,
         wire: StepWire | None = None,
         tells: bool = False,
+        trajectories: Trajectories | None = None,
     ) -> Sequence[GroupContext]:
         """Build the context of every dp-cp group; arguments as for `contexts.build_contexts`."""
         contexts = build_contexts(
@@ -159,6 +161,7 @@ class Trial:
             calls_made=calls_made,
             wire=wire,
             tells=tells,
+            trajectories=trajectories,
         )
         self.judges.extend(context.judge for context in contexts)
         return contexts

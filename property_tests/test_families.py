@@ -1,0 +1,58 @@
+"""Drawn families: their first reference judges all members as their own ones would."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+
+import pytest
+
+from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.families import has_family, siblings
+from zero_sim.fuzz.strategies import drawn_cases
+from zero_sim.judge.by_trajectory import TrajectoryComparison
+from zero_sim.judge.trajectory import Trajectories
+from zero_sim.run import run_case
+from zero_sim.targets import find_target
+
+_FAMILIES = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 12
+_MEMBERS = 5
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Comparisons that left steps which were kept for them."""
+    found = []
+    right = TrajectoryComparison.go_alone
+
+    def go_alone(self, peers, **named):
+        placed = tuple(each._placed for each in peers)
+        if self._trajectory.step(self._next_step, placed=placed) is not None:
+            found.append(self)
+        right(self, peers, **named)
+
+    monkeypatch.setattr(TrajectoryComparison, "go_alone", go_alone)
+    return found
+
+
+def facts(result):
+    return result.verdict, result.findings, result.compared_elems, result.owed, result.notes
+
+
+# torch says so where a rank has no shard with a gradient.
+@pytest.mark.filterwarnings("ignore:Called FSDP.clip_grad_norm_")
+@pytest.mark.parametrize("name", ["zero_sim", "torch-fsdp1", "torch-fsdp2", "torch-ddp"])
+def test_what_is_kept_is_what_is_owed(pool, left, name):
+    """A right system never needs a reference of its own where one of its family took the steps."""
+    target = find_target(name)
+    firsts = filter(has_family, draws(drawn_cases(target), seed="families"))
+    for index, first in enumerate(islice(firsts, _FAMILIES)):
+        kept = Trajectories()
+        others = siblings(first, target=target, most=_MEMBERS, seed=f"families/{index}")
+        for member in (first, *others):
+            alone = run_case(member, pool=pool, target=target)
+            assert facts(run_case(member, pool=pool, target=target, trajectories=kept)) == facts(
+                alone
+            )
+            assert alone.verdict in ("pass", "inconclusive")
+            assert not left

@@ -1,0 +1,166 @@
+"""Cases judged by steps that another case's reference took."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zero_sim.judge.by_trajectory import TrajectoryComparison
+from zero_sim.judge.trajectory import Trajectories
+from zero_sim.reference import Reference
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
+
+CASE = Scenario(
+    schema=1,
+    name="first",
+    model=ModelSpec(name="mlp", hidden=4),
+    data=DataSpec(rows=2),
+    run=RunSpec(steps=3),
+)
+SYSTEMS = [
+    SystemSpec(stage=0),
+    SystemSpec(stage=1, bucket_elems=7),
+    SystemSpec(stage=2, partition="uneven"),
+    SystemSpec(stage=3, sum_by="all-reduce"),
+]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Count the steps that references take."""
+    steps = []
+    right = Reference.begin
+
+    def begin(self, *args, **named):
+        steps.append(self)
+        return right(self, *args, **named)
+
+    monkeypatch.setattr(Reference, "begin", begin)
+    return steps
+
+
+def facts(result):
+    return result.verdict, result.findings, result.compared_elems, result.owed, result.notes
+
+
+@pytest.mark.parametrize("model", ["mlp", "moe", "lattice", "params"])
+def test_one_reference_judges_all_systems(pool, taken, model):
+    """As each of them would be judged alone."""
+    shapes = ((5,), (3, 2)) if model in ("params", "lattice") else None
+    first = replace(CASE, model=ModelSpec(name=model, hidden=4, shapes=shapes))
+    alone = [facts(run_case(replace(first, system=each), pool=pool)) for each in SYSTEMS]
+    taken.clear()
+    kept = Trajectories()
+    together = [
+        facts(run_case(replace(first, system=each), pool=pool, trajectories=kept))
+        for each in SYSTEMS
+    ]
+    assert together == alone
+    assert {verdict for verdict, *_ in alone} == {"pass"}
+    assert len(taken) < len(SYSTEMS) * CASE.run.steps
+    if model == "params":
+        assert len(taken) == CASE.run.steps
+
+
+def test_groups_that_share_a_norm(pool, taken):
+    first = replace(
+        CASE,
+        world=WorldSpec(size=4),
+        topology=TopologySpec(tp=2),
+        optimizer=OptimizerSpec(clip_norm=0.1),
+    )
+    kept = Trajectories()
+    for _ in range(2):
+        assert run_case(first, pool=pool, trajectories=kept).verdict == "pass"
+    assert len(taken) == 2 * CASE.run.steps
+
+
+@pytest.mark.parametrize("id", ["M01", "M13", "R01", "L02"])
+@pytest.mark.parametrize("system", SYSTEMS[1:], ids=lambda system: f"stage-{system.stage}")
+def test_findings_are_those_of_a_case_alone(pool, broken, id, system):
+    """Word for word: with a reference of its own, from the first step on."""
+    kept = Trajectories()
+    assert run_case(CASE, pool=pool, trajectories=kept).verdict == "pass"
+    broken(id)
+    case = replace(CASE, system=system)
+    alone, member = run_case(case, pool=pool), run_case(case, pool=pool, trajectories=kept)
+    assert facts(member) == facts(alone)
+
+
+def test_a_broken_first_member_leaves_right_steps(pool, broken):
+    kept = Trajectories()
+    alone = facts(run_case(CASE, pool=pool))
+    right = CASE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_sim.zero.optimizer.DistributedOptimizer._step_masters", _forgets)
+        assert run_case(right, pool=pool, trajectories=kept).verdict == "fail"
+    assert facts(run_case(right, pool=pool, trajectories=kept)) == alone
+
+
+def _forgets(self, *args, **named):
+    """Step nothing."""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"run": RunSpec(steps=3, seed=1)},
+        {"data": DataSpec(rows=4)},
+        {"optimizer": OptimizerSpec(lr=0.5)},
+        {"world": WorldSpec(size=3)},
+        {"world": WorldSpec(order="tree")},
+        {"model": ModelSpec(name="mlp", hidden=5)},
+        *(
+            {"system": SystemSpec(**{name: value})}
+            for name, value in [
+                ("divide", "pre"), ("divide_by", "tokens"), ("sync", "every"),
+                ("grad_dtype", "fp32"), ("redundancy", 2),
+            ]
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_computes_otherwise_has_steps_of_its_own(pool, taken, other):
+    first, kept = replace(CASE, run=replace(CASE.run, micro_batches=2)), Trajectories()
+    if "run" in other:
+        other = {"run": replace(other["run"], micro_batches=2)}
+    run_case(first, pool=pool, trajectories=kept)
+    taken.clear()
+    assert run_case(replace(first, **other), pool=pool, trajectories=kept).verdict == "pass"
+    assert len(taken) == CASE.run.steps
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"reload": ReloadSpec(step=1)},
+        {"world": WorldSpec(order="ring")},
+        {"world": WorldSpec(order="ring", order_known=False)},
+    ],
+    ids=str,
+)
+def test_what_depends_on_more_is_judged_as_ever(pool, monkeypatch, other):
+    """A checkpoint goes on with its reference; sums in a ring depend on the layout."""
+    monkeypatch.setattr(TrajectoryComparison, "advance", None)
+    assert (
+        run_case(replace(CASE, **other), pool=pool, trajectories=Trajectories()).verdict == "pass"
+    )
+
+
+def test_few_are_kept(pool):
+    kept = Trajectories()
+    all_of = [kept.of(number) for number in range(20)]
+    assert kept.of(19) is all_of[19]
+    assert kept.of(0) is not all_of[0]

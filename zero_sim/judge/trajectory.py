@@ -1,0 +1,103 @@
+"""Trajectories: steps that a reference took, kept for other systems that owe the same.
+
+A family of cases has one model, data and optimizer, and many systems. Whatever its bits follow from
+is the same for all of them, so that the steps of the first one's reference judge the others too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from zero_sim.reference import Addresses, ReferenceStep
+
+_KEPT_MAX = 8
+"""Trajectories of as many references; those of a family that is over are not asked for again."""
+
+
+def frozen(step: ReferenceStep) -> ReferenceStep:
+    """A copy that survives the reference's next step.
+
+    Args:
+        step: As the reference has just taken it.
+    """
+
+    def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    return replace(
+        step,
+        grads=copied(dict(step.grads)),
+        masters=copied(dict(step.masters)),
+        params=copied(dict(step.params)),
+        scales=copied(dict(step.scales)),
+        stepped=copied(dict(step.stepped)),
+        state={name: copied(dict(state)) for name, state in step.state.items()},
+    )
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The steps of the references of all groups of a case that share a norm."""
+
+    _steps: dict[tuple[Hashable, int], Sequence[ReferenceStep]] = field(default_factory=dict)
+
+    def step(self, index: int, *, placed: Hashable) -> Sequence[ReferenceStep] | None:
+        """A step, group by group; None where none took it.
+
+        Args:
+            index: Of the step, from 0.
+            placed: How params lie in memory, which can change the bits of a product.
+        """
+        return self._steps.get((placed, index))
+
+    def keep(self, taken: Sequence[ReferenceStep], *, placed: Hashable) -> None:
+        """Keep a step without what only explains findings: who has one computes it anew.
+
+        Args:
+            taken: The step, group by group, as the references have just taken it.
+            placed: As in `step`.
+        """
+        bare = [
+            replace(
+                frozen(each),
+                other_sums=None,
+                otherwise=None,
+                brought=(),
+                masters_before={},
+                params_before={},
+            )
+            for each in taken
+        ]
+        self._steps.setdefault((placed, taken[0].step), bare)
+
+
+class Trajectories:
+    """The last few trajectories of this process, by what their references compute from."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[Hashable, Trajectory] = OrderedDict()
+
+    def of(self, key: Hashable) -> Trajectory:
+        """The trajectory of all references that compute from the same; a new one at first.
+
+        Args:
+            key: What they compute from.
+        """
+        found = self._by_key.setdefault(key, Trajectory())
+        self._by_key.move_to_end(key)
+        if len(self._by_key) > _KEPT_MAX:
+            self._by_key.popitem(last=False)
+        return found
+
+
+def placed_as(addresses: Sequence[Addresses] | None) -> Hashable:
+    """How the params of a group's ranks lie in memory, to be compared with how others' do.
+
+    Args:
+        addresses: By rank; None where that changes no bits.
+    """
+    return None if addresses is None else tuple(frozenset(each.items()) for each in addresses)
