@@ -30,7 +30,7 @@ def test_a_skipped_step_owes_no_gathers():
     """Whether the step is skipped is not owed, and what it calls follows from whether it was."""
     result = run_case(SCENARIO)
     assert result.verdict == "inconclusive"
-    assert {finding.check.family for finding in result.findings} == {"guard"}
+    assert {finding.check.area for finding in result.findings} == {"guard"}
 
 
 def test_where_no_order_overflows_the_gathers_are_owed():

@@ -32,10 +32,10 @@ def test_every_check_and_phase_of_a_finding_is_named_by_its_enum():
     assert found == []
 
 
-@pytest.mark.parametrize("family", sorted({check.family for check in Check}))
-def test_a_family_is_what_stands_before_the_dot(family):
-    assert all(check.startswith(f"{family}.") for check in Check if check.family == family)
-    assert family.isalpha()
+@pytest.mark.parametrize("area", sorted({check.area for check in Check}))
+def test_a_area_is_what_stands_before_the_dot(area):
+    assert all(check.startswith(f"{area}.") for check in Check if check.area == area)
+    assert area.isalpha()
 
 
 @pytest.mark.parametrize("explanation", EXPLANATIONS.values(), ids=lambda e: e.check)

@@ -70,7 +70,7 @@ def test_faults_and_a_reload_do_not_go_together() -> None:
 
 @pytest.mark.parametrize("wanted", ["equality.grad", "equality", "world.stalled-by-plan"])
 def test_names_of_checks_are_expectations(wanted: str) -> None:
-    """Whole ones and families."""
+    """Whole ones and areas."""
     expect = ExpectSpec(finding=wanted)
     assert check_scenario(dataclasses.replace(CASE, expect=expect)) == []
 

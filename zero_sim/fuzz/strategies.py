@@ -325,8 +325,8 @@ def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """The case with what its optimizer and its model allow and make possible.
 
     Args:
-        scenario: The case.
-        swarm: What it has.
+        scenario: With all that does not depend on either.
+        swarm: Which features it has.
     """
     return _split(_fitted(scenario, swarm=swarm), swarm=swarm)
 

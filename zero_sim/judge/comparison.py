@@ -118,8 +118,7 @@ def comparison_of(
     *,
     reference: AnyReference,
     order_seed: int,
-    heard_by: StepWire | None = None,
-    trajectory: Trajectory | None = None,
+    heard_by: StepWire | Trajectory | None = None,
 ) -> Comparison:
     """What a group owes by a reference.
 
@@ -127,15 +126,15 @@ def comparison_of(
         group: The judged group, and what is known of it.
         reference: The oracle, at the step before the first one.
         order_seed: Seed of the world, from which orders are drawn.
-        heard_by: Where another process tells what its reference of the same computes, if one does.
-        trajectory: What references of the same took in other cases; left out where none is kept.
+        heard_by: Where another process tells what its reference of the same computes, if one does;
+            or the steps that references of the same took in other cases.
     """
     if isinstance(reference, Reference):
         exact = ExactComparison(group, reference=reference, order_seed=order_seed)
-        if trajectory is not None:
-            return TrajectoryComparison(group, exact=exact, trajectory=trajectory)
         if heard_by is None:
             return exact
+        if isinstance(heard_by, Trajectory):
+            return TrajectoryComparison(group, exact=exact, trajectory=heard_by)
         return DigestComparison(group, exact=exact, wire=heard_by)
     return BoundedComparison(group, reference=reference)
 

@@ -112,7 +112,7 @@ class ExactComparison:
         """Note a step, by whichever reference it was taken.
 
         Args:
-            taken: The step.
+            taken: The next step of this group.
         """
         self.steps[taken.step] = taken
         if not taken.clip_certified and self.uncertified_step is None:

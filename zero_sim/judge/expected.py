@@ -19,7 +19,7 @@ def settle(
     """Settle a case.
 
     Args:
-        wanted: The check, or the family of checks, that must find something; None for none.
+        wanted: The check, or the area of checks, that must find something; None for none.
         found: What is wrong, of the first bad step.
         doubts: Where nothing is wrong, why that means little.
         faults: What came of the planned faults.

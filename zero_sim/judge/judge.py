@@ -77,8 +77,8 @@ class Judge:
         observed: The ranks, within the group, that this judge is shown; all where left out.
         after_step: Called with every step that the reference has taken, before the next one.
         teller: Tells judges in other processes of the reference's steps; left out where none hears.
-        heard_by: Where they are heard, where another process tells them.
-        trajectory: Steps that references took which compute the same; left out where none is kept.
+        heard_by: Where steps are heard that another process tells, or the reference of a case that
+            computes the same took.
 
     Judges of one world that share a norm have to be told of each other by `join_peers`.
     """
@@ -97,8 +97,7 @@ class Judge:
         observed: Collection[int] | None = None,
         after_step: Callable[[int], None] | None = None,
         teller: StepTeller | None = None,
-        heard_by: StepWire | None = None,
-        trajectory: Trajectory | None = None,
+        heard_by: StepWire | Trajectory | None = None,
     ) -> None:
         self.scenario = scenario
         self.first_step = first_step
@@ -136,11 +135,7 @@ class Judge:
             sees_all=len(self._observed) == scenario.world.size,
         )
         self._comparison = comparison_of(
-            self._group,
-            reference=reference,
-            order_seed=seed,
-            heard_by=heard_by,
-            trajectory=trajectory,
+            self._group, reference=reference, order_seed=seed, heard_by=heard_by
         )
         self._teller, self._after_step = teller, after_step
         self._call_count, self._calls_made = calls_made or int, calls_made

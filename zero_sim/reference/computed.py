@@ -1,4 +1,4 @@
-"""What of a case its reference computes from: two that agree in it owe the same."""
+"""The part of a case that its reference computes from: two that agree in it owe the same."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ def build_contexts(
         UsageError: A reference cannot go on in this world.
     """
     contexts: list[GroupContext] = []
-    if wire is not None and not _can_share(segment, target=target):
-        wire = None
-    trajectory = None
-    if trajectories is not None and _can_share(segment, target=target):
-        trajectory = _trajectory_of(segment, trajectories, target=target)
+    heard_by: StepWire | Trajectory | None = None if tells else wire
+    if (wire or trajectories) is not None and not _can_share(segment, target=target):
+        heard_by = wire = None
+    elif trajectories is not None:
+        heard_by = _trajectory_of(segment, trajectories, target=target)
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
         # What the target computes, in the reference's words; the target gets the case as it is.
         numerics = numerics_of(target, dp_cp_group.scenario)
@@ -70,11 +70,6 @@ def build_contexts(
             weights_only=segment.weights_only,
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
-        shown = (
-            None
-            if rank is None
-            else [i for i, each in enumerate(dp_cp_group.ranks) if each == rank]
-        )
         judge = Judge(
             replayed,
             reference=reference,
@@ -84,15 +79,18 @@ def build_contexts(
             world_ranks=dp_cp_group.ranks,
             order_seed=segment.scenario.run.seed,
             calls_made=calls_made,
-            observed=shown,
+            observed=None if rank is None else _places_of(rank, dp_cp_group.ranks),
             after_step=partial(_keep_for_reload, segment, references, index),
             teller=StepTeller(wire) if wire is not None and tells else None,
-            heard_by=None if tells else wire,
-            trajectory=trajectory,
+            heard_by=heard_by,
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
     Judge.join_peers([context.judge for context in contexts])
     return contexts
+
+
+def _places_of(rank: int, ranks: Sequence[int]) -> list[int]:
+    return [place for place, each in enumerate(ranks) if each == rank]
 
 
 def _trajectory_of(

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Check(StrEnum):
-    """Everything that a case can be found wrong in; the family is what stands before the dot."""
+    """Everything that a case can be found wrong in; the area is what stands before the dot."""
 
     EQUALITY_LOAD = "equality.load"
     EQUALITY_LOSS = "equality.loss"
@@ -58,6 +58,6 @@ class Check(StrEnum):
     INTERNAL_PROCESS_DIED = "internal.process-died"
 
     @property
-    def family(self) -> str:
+    def area(self) -> str:
         """What checks of one kind share, such as `equality`: a name that a scenario may expect."""
         return self.partition(".")[0]

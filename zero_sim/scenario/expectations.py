@@ -75,14 +75,14 @@ def _check_place(path: str, fault: FaultSpec) -> Iterator[Problem]:
 
 
 def check_finding(scenario: Scenario) -> Iterator[Problem]:
-    """Check that what is to be found is a check that there is, or a family of them."""
+    """Check that what is to be found is a check that there is, or an area of them."""
     wanted = scenario.expect.finding
-    known = (*Check, *dict.fromkeys(check.family for check in Check))
+    known = (*Check, *dict.fromkeys(check.area for check in Check))
     if wanted is not None and wanted not in known:
         near = closest(wanted, known)
         yield Problem(
             path="expect.finding",
-            message=f"expected a check or a family of checks, one of {', '.join(known)}; "
+            message=f"expected a check or an area of checks, one of {', '.join(known)}; "
             f"got {describe_value(wanted)}.",
             suggestion=f"Did you mean '{near}'?" if near else "Try 'equality.grad', or 'equality'.",
         )

@@ -442,7 +442,7 @@ class ExpectSpec:
     all ranks once: what is often said of ranks that all see the same data, and true only of some
     numbers of ranks."""
     finding: str | None = None
-    """The check that must find something, such as `equality.grad`, or the family of checks, such as
+    """The check that must find something, such as `equality.grad`, or the area of checks, such as
     `equality`: the case passes if it is among the findings of the first bad step, and fails
     otherwise. Absent where nothing is to be found."""
 
