@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor, nn
 
@@ -41,22 +42,38 @@ def note_module(module: nn.Module) -> ModuleNote:
         classes={name: type(each) for name, each in modules.items()},
         attributes={name: frozenset(vars(each)) for name, each in everything.items()},
         params=params,
-        hooks=hooks_of(module),
+        hooks=_hooks_on(modules, params),
     )
 
 
 def hooks_of(module: nn.Module) -> frozenset[Hook]:
     """All hooks on a module, on those below it and on their params."""
+    return _hooks_on(
+        dict(module.named_modules(remove_duplicate=False)),
+        dict(module.named_parameters(remove_duplicate=False)),
+    )
+
+
+def _hooks_on(
+    modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]
+) -> frozenset[Hook]:
     found: set[Hook] = set()
-    for name, each in module.named_modules(remove_duplicate=False):
-        for kind, hooks in vars(each).items():
-            if kind.endswith("_hooks") and isinstance(hooks, dict):
+    for name, each in modules.items():
+        attributes = vars(each)
+        for kind in _hook_kinds():
+            if hooks := attributes.get(kind):
                 found.update((f"module {name!r}", kind, number) for number in hooks)
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in params.items():
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(param, kind, None) or {}
-            found.update((f"param {name!r}", kind, number) for number in hooks)
+            if hooks := getattr(param, kind, None):
+                found.update((f"param {name!r}", kind, number) for number in hooks)
     return frozenset(found)
+
+
+@cache
+def _hook_kinds() -> tuple[str, ...]:
+    """Where torch keeps the hooks of a module, as this version of it names that."""
+    return tuple(kind for kind in vars(nn.Module()) if kind.endswith("_hooks"))
 
 
 def check_given_back(

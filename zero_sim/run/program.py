@@ -258,22 +258,22 @@ def _build(
     _check_can_reload(engine, segment, target=target)
     if segment.load is not None:
         engine.load(segment.load, weights_only=segment.weights_only)
-    with harness_time(pause_clock):
-        hooks = hooks_of(module)
-    hook_trace = None
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
-    if clock is not None and overlaps and costs.in_flight == "textbook":
-        with harness_time(pause_clock):
-            hook_trace = record_hooks(module, names=names, clock=clock)
-    peaks: PeakWatch | GradPeakWatch | None = None
+    traces = clock if overlaps and costs.in_flight == "textbook" else None
     watch = None
     if scenario.system.reduce_buffer_elems is not None:
         watch = watch_grad_peaks
     elif scenario.system.stage >= 2:
         watch = partial(watch_peaks, module)
     costed = engine.costed if costs.held == "textbook" else None
-    if watch is not None and isinstance(costed, PeakEngine):
-        with harness_time(pause_clock):
+    hook_trace, own_hooks = None, frozenset[Hook]()
+    peaks: PeakWatch | GradPeakWatch | None = None
+    with harness_time(pause_clock):
+        # Those of the engine, among others.
+        before = hooks_of(module) if traces is not None or watch is not None else frozenset[Hook]()
+        if traces is not None:
+            hook_trace = record_hooks(module, names=names, clock=traces)
+        if watch is not None and isinstance(costed, PeakEngine):
             peaks = watch(
                 names=names,
                 sizes=sizes,
@@ -281,8 +281,8 @@ def _build(
                 rank=group.rank(),
                 look=costed.whole_bytes,
             )
-    with harness_time(pause_clock):
-        own_hooks = hooks_of(module) - hooks
+        if hook_trace is not None or peaks is not None:
+            own_hooks = hooks_of(module) - before
     return _Built(
         engine=engine,
         names=frozenset(names.values()),

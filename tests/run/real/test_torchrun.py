@@ -59,6 +59,7 @@ def test_a_hang_is_told_with_every_ranks_call_and_costs_one_case(tmp_path, with_
         fits=lambda outcome: (
             "2 cases: 1 passed, 1 failed" in outcome[1].stdout
             and "group=self.aside" in outcome[1].stdout
+            and "world.hung: 2 ranks" in outcome[1].stdout
         ),
     )
     assert done.returncode == 1, done.stderr
