@@ -121,7 +121,7 @@ def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
     assert json.loads(head)["device"] == "cuda:1"
     other = fuzz(tmp_path, "--cases", "1")
     assert other.exit_code == 2
-    assert "Try another --corpus, or the seed, target, device and options" in other.output
+    assert "Try another --corpus, or the seed, target, device, options and family" in other.output
 
 
 @pytest.mark.parametrize("options", [["--shard", "0/2"], ["--shard", "x"], ["--cases", "-1"]])
