@@ -23,7 +23,7 @@ from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.strategies import fitted_to_model
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import drawn_system, drawn_world
-from zero_sim.reference import POSITION_FREE, computed_from
+from zero_sim.reference import POSITION_FREE, computed_of_system
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import Scenario
@@ -97,19 +97,13 @@ def _drawn_sibling(
         swarm=swarm,
     )
     world = drawn_world(choices, size=first.world.size, swarm=swarm)
-    computed = computed_from(first).system
     other = replace(
         first,
         system=replace(
             system,
             target=own.target,
-            divide=computed.divide,
-            divide_by=computed.divide_by,
-            sync=computed.sync,
-            redundancy=computed.redundancy,
-            state_over=system.state_over if computed.redundancy > 1 else "block",
-            grad_dtype=computed.grad_dtype,
-            offload_state=computed.offload_state,
+            state_over=system.state_over if own.redundancy > 1 else "block",
+            **computed_of_system(own),
         ),
         world=replace(world, order=first.world.order, order_known=first.world.order_known),
     )

@@ -104,15 +104,13 @@ class DigestComparison:
         """
         if self.is_alone:
             return
-        for each in peers:
-            if each._addresses is not None:
-                each._exact.set_addresses(each._addresses)
-        for step in range(self._group.first_step, self._next_step):
-            self._exact.advance([each._exact for each in peers])
-            for each in peers:
-                # Ranks are shown with the last one at most, but for what is to be seen of it.
-                if step not in each._heard:
-                    each._exact.forget(step)
+        self._exact.catch_up(
+            [each._exact for each in peers],
+            stop=self._next_step,
+            addresses=[each._addresses for each in peers],
+            # Ranks are shown with the last one at most, but for what is to be seen of it.
+            shown=[each._heard for each in peers],
+        )
         for each in peers:
             each.is_alone = True
             each._heard.clear()

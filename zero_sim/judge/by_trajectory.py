@@ -107,15 +107,12 @@ class TrajectoryComparison:
         """
         if self.is_alone:
             return
-        for each in peers:
-            if each._addresses is not None:
-                each._exact.set_addresses(each._addresses)
-        shown = [frozenset(each.steps) for each in peers]
-        for step in range(self._group.first_step, self._next_step):
-            self._exact.advance([each._exact for each in peers])
-            for each, steps in zip(peers, shown, strict=True):
-                if step not in steps:
-                    each._exact.forget(step)
+        self._exact.catch_up(
+            [each._exact for each in peers],
+            stop=self._next_step,
+            addresses=[each._addresses for each in peers],
+            shown=[frozenset(each.steps) for each in peers],
+        )
         for each in peers:
             each.is_alone = True
         for part in agreed:

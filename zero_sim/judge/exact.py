@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -99,6 +99,31 @@ class ExactComparison:
         for each, own in zip(peers, taken, strict=True):
             each.take(own)
         return taken
+
+    def catch_up(
+        self,
+        peers: Sequence[ExactComparison],
+        *,
+        stop: int,
+        addresses: Sequence[Sequence[Addresses] | None],
+        shown: Sequence[Collection[int]],
+    ) -> None:
+        """Take the steps so far, which somebody else's references had taken in place of these.
+
+        Args:
+            peers: All groups that share a norm, this one among them.
+            stop: The step before which it ends.
+            addresses: By group, as for `set_addresses`; None where none were told.
+            shown: By group the steps that ranks are yet to be shown with; others are forgotten.
+        """
+        for each, placed in zip(peers, addresses, strict=True):
+            if placed is not None:
+                each.set_addresses(placed)
+        for step in range(self._group.first_step, stop):
+            self.advance(peers)
+            for each, steps in zip(peers, shown, strict=True):
+                if step not in steps:
+                    each.forget(step)
 
     def _prepare(self) -> Orders | None:
         """Save the steps that some rank has yet to see; return what the ring's order depends on."""

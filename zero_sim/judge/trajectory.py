@@ -7,7 +7,7 @@ is the same for all of them, so that the steps of the first one's reference judg
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -25,17 +25,17 @@ def frozen(step: ReferenceStep) -> ReferenceStep:
         step: As the reference has just taken it.
     """
 
-    def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
     return replace(
         step,
-        grads=copied(dict(step.grads)),
-        masters=copied(dict(step.masters)),
-        params=copied(dict(step.params)),
-        scales=copied(dict(step.scales)),
-        stepped=copied(dict(step.stepped)),
-        state={name: copied(dict(state)) for name, state in step.state.items()},
+        grads=copied(step.grads),
+        masters=copied(step.masters),
+        params=copied(step.params),
+        scales=copied(step.scales),
+        stepped=copied(step.stepped),
+        state={name: copied(state) for name, state in step.state.items()},
     )
 
 

@@ -7,7 +7,7 @@ from zero_sim.reference.arrangement import Arrangement
 from zero_sim.reference.bounded import BoundedReference, BoundedStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
-from zero_sim.reference.computed import computed_from
+from zero_sim.reference.computed import computed_from, computed_of_system
 from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Division, quotient
 from zero_sim.reference.following import Follower
 from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm
@@ -67,6 +67,7 @@ __all__ = [
     "Sync",
     "Unused",
     "computed_from",
+    "computed_of_system",
     "encode",
     "memory_layout_of",
     "quotient",

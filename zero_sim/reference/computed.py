@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from zero_sim.scenario.spec import Scenario, SystemSpec, WorldSpec
+
+_OF_SYSTEM = ("divide", "divide_by", "sync", "redundancy", "grad_dtype", "offload_state")
 
 
 def computed_from(scenario: Scenario) -> Scenario:
@@ -16,18 +19,16 @@ def computed_from(scenario: Scenario) -> Scenario:
     Args:
         scenario: As a reference is given it, with an order that does not depend on positions.
     """
-    system, world = scenario.system, scenario.world
+    world = scenario.world
     return replace(
         scenario,
         name="",
         description="",
-        system=SystemSpec(
-            divide=system.divide,
-            divide_by=system.divide_by,
-            sync=system.sync,
-            redundancy=system.redundancy,
-            grad_dtype=system.grad_dtype,
-            offload_state=system.offload_state,
-        ),
+        system=SystemSpec(**computed_of_system(scenario.system)),
         world=WorldSpec(size=world.size, order=world.order, order_known=world.order_known),
     )
+
+
+def computed_of_system(system: SystemSpec) -> dict[str, Any]:
+    """Return the settings of a system that the reference reads, by field."""
+    return {name: getattr(system, name) for name in _OF_SYSTEM}
