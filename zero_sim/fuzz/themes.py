@@ -44,6 +44,7 @@ _STAGE_3 = {"stage 2 or 3", "accumulation", "buckets", "prefetch", "timing"}
 _KEPT_BY_FEW = {"stage 2 or 3", "kept by few", "buckets", "prefetch", "accumulation"}
 _OTHER_EXPERTS = {*_STAGE_3, "groups", "buffers by group", "summed to all"} - {"accumulation"}
 _COPIED = {"copies", "state over all", "uneven", "buckets"}
+_COPIES_SUMMED_AT_FIRST = {"copies", "uneven", "buckets", "summed to all"}
 _WHOLE_PARAMS = {"any optimizer", "copies", "state over all", "groups"}
 _ABOUT = (
     Theme(frozenset(_OVERFLOW), without=frozenset({"reload"})),
@@ -61,6 +62,7 @@ _ABOUT = (
         stages=(3,),
     ),
     Theme(frozenset(_COPIED), ranks=(2, 4)),
+    Theme(frozenset(_COPIES_SUMMED_AT_FIRST), without=frozenset({"state over all"}), ranks=(4,)),
     Theme(frozenset(_WHOLE_PARAMS), optimizers=WHOLE_PARAM_OPTIMIZERS, ranks=(2, 2, 4)),
     Theme(frozenset({"split blocks", "checkpoints"}), models=("tp-block",), ranks=(1, 1, 2)),
     Theme(frozenset({"copies", "sync every"}), models=("moe",), ranks=(2, 2, 4)),

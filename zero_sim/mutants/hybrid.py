@@ -112,6 +112,20 @@ def copies_summed_too_early(patch: Patches) -> None:
         first.wait()
 
 
+@mutant("W59", "ORDER", "K DR B2", seen_in="class ORDER")
+def empty_parts_end_no_sum(patch: Patches) -> None:
+    """A rank whose part of a unit is empty does not end the first sum before it goes on.
+
+    A bug of our own, found by a campaign: a sum at the first rank ends with a call of all ranks.
+    """
+
+    @patch(Unit, "chain_reduce")
+    def wrong(right, self):
+        if self._chained or self._has_replica_sum:
+            right(self)
+        self._chained = True
+
+
 @mutant("H09", "VOLUME", "K Z2", seen_in="class VOLUME", kill="volume")
 def copies_sum_whole_units(patch: Patches) -> None:
     """Copies sum whole units of sharded gradients, where the rank's own shard is enough."""

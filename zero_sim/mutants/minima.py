@@ -279,6 +279,8 @@ _NUMBERS = {
     "H07": (2, 9, 10, 1, 3),
     "H08": (2, 1, 1, 1, 4),
     "H09": (4, 1, 1, 1, 2),
+    # Two blocks of two ranks, and two units, of each of which one rank has no part.
+    "W59": (4, 2, 2, 1, 4),
     "H10": (2, 1, 1, 1, 2),
     "H11": (2, 1, 1, 1, 2),
     # Who holds what, and the plainest faults.

@@ -258,11 +258,14 @@ class Unit:
         self._chained = False
 
     def chain_reduce(self) -> None:
-        """Wait for the first sum and issue the second, if there are replicas."""
+        """Wait for the first sum and issue the second, if there are replicas.
+
+        A rank whose part is empty waits, too: some sums end with a call of all ranks in the group.
+        """
         if self._chained:
             return
         self._chained = True
-        if self._has_replica_sum:
+        if self.replica_group is not None:
             self._wait_reduce()
             self._reducing = self._sum_replicas(async_op=True)
 
