@@ -310,7 +310,12 @@ def _judge(
     """Judge a case; an error that nobody foresaw is a finding, too, and costs no other case."""
     try:
         return run_case(
-            scenario, pool=pool, target=target, device=device, trajectories=trajectories
+            scenario,
+            pool=pool,
+            target=target,
+            device=device,
+            trajectories=trajectories,
+            with_digest=False,
         )
     except ZeroSimError:
         raise

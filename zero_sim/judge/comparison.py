@@ -21,7 +21,7 @@ from zero_sim.judge.exact import ExactComparison
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.step_digests import StepDigests, StepWire
-from zero_sim.judge.trajectory import Trajectory
+from zero_sim.judge.trajectory import LateReference, Trajectory
 from zero_sim.reference import (
     Addresses,
     BoundedReference,
@@ -116,7 +116,7 @@ class Comparison(Protocol):
 def comparison_of(
     group: JudgedGroup,
     *,
-    reference: AnyReference,
+    reference: AnyReference | LateReference,
     order_seed: int,
     heard_by: StepWire | Trajectory | None = None,
 ) -> Comparison:
@@ -129,7 +129,7 @@ def comparison_of(
         heard_by: Where another process tells what its reference of the same computes, if one does;
             or the steps that references of the same took in other cases.
     """
-    if isinstance(reference, Reference):
+    if not isinstance(reference, BoundedReference):
         exact = ExactComparison(group, reference=reference, order_seed=order_seed)
         if heard_by is None:
             return exact

@@ -18,7 +18,7 @@ from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
 from zero_sim.judge.rules import RulesTrial, grad_picked, param_picked, part_picked
 from zero_sim.judge.told import OtherGrads, in_told_dtype, told_as, told_otherwise
-from zero_sim.judge.trajectory import frozen
+from zero_sim.judge.trajectory import LateReference, frozen
 from zero_sim.reference import (
     POSITION_FREE,
     Addresses,
@@ -38,22 +38,32 @@ class ExactComparison:
 
     Args:
         group: The judged group, and what is known of it.
-        reference: Its oracle, at the step before the first one.
+        reference: Its oracle, at the step before the first one; one that is late is built once it
+            is to do something.
         order_seed: Seed of the world, from which orders are drawn.
     """
 
     steps_unseen = True
 
-    def __init__(self, group: JudgedGroup, *, reference: Reference, order_seed: int) -> None:
+    def __init__(
+        self, group: JudgedGroup, *, reference: Reference | LateReference, order_seed: int
+    ) -> None:
         self._group = group
         self._comparer = group.comparer
-        self._reference = reference
+        self._given = reference
         self._order_seed = order_seed
         self.steps: dict[int, ReferenceStep] = {}
-        self.uncertified_step: int | None = None if reference.certified else group.first_step
+        is_certified = isinstance(reference, LateReference) or reference.certified
+        self.uncertified_step: int | None = None if is_certified else group.first_step
         self._told: Tensor | None = None
         self._rules = RulesTrial()
         self._grad_rules = RulesTrial("gradient")
+
+    @property
+    def _reference(self) -> Reference:
+        if isinstance(self._given, LateReference):
+            self._given = self._given.build()
+        return self._given
 
     def follows(self, step: int) -> bool:
         """Always: it needs nothing to be shown."""

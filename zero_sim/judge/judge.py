@@ -48,7 +48,7 @@ from zero_sim.judge.step_digests import StepDigests, StepWire, owed_by
 from zero_sim.judge.step_result import check_result
 from zero_sim.judge.step_teller import StepTeller
 from zero_sim.judge.trainable import check_trainable
-from zero_sim.judge.trajectory import Trajectory
+from zero_sim.judge.trajectory import LateReference, Trajectory
 from zero_sim.judge.working_params import check_casts, check_scales
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
@@ -87,7 +87,7 @@ class Judge:
         self,
         scenario: Scenario,
         *,
-        reference: AnyReference,
+        reference: AnyReference | LateReference,
         first_step: int = 0,
         stop_step: int | None = None,
         world_ranks: Sequence[int] | None = None,

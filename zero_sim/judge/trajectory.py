@@ -7,12 +7,12 @@ is the same for all of them, so that the steps of the first one's reference judg
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from zero_sim.reference import Addresses, ReferenceStep
+from zero_sim.reference import Addresses, Reference, ReferenceStep
 
 _KEPT_MAX = 8
 """Trajectories of as many references; those of a family that is over are not asked for again."""
@@ -39,10 +39,22 @@ def frozen(step: ReferenceStep) -> ReferenceStep:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateReference:
+    """A reference that is built once a step is to be taken with it, which may be never."""
+
+    build: Callable[[], Reference]
+    held: Sequence[frozenset[str]]
+    """As of the reference."""
+
+
 @dataclass(slots=True)
 class Trajectory:
     """The steps of the references of all groups of a case that share a norm."""
 
+    held: dict[int, Sequence[frozenset[str]]] = field(default_factory=dict)
+    """By number of the group, for every rank of it the names of the params that it holds; of groups
+    that had a reference."""
     _steps: dict[tuple[Hashable, int], Sequence[ReferenceStep]] = field(default_factory=dict)
 
     def step(self, index: int, *, placed: Hashable) -> Sequence[ReferenceStep] | None:

@@ -10,8 +10,8 @@ from zero_sim.judge.comparison import AnyReference, take_reference
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.step_digests import StepWire
 from zero_sim.judge.step_teller import StepTeller
-from zero_sim.judge.trajectory import Trajectories, Trajectory
-from zero_sim.reference import POSITION_FREE, computed_from
+from zero_sim.judge.trajectory import LateReference, Trajectories, Trajectory
+from zero_sim.reference import POSITION_FREE, Reference, computed_from
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import GroupContext, Segment
 from zero_sim.targets import Target, numerics_of
@@ -61,15 +61,20 @@ def build_contexts(
         numerics = numerics_of(target, dp_cp_group.scenario)
         replayed = numerics.replayed(dp_cp_group.scenario, added_in=added_in)
         workload = on_device(build_workload(dp_cp_group.scenario), device)
-        reference = references[index] = take_reference(
+        build = partial(
+            take_reference,
             replayed,
-            before=references.get(index),
             workload=workload,
             uncounted=dp_cp_group.uncounted,
             elsewhere=dp_cp_group.elsewhere,
             weights_only=segment.weights_only,
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
+        reference: AnyReference | LateReference
+        if isinstance(heard_by, Trajectory):
+            reference = _late_reference(build, of=heard_by, index=index)
+        else:
+            reference = references[index] = build(before=references.get(index))
         judge = Judge(
             replayed,
             reference=reference,
@@ -87,6 +92,23 @@ def build_contexts(
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
     Judge.join_peers([context.judge for context in contexts])
     return contexts
+
+
+def _late_reference(
+    build: Callable[..., AnyReference], *, of: Trajectory, index: int
+) -> AnyReference | LateReference:
+    """The reference of a group, built by now only where no case before had it built."""
+
+    def build_exact() -> Reference:
+        reference = build(before=None)
+        assert isinstance(reference, Reference)
+        return reference
+
+    if index in of.held:
+        return LateReference(build=build_exact, held=of.held[index])
+    reference = build_exact()
+    of.held[index] = reference.held
+    return reference
 
 
 def _places_of(rank: int, ranks: Sequence[int]) -> list[int]:

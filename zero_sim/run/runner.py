@@ -26,13 +26,16 @@ class Backend(Protocol):
         ...
 
 
-def judge_case(scenario: Scenario, backend: Backend, *, keep_logs: bool = False) -> CaseResult:
+def judge_case(
+    scenario: Scenario, backend: Backend, *, keep_logs: bool = False, with_digest: bool = True
+) -> CaseResult:
     """Run one case and compare all state with the reference after every step.
 
     Args:
         scenario: A validated case.
         backend: What runs it.
         keep_logs: Whether the result carries its event logs even if the case does not fail.
+        with_digest: Whether it carries their digest.
 
     Returns:
         The verdict with its findings. A system that raises or hangs is a finding, not an exception;
@@ -46,7 +49,7 @@ def judge_case(scenario: Scenario, backend: Backend, *, keep_logs: bool = False)
     supervisor.note(f"case {scenario.name}" if scenario.name else "a case")
     try:
         ran = backend.run(scenario)
-        result = result_of(scenario, ran)
+        result = result_of(scenario, ran, with_digest=with_digest)
     finally:
         supervisor.count_case()
     logs = tuple(ran.logs) if keep_logs or result.verdict == "fail" else ()
@@ -62,6 +65,7 @@ def run_case(
     keep_logs: bool = False,
     device: str = "cpu",
     trajectories: Trajectories | None = None,
+    with_digest: bool = True,
 ) -> CaseResult:
     """Judge one case on simulated ranks; what comes of it is as for `judge_case`.
 
@@ -75,6 +79,8 @@ def run_case(
         device: Where all ranks and the reference compute: any device that torch knows.
         trajectories: What references of cases before it took, where it is one of a family; what is
             found does not depend on them.
+        with_digest: Whether the result carries the digest of the event logs, which takes a few
+            percent of a small case.
 
     Raises:
         EnvironmentProblem: This machine lacks something that the case needs.
@@ -83,4 +89,4 @@ def run_case(
         backend = Simulated(
             worlds=worlds, target=target, turns=turns, device=device, trajectories=trajectories
         )
-        return judge_case(scenario, backend, keep_logs=keep_logs)
+        return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)

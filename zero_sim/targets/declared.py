@@ -220,7 +220,7 @@ def capabilities_of(target: Target) -> Capabilities:
     Raises:
         ProtocolError: It declares something else.
     """
-    declared: object = getattr(target, "capabilities", Capabilities())
+    declared: object = getattr(target, "capabilities", _PLAIN)
     if declared is None:
         return EVERYTHING
     if not isinstance(declared, Capabilities):
@@ -374,6 +374,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
     yield "reload.async_steps", scenario.reload.async_steps if scenario.reload else 0, 0
 
 
+_PLAIN = Capabilities()
 EVERYTHING = Capabilities(
     models=get_args(ModelName),
     dtypes=get_args(DtypeName),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -90,8 +90,17 @@ def build_module(
         expert_index: The rank's expert-parallel index.
         tp_index: Its tensor-parallel index; None for one device, which holds all parts.
     """
-    if tp_index is not None and isinstance(workload, SplitWorkload):
+    if tp_index is not None and _is_split(workload):
         return workload.build_part(tp_index)
-    if isinstance(workload, ExpertWorkload):
+    if _has_experts(workload):
         return workload.build_share(expert_index)
     return workload.build()
+
+
+# By what tells them apart: Python looks for all names of a protocol, at each module that is built.
+def _is_split(workload: Workload) -> TypeGuard[SplitWorkload]:
+    return hasattr(workload, "build_part")
+
+
+def _has_experts(workload: Workload) -> TypeGuard[ExpertWorkload]:
+    return hasattr(workload, "build_share")

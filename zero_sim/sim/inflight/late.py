@@ -11,9 +11,9 @@ import functools
 import heapq
 import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal
 
 import torch
@@ -341,18 +341,40 @@ class Late:
         self._due_count += 1
         heapq.heappush(self._due, (self._log.tick + calls, self._due_count, action))
 
-    @contextmanager
-    def _ending_the_world(self, rank: int) -> Iterator[None]:
+    def _ending_the_world(self, rank: int) -> _EndingTheWorld:
         """Work on memory for `rank`, in whichever rank's thread; what fails ends the world."""
-        try:
-            # Also memory made in inference mode may be written in it, and none is recorded.
-            with unwatched(), torch.inference_mode():
-                yield
-        except WorldFailure as failure:
-            raise self._turns.fail(failure) from None
-        except Exception as error:
+        return _EndingTheWorld(self._turns, rank)
+
+
+class _EndingTheWorld:
+    """A block in which what fails ends the world.
+
+    Args:
+        turns: Has the world fail.
+        rank: Whose memory is worked on.
+    """
+
+    __slots__ = ("_inference", "_rank", "_turns", "_unwatched")
+
+    def __init__(self, turns: Turns, rank: int) -> None:
+        self._turns, self._rank = turns, rank
+        # Also memory made in inference mode may be written in it, and none is recorded.
+        self._unwatched, self._inference = unwatched(), torch.inference_mode()
+
+    def __enter__(self) -> None:
+        self._unwatched.__enter__()
+        self._inference.__enter__()
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inference.__exit__(kind, error, trace)
+        self._unwatched.__exit__(None, None, None)
+        if isinstance(error, WorldFailure):
+            raise self._turns.fail(error) from None
+        if isinstance(error, Exception):
             text = "".join(traceback.format_exception(error))
-            raise self._turns.fail(RankFailed(rank, error, text)) from error
+            raise self._turns.fail(RankFailed(self._rank, error, text)) from error
 
 
 def _horizon(group_size: int) -> int:

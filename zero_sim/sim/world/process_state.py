@@ -225,6 +225,8 @@ class ProcessState:
         self._saved: dict[int, _Values] = {}
         self._absent: list[Name] = []
         self._module_count = 0
+        self._modules: dict[str, Any] = {}
+        """Modules that have any of the names."""
         self._names: list[tuple[Any, str]] = []
         """The names found, each as its module, object or class, and its key there."""
         self._beginnings: list[Any] = []
@@ -242,17 +244,22 @@ class ProcessState:
         self._switches: list[Any] = []
         self._last: tuple[list[Any], list[Any]] = ([], [])
         """What the readers gave where names were changed, and what came of that."""
+        self._begun_with: list[Any] | None = None
+        """What lay in the places of the names at the start; None where more were found since."""
 
     def begin(self, caller: int) -> None:
         """Take out what is in place as `caller`'s, and let every rank begin with a copy of it."""
         self._saved.clear()
-        self._images.clear()
-        self._absent = list(NAMES)
-        self._names, self._beginnings = [], []
         self._switches = _read_switches()
-        self._look_for_names(at_start=True)
         # The very objects, which a rank's copies are not, although they are equal.
-        values = [vars(place)[key] for place, key in self._names]
+        values = self._in_place()
+        if not self._is_as_begun(values):
+            self._images.clear()
+            self._absent = list(NAMES)
+            self._names, self._beginnings, self._modules = [], [], {}
+            self._look_for_names(at_start=True)
+            values = self._begun_with = self._in_place()
+        self._last = ([], [])
         self._saved[caller] = _Values(values, self._switches)
 
     def take_out(self, owner: int) -> None:
@@ -274,6 +281,20 @@ class ProcessState:
             for switch, value in zip(SWITCHES, values.of_switches, strict=True):
                 switch.put(value)
 
+    def _in_place(self) -> list[Any]:
+        return [vars(place).get(key) for place, key in self._names]
+
+    def _is_as_begun(self, values: list[Any]) -> bool:
+        """Whether the caller has what it had last time, and no rank changed its copy in place."""
+        return (
+            self._begun_with is not None
+            and len(sys.modules) == self._module_count
+            and all(sys.modules.get(name) is module for name, module in self._modules.items())
+            and _are_same(values, self._begun_with)
+            and [values[index] for index in self._images] == self._mutable_images
+            and self._mutables == self._mutable_images
+        )
+
     def _changed(self) -> list[Any]:
         """What lies in the places of the names; empty if all is as at the beginning."""
         read = list(map(operator.call, self._readers, self._namespaces))
@@ -283,7 +304,7 @@ class ProcessState:
         found, before = list(chain.from_iterable(read)), self._last
         if are_as_at_beginning and _are_same(found, before[0]):
             return before[1]
-        values = [vars(place)[key] for place, key in self._names]
+        values = self._in_place()
         has_other_beginnings = False
         for index, value in enumerate(values):
             if value is not self._beginnings[index]:
@@ -315,6 +336,7 @@ class ProcessState:
             at_start: Whether what is in place is the caller's, not that of a rank that imported.
         """
         self._module_count = len(sys.modules)
+        self._begun_with = None
         absent = []
         for name in self._absent:
             *path, key = name.path.split(".")
@@ -334,6 +356,7 @@ class ProcessState:
             if name.copied and copy.copy(value) is not value:
                 self._images[len(self._names)] = copy.copy(value)
             self._names.append((place, key))
+            self._modules[name.module] = sys.modules[name.module]
             self._beginnings.append(value)
         self._absent = absent
         self._note_unchanged()
