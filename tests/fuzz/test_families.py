@@ -55,6 +55,7 @@ def test_a_dear_one_has_few():
     target = find_target("zero_sim")
     dear = replace(CHEAP, world=WorldSpec(size=8), run=RunSpec(steps=20))
     assert len(list(siblings(dear, target=target, most=16, seed=""))) <= 3
+    assert len(list(siblings(dear, target=target, most=256, seed=""))) > 3
     endless = replace(CHEAP, run=RunSpec(steps=EFFORT_OF_A_FAMILY))
     assert not list(siblings(endless, target=target, most=16, seed=""))
 

@@ -7,7 +7,8 @@ taken once and all of them are held to the same bits: to each other's as well.
 [Note: how many there are]
 A family takes about as much effort as `EFFORT_OF_A_FAMILY` says, so that one that is dear has few
 members: most cases are cheap ones, and what is dear is as frequent among families as among cases
-that have none.
+that have none. Who asks for more members than that has room for gets them of cheap cases, and of
+dear ones as many more.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from zero_sim.scenario.unused import without_unused
 from zero_sim.targets import Target, capabilities_of, refusals
 from zero_sim.workloads import params_of
 
-EFFORT_OF_A_FAMILY = 2_400
-"""Of all members together, about, in the units of `fuzz.effort`."""
+EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER = 2_400, 150
+"""Of all members together, in the units of `fuzz.effort`: so much, or so much for each that is
+asked for, which is what the cheapest take."""
 _DEARER = 1.5
 """A sibling that takes so many times as much effort as the first one is drawn anew."""
 _TRIES = 4
@@ -58,7 +60,8 @@ def siblings(
     """
     sizes = [spec.numel for spec in param_specs(first.model, ep=first.topology.ep)]
     effort_max = max(1, effort_of(first, sizes=sizes))
-    wanted = min(most, EFFORT_OF_A_FAMILY // effort_max) - 1
+    room = max(EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER * most)
+    wanted = min(most, room // effort_max) - 1
     met, random = {first}, Random(seed)
     for _ in range(_TRIES * max(0, wanted)):
         if len(met) > wanted:
