@@ -20,6 +20,8 @@ from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
 from zero_sim.host.files import unwritten
 
 BATCH_CASES = 50
+_FAMILIES = 8
+"""Of the most members that there is room for in a batch: its last one may be cut short."""
 INTERRUPT_SECONDS = 30
 """How long batches have to end after an interrupt."""
 
@@ -61,6 +63,11 @@ class Plan:
             raise UsageError(f"expected a number of cases, got {self.cases}")
 
     @property
+    def batch_cases(self) -> int:
+        """Number of cases of each batch but the last one."""
+        return BATCH_CASES if self.family == 1 else max(BATCH_CASES, _FAMILIES * self.family)
+
+    @property
     def bundles(self) -> Path:
         """Where findings go."""
         return self.corpus / "bundles"
@@ -76,8 +83,8 @@ class Plan:
     def cases_of(self, index: int) -> int:
         """Number of cases of a batch, 0 behind the last one."""
         if self.cases is None:
-            return BATCH_CASES
-        return max(0, min(BATCH_CASES, self.cases - index * BATCH_CASES))
+            return self.batch_cases
+        return max(0, min(self.batch_cases, self.cases - index * self.batch_cases))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -212,7 +219,7 @@ def run_campaign(
     head = Head(
         seed=plan.seed,
         target=plan.target,
-        cases=BATCH_CASES,
+        cases=plan.batch_cases,
         shard=plan.shard,
         device=plan.device,
         options=tuple(sorted(plan.options)),

@@ -9,7 +9,7 @@ different. Before ten values, a run has not begun with that, so many short runs 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from itertools import count
+from itertools import count, islice
 from random import Random
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ _FRUITLESS_DRAWS_MAX = 10_000
 """After so many in a row that gave nothing new, there is nothing else to draw."""
 
 
-def draws(values_from: ValuesFrom[Value], *, seed: str) -> Iterator[Value]:
+def draws(values_from: ValuesFrom[Value], *, seed: str, simplest: bool = True) -> Iterator[Value]:
     """Values, each once, the simplest first, until there seem to be no others.
 
     Args:
@@ -32,17 +32,18 @@ def draws(values_from: ValuesFrom[Value], *, seed: str) -> Iterator[Value]:
             drew before. What is drawable with any choices is quicker than a strategy by far.
         seed: What they follow from: the same ones for the same seed. How many are taken does not
             matter.
+        simplest: Whether the simplest one is there: it is the same for every seed.
     """
     if isinstance(values_from, Drawable):
-        return _one_by_one(values_from, seed=seed)
-    return _by_runs(values_from, seed=seed)
+        return _one_by_one(values_from, seed=seed, simplest=simplest)
+    return islice(_by_runs(values_from, seed=seed), 0 if simplest else 1, None)
 
 
-def _one_by_one(values_from: Drawable[Value], *, seed: str) -> Iterator[Value]:
+def _one_by_one(values_from: Drawable[Value], *, seed: str, simplest: bool) -> Iterator[Value]:
     met: set[Value] = set()
     random = Random(seed)
     fruitless = 0
-    choices = Seeded(None)
+    choices = Seeded(None if simplest else random)
     while fruitless <= _FRUITLESS_DRAWS_MAX:
         fruitless += 1
         try:
