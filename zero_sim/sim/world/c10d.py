@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -248,15 +247,25 @@ def use_one_compute_thread() -> None:
 
 
 def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None:
-    """Run torch's own `init_process_group` for the calling rank."""
-    hook = sys.excepthook
-    try:
-        _originals["init"]("sim", rank=rank, world_size=world_size, store=store)
-    finally:
-        # torch chains one more excepthook at every call; with many ranks that would nest deeply.
-        sys.excepthook = hook
-    # Every rank has a table as long as there are ranks: they share one.
-    c10d._world.pg_group_ranks[c10d._get_default_group()] = _ranks_themselves(world_size)
+    """Make the default group of the calling rank, with the functions by which torch makes it.
+
+    Its `init_process_group` does two things more: a table of all ranks on each of them, where ours
+    share one; and a link in the chain of the process's excepthooks, which would have one a rank.
+    """
+    backend = dist.Backend("sim")
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        backend,
+        dist.PrefixStore("default_pg", store),
+        c10d._process_group_name([], use_hashed_name=False),
+        timeout=c10d._get_default_timeout(backend),
+        group_desc="default_pg",
+    )
+    assert not isinstance(group, int), "torch has a number for groups that a rank is not in"
+    c10d._update_default_pg(group)
+    c10d._world.pg_group_ranks[group] = _ranks_themselves(world_size)
 
 
 @functools.lru_cache(maxsize=16)
