@@ -295,3 +295,9 @@ class TestNoRoom:
         (tmp_path / "file").touch()
         with pytest.raises(UsageError, match="expected to write a corpus to"):
             open_corpus(tmp_path / "file" / "below", head=HEAD)
+
+
+def test_a_batch_of_families_has_room_for_several(tmp_path):
+    batch_pool = BatchPool()
+    run_campaign(Plan(cases=300, family=16, corpus=tmp_path), batch_pool=batch_pool)
+    assert [job.cases for job in batch_pool.jobs] == [128, 128, 44]

@@ -164,3 +164,24 @@ def test_few_are_kept(pool):
     all_of = [kept.of(number) for number in range(20)]
     assert kept.of(19) is all_of[19]
     assert kept.of(0) is not all_of[0]
+
+
+def test_who_agrees_with_the_others_builds_no_reference(pool, monkeypatch):
+    """And who does not builds one, as the first one did."""
+    built = []
+    right = Reference.__init__
+
+    def init(self, scenario, **named):
+        built.append(scenario.system.stage)
+        right(self, scenario, **named)
+
+    monkeypatch.setattr(Reference, "__init__", init)
+    first = replace(CASE, model=ModelSpec(name="params", shapes=((5,), (3, 2))))
+    kept = Trajectories()
+    for system in SYSTEMS:
+        run_case(replace(first, system=system), pool=pool, trajectories=kept)
+    assert built == [0]
+    monkeypatch.setattr("zero_sim.zero.optimizer.DistributedOptimizer._step_masters", _forgets)
+    member = replace(first, system=SYSTEMS[1])
+    assert run_case(member, pool=pool, trajectories=kept).verdict == "fail"
+    assert built == [0, 1]

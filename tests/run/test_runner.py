@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.run import contexts
+from zero_sim.run import contexts, run_case
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
@@ -19,6 +20,7 @@ from zero_sim.scenario.spec import (
     OptimizerSpec,
     OrderName,
     RunSpec,
+    Scenario,
     SystemSpec,
     WorldSpec,
 )
@@ -234,6 +236,14 @@ def test_a_missing_extra_is_a_problem_of_the_environment(judged, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(EnvironmentProblem, match="digits"):
         judged(model=ModelSpec(name="digits", hidden=8))
+
+
+def test_who_wants_no_digest_of_the_logs_gets_all_else(pool):
+    scenario = Scenario(schema=1, model=ModelSpec(name="mlp", hidden=4), run=RunSpec(steps=1))
+    with_it = run_case(scenario, pool=pool)
+    without = run_case(scenario, pool=pool, with_digest=False)
+    assert with_it.log_digest
+    assert without == replace(with_it, log_digest="", seconds=without.seconds)
 
 
 def test_ten_runs_give_one_event_log(judged):

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -330,3 +334,32 @@ def test_a_value_that_cannot_be_compared_fails_its_rank_and_hangs_nobody(world_o
     with pytest.raises(RankFailed, match="expected no comparison"):
         world.run(program)
     assert world.run(lambda rank: dist.send is original) == [True, True]
+
+
+def test_what_the_caller_changes_between_two_runs_is_every_ranks(world_of):
+    """Also where it is the same object as before, with something else in it."""
+    world = world_of(2)
+
+    def program(rank):
+        filters = [each[0] for each in warnings.filters[:1]]
+        return filters, len(module_hooks._global_forward_pre_hooks)
+
+    before = world.run(program)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        handle = register_module_forward_pre_hook(lambda module, args: None)
+        assert world.run(program) == [(["error"], 1)] * 2
+        handle.remove()
+    assert world.run(program) == before
+
+
+def test_what_a_rank_changes_in_place_is_gone_in_the_next_run(world_of):
+    world = world_of(2)
+
+    def program(rank):
+        if rank:
+            register_module_forward_pre_hook(lambda module, args: None)
+        dist.barrier()
+        return len(module_hooks._global_forward_pre_hooks)
+
+    assert world.run(program) == world.run(program) == [0, 1]

@@ -104,13 +104,8 @@ def _seed_in_place(seed: int) -> _Saved:
     torch.default_generator.manual_seed(seed)
     set_random_state(seeded_state(seed))
     _python_generator.seed(seed)
-    if _has_twister():
-        _numpy_generator.seed(seed % 2**32)
-        numpy_state = _NOTHING_KEPT
-    else:
-        numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
-        np.random.set_state(numpy_state)
-    return _Saved(None, b"", None, _numpy_words(), numpy_state, None)
+    _numpy_generator.seed(seed % 2**32)
+    return _Saved(None, b"", None, _numpy_words(), _NOTHING_KEPT, None)
 
 
 def _needs_accessor(saved: _Saved) -> bool:
@@ -123,12 +118,10 @@ def _numpy_address() -> int:
 
 def _numpy_words() -> bytes:
     """The words, then the position, of numpy's global generator; empty if it is no Twister."""
-    return ctypes.string_at(_numpy_address(), _STATE_BYTES) if _has_twister() else b""
-
-
-def _has_twister() -> bool:
     # Looked at every time: np.random.set_bit_generator may have put another kind in place.
-    return type(_numpy_generator._bit_generator) is np.random.MT19937
+    if type(_numpy_generator._bit_generator) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(_numpy_address(), _STATE_BYTES)
 
 
 def _words_of(generator: random.Random) -> bytes:
