@@ -70,11 +70,7 @@ def build_contexts(
             weights_only=segment.weights_only,
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
-        reference: AnyReference | LateReference
-        if isinstance(heard_by, Trajectory):
-            reference = _late_reference(build, of=heard_by, index=index)
-        else:
-            reference = references[index] = build(before=references.get(index))
+        reference = _built(build, references, index, heard_by=heard_by)
         judge = Judge(
             replayed,
             reference=reference,
@@ -94,20 +90,34 @@ def build_contexts(
     return contexts
 
 
-def _late_reference(
-    build: Callable[..., AnyReference], *, of: Trajectory, index: int
+def _built(
+    build: Callable[..., AnyReference],
+    references: MutableMapping[int, AnyReference],
+    index: int,
+    *,
+    heard_by: StepWire | Trajectory | None,
 ) -> AnyReference | LateReference:
-    """The reference of a group, built by now only where no case before had it built."""
+    """The reference of a group; one that adds to a trajectory is late where another had it built.
+
+    Args:
+        build: Builds it, or lets one go on that was there before.
+        references: By number of the group; a case that hears of a trajectory has one world only.
+        index: Number of the group.
+        heard_by: As for `Judge`.
+    """
+    if not isinstance(heard_by, Trajectory):
+        reference = references[index] = build(before=references.get(index))
+        return reference
 
     def build_exact() -> Reference:
         reference = build(before=None)
         assert isinstance(reference, Reference)
         return reference
 
-    if index in of.held:
-        return LateReference(build=build_exact, held=of.held[index])
+    if index in heard_by.held:
+        return LateReference(build=build_exact, held=heard_by.held[index])
     reference = build_exact()
-    of.held[index] = reference.held
+    heard_by.held[index] = reference.held
     return reference
 
 
