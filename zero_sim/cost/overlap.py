@@ -39,13 +39,14 @@ from zero_sim.cost.hook_trace import HookEvent, HookTrace
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
-from zero_sim.scenario.joining import counts_over_ranks
 from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
 
 _GATHERS = ("all_gather", "all_to_all", "broadcast")
+_COUNTS = "int64"
+"""In what ranks tell each other what they count before anything is divided, and wait for that."""
 _NAMES_SHOWN = 3
 
 
@@ -154,15 +155,20 @@ def _sums_of(forms: Sequence[BucketForm], grads: Sequence[GradForm]) -> list[_Su
 
 
 def _calls_of_ranks(log: EventLog, *, within: frozenset[int]) -> dict[int, list[_Timed]]:
-    """All calls in groups of these ranks; what parts of a model tell each other is left out."""
+    """All calls in groups of these ranks; what parts of a model tell each other is left out.
+
+    So are counts, of which one can have as many elements as a sum of gradients.
+    """
     timed: dict[int, dict[int, _Timed]] = {}
     for time, moment in enumerate(log.moments):
         calls = timed.setdefault(moment.rank, {})
         if moment.what == "issue":
             record = log.collectives[moment.record]
+            if record.dtype == _COUNTS:
+                continue
             made = (record.kind, len(record.group_ranks), record.elems)
             calls[moment.record] = _Timed(call=made, issued=time)
-        elif moment.what in ("wait", "land"):
+        elif moment.what in ("wait", "land") and moment.record in calls:
             calls[moment.record].waited = min(calls[moment.record].waited, time)
     return {
         rank: [
@@ -232,9 +238,6 @@ def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[F
     made = rank.issued_in(start, stop)
     early = Counter(call.call for call in made if call.waited < stop)
     early &= Counter(form.sum_call for form in rank.forms)
-    if counts_over_ranks(rank.scenario):
-        # Ranks tell each other what they count before anything is divided, and wait for that.
-        early -= Counter({("all_reduce", rank.scenario.world.size, 1): 1})
     for call in early:
         yield rank.finding(
             f"{early.total()} reductions were waited for before the last gradient of micro-batch "
