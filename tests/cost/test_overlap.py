@@ -34,11 +34,11 @@ class Story:
         self.hook_trace = HookTrace(lambda: len(self.log.moments))
         self.hook_trace.start(0, 0)
 
-    def issue(self, kind, elems):
+    def issue(self, kind, elems, *, dtype="float32"):
         size = self.group_size if kind == "reduce_scatter" else 2
         group = tuple(range(size))
         record = CollectiveRecord(
-            0, kind, "world", group, 0, "float32", elems, 4, "SUM", True, "f.py", 1
+            0, kind, "world", group, 0, dtype, elems, 4, "SUM", True, "f.py", 1
         )
         self.log.add(record)
         self.log.note(0, "issue", len(self.log.collectives) - 1)
@@ -135,10 +135,11 @@ def test_a_reduction_that_is_waited_for_in_backward():
     assert "1 reductions were waited for before the last gradient" in message
 
 
-@pytest.mark.parametrize(("divide_by", "late"), [("tokens", 0), ("ranks", 1)])
-def test_the_count_of_tokens_is_waited_for(divide_by, late):
+@pytest.mark.parametrize(("dtype", "late"), [("int64", 0), ("float32", 1)])
+def test_the_count_of_tokens_is_waited_for(dtype, late):
+    """It has as many elements as the sum of a bucket."""
     story = Story()
-    story.wait(story.issue("all_reduce", 1))
+    story.wait(story.issue("all_reduce", 1, dtype=dtype))
     story.arrive("c")
     for name, elems in (("b", 2), ("a", 4)):
         story.issue("all_reduce", elems)
@@ -149,7 +150,7 @@ def test_the_count_of_tokens_is_waited_for(divide_by, late):
         schema=1,
         model=ModelSpec(name="mlp", freeze=(FreezeSpec(param="d", start=0, stop=1),)),
         world=WorldSpec(size=2),
-        system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by=divide_by),
+        system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by="tokens"),
     )
     story.hook_trace.end(0)
     found = check_overlap(
