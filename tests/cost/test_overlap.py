@@ -135,8 +135,11 @@ def test_a_reduction_that_is_waited_for_in_backward():
     assert "1 reductions were waited for before the last gradient" in message
 
 
-@pytest.mark.parametrize(("dtype", "late"), [("int64", 0), ("float32", 1)])
-def test_the_count_of_tokens_is_waited_for(dtype, late):
+@pytest.mark.parametrize(
+    ("divide_by", "dtype", "late"),
+    [("tokens", "int64", 0), ("tokens", "float32", 1), ("ranks", "float32", 1)],
+)
+def test_the_count_of_tokens_is_waited_for(divide_by, dtype, late):
     """It has as many elements as the sum of a bucket."""
     story = Story()
     story.wait(story.issue("all_reduce", 1, dtype=dtype))
@@ -150,7 +153,7 @@ def test_the_count_of_tokens_is_waited_for(dtype, late):
         schema=1,
         model=ModelSpec(name="mlp", freeze=(FreezeSpec(param="d", start=0, stop=1),)),
         world=WorldSpec(size=2),
-        system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by="tokens"),
+        system=SystemSpec(stage=0, bucket_elems=4, overlap_grads=True, divide_by=divide_by),
     )
     story.hook_trace.end(0)
     found = check_overlap(

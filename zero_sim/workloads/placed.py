@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.host.device import check_device
-from zero_sim.workloads.protocol import Batch, ExpertWorkload, SplitWorkload, Workload
+from zero_sim.workloads.protocol import Batch, Workload, has_experts, is_split
 
 
 def on_device(workload: Workload, device: str) -> Workload:
@@ -24,8 +24,8 @@ def on_device(workload: Workload, device: str) -> Workload:
     placed = check_device(device)
     if placed.type == "cpu":
         return workload
-    kind = _PlacedExperts if isinstance(workload, ExpertWorkload) else _Placed
-    if isinstance(workload, SplitWorkload):
+    kind = _PlacedExperts if has_experts(workload) else _Placed
+    if is_split(workload):
         kind = _PlacedParts
     return kind(workload, placed)
 
@@ -83,7 +83,7 @@ class _PlacedExperts(_Placed):
     """The same for a workload whose module differs from rank to rank."""
 
     def build_share(self, expert_index: int) -> nn.Module:
-        assert isinstance(self._inner, ExpertWorkload)
+        assert has_experts(self._inner)
         return self._placed(self._inner.build_share(expert_index))
 
 
@@ -91,5 +91,5 @@ class _PlacedParts(_Placed):
     """The same for a workload of which tensor-parallel ranks hold a part each."""
 
     def build_part(self, tp_index: int) -> nn.Module:
-        assert isinstance(self._inner, SplitWorkload)
+        assert is_split(self._inner)
         return self._placed(self._inner.build_part(tp_index))

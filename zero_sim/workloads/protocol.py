@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -56,7 +56,6 @@ class Workload(Protocol):
         ...
 
 
-@runtime_checkable
 class ExpertWorkload(Workload, Protocol):
     """A workload whose module differs from rank to rank: each holds a share of the experts."""
 
@@ -68,7 +67,6 @@ class ExpertWorkload(Workload, Protocol):
         ...
 
 
-@runtime_checkable
 class SplitWorkload(Workload, Protocol):
     """A workload of which tensor-parallel ranks hold a part each; `build` returns the whole."""
 
@@ -78,6 +76,17 @@ class SplitWorkload(Workload, Protocol):
         Parts have the same names wherever they are; those of two indices have two names.
         """
         ...
+
+
+# By what tells them apart: by isinstance Python looks for all names of a protocol, at each module.
+def is_split(workload: Workload) -> TypeGuard[SplitWorkload]:
+    """Whether tensor-parallel ranks hold a part each of what it builds."""
+    return hasattr(workload, "build_part")
+
+
+def has_experts(workload: Workload) -> TypeGuard[ExpertWorkload]:
+    """Whether each rank holds a share of the experts of what it builds."""
+    return hasattr(workload, "build_share")
 
 
 def build_module(
@@ -90,17 +99,8 @@ def build_module(
         expert_index: The rank's expert-parallel index.
         tp_index: Its tensor-parallel index; None for one device, which holds all parts.
     """
-    if tp_index is not None and _is_split(workload):
+    if tp_index is not None and is_split(workload):
         return workload.build_part(tp_index)
-    if _has_experts(workload):
+    if has_experts(workload):
         return workload.build_share(expert_index)
     return workload.build()
-
-
-# By what tells them apart: Python looks for all names of a protocol, at each module that is built.
-def _is_split(workload: Workload) -> TypeGuard[SplitWorkload]:
-    return hasattr(workload, "build_part")
-
-
-def _has_experts(workload: Workload) -> TypeGuard[ExpertWorkload]:
-    return hasattr(workload, "build_share")

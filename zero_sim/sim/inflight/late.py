@@ -189,7 +189,7 @@ class Late:
             self._open[awaited] = operation
         key = f"{self._seed}|{awaited.key}|{member}"
         plan = _draw_plan(key, group_size=awaited.size) if self._hostile else LatePlan()
-        with self._ending_the_world(rank):
+        with _EndingTheWorld(self._turns, rank):
             snapshots = BufferSnapshots(
                 call,
                 rank=rank,
@@ -277,7 +277,7 @@ class Late:
             return
         self._idle_polls = 0
         if op.written:
-            with self._ending_the_world(op.rank):
+            with _EndingTheWorld(self._turns, op.rank):
                 op.snapshots.check_inputs()
                 op.snapshots.check_outputs()
         else:
@@ -307,7 +307,7 @@ class Late:
         del self._full[operation]
         self._idle_polls = 0
         ops = [op for _, op in sorted(operation.ops.items())]
-        with self._ending_the_world(list(operation.ops.values())[-1].rank):
+        with _EndingTheWorld(self._turns, list(operation.ops.values())[-1].rank):
             for op in ops:
                 if op.plan.read_late:
                     op.snapshots.check_inputs()
@@ -329,7 +329,7 @@ class Late:
         """Bring a side's outputs into its rank's memory, unless they are there."""
         if op.written or op.landed:
             return
-        with self._ending_the_world(op.rank):
+        with _EndingTheWorld(self._turns, op.rank):
             op.snapshots.check_inputs()
             op.snapshots.check_outputs()
             op.snapshots.write()
@@ -341,13 +341,9 @@ class Late:
         self._due_count += 1
         heapq.heappush(self._due, (self._log.tick + calls, self._due_count, action))
 
-    def _ending_the_world(self, rank: int) -> _EndingTheWorld:
-        """Work on memory for `rank`, in whichever rank's thread; what fails ends the world."""
-        return _EndingTheWorld(self._turns, rank)
-
 
 class _EndingTheWorld:
-    """A block in which what fails ends the world.
+    """Work on memory for a rank, in whichever rank's thread; what fails ends the world.
 
     Args:
         turns: Has the world fail.
