@@ -1,5 +1,7 @@
 """dp-cp groups are judged one by one, and nothing may join two of them."""
 
+from dataclasses import replace
+
 from zero_sim.run.dp_cp_groups import check_crossing, dp_cp_groups_of
 from zero_sim.scenario.spec import DataSpec, ModelSpec, NanSpec, Scenario, TopologySpec, WorldSpec
 from zero_sim.sim import CollectiveRecord
@@ -35,6 +37,14 @@ def test_each_cell_sees_its_own_size_seed_and_nan():
     assert first.scenario.run.seed != second.scenario.run.seed
     assert first.scenario.data.nan is None
     assert second.scenario.data.nan.rank == 2
+
+
+def test_a_nan_of_a_rank_that_is_gone_is_in_no_part_of_a_model():
+    """Behind a checkpoint there may be fewer ranks."""
+    case = scenario(tp=2, shared=("positions.weight",))
+    split = replace(case, model=ModelSpec(name="tp-block"), world=WorldSpec(size=4))
+    parts = dp_cp_groups_of(split)
+    assert [part.scenario.data.nan for part in parts] == [None, None]
 
 
 def test_a_collective_across_cells_is_a_finding():

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import permutations, product
+
 import pytest
 
-from zero_sim.scenario.joining import counts_over_ranks, limits_of_joins, own_micro_batches
+from zero_sim.layout.topology import AXES, Topology
+from zero_sim.scenario.joining import (
+    counts_over_ranks,
+    limits_of_joins,
+    own_micro_batches,
+    place_in_group,
+    world_size_at,
+)
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
@@ -14,6 +23,7 @@ from zero_sim.scenario.spec import (
     RunSpec,
     Scenario,
     SystemSpec,
+    TopologySpec,
     WorldSpec,
 )
 
@@ -31,6 +41,40 @@ def test_entries_go_round_from_step_to_step():
     counts = [[own_micro_batches(UNEVEN, step=s, rank=r) for r in range(3)] for s in range(2)]
     assert counts == [[3, 1, 3], [1, 3, 1]]
     assert own_micro_batches(RunSpec(micro_batches=4), step=1, rank=2) == 4
+
+
+@pytest.mark.parametrize("order", ["-".join(axes) for axes in permutations(AXES)])
+def test_places_are_those_of_the_groups(order):
+    for tp, cp, dp, pp in product((1, 2, 3), repeat=4):
+        spec = TopologySpec(tp=tp, cp=cp, pp=pp, order=order)
+        for ranks in Topology(tp=tp, cp=cp, dp=dp, pp=pp, order=order).dp_cp_groups():
+            places = [
+                place_in_group(rank, topology=spec, world_size=tp * cp * dp * pp) for rank in ranks
+            ]
+            assert places == list(range(len(ranks)))
+
+
+def test_a_step_is_taken_by_the_world_before_the_checkpoint_or_after_it():
+    smaller = case(reload=ReloadSpec(step=1, world_size=1))
+    assert [world_size_at(smaller, step=step) for step in range(3)] == [2, 1, 1]
+    assert world_size_at(case(reload=ReloadSpec(step=1)), step=2) == 2
+
+
+def test_the_rank_of_a_nan_is_looked_up_in_its_group():
+    """Ranks 0 and 1 are the first ones of their groups, 2 and 3 the second ones."""
+    allowed = [
+        not check_scenario(
+            case(
+                model=ModelSpec(name="params", shapes=((3,), (4,))),
+                world=WorldSpec(size=4),
+                topology=TopologySpec(tp=2),
+                run=RunSpec(steps=2, micro_batches=2, own_micro_batches=(1, 2)),
+                data=DataSpec(nan=NanSpec(step=0, rank=rank, micro_batch=1)),
+            )
+        )
+        for rank in range(4)
+    ]
+    assert allowed == [False, False, True, True]
 
 
 def test_the_number_of_micro_batches_is_counted_where_it_differs():

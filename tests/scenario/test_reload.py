@@ -6,6 +6,8 @@ import pytest
 
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
+    DataSpec,
+    ExpectSpec,
     ModelSpec,
     ReloadSpec,
     RunSpec,
@@ -75,6 +77,35 @@ def test_what_it_leaves_as_it_was_is_refused_at_what_it_changes(suggestion):
     (problem,) = check_scenario(LEFT_AS_IT_WAS[suggestion])
     assert problem.path == "reload.stage"
     assert problem.suggestion.startswith(suggestion)
+
+
+def test_experts_dealt_out_anew_are_refused_where_ranks_keep_params_until_backward():
+    """The ranks that keep them would be more than hold one expert."""
+    (problem,) = check_scenario(
+        Scenario(
+            schema=1,
+            model=ModelSpec(name="moe", hidden=2),
+            world=WorldSpec(size=8),
+            system=SystemSpec(stage=3, reshard_ranks=4),
+            run=RunSpec(steps=2),
+            reload=ReloadSpec(step=1, ep=2),
+        )
+    )
+    assert problem.path == "reload.ep"
+    assert "expected a divisor of the ranks that shard params together" in problem.message
+
+
+def test_experts_dealt_out_after_it_are_not_what_one_device_has():
+    (problem,) = check_scenario(
+        case(
+            model=ModelSpec(name="moe", hidden=2),
+            data=DataSpec(ranks="same"),
+            expect=ExpectSpec(one_device=True),
+            reload={"ep": 2},
+        )
+    )
+    assert problem.path == "reload.ep"
+    assert "that they compute what one device does" in problem.message
 
 
 def test_alignment_and_uneven_shards_do_not_go_together_after_it_either():

@@ -112,6 +112,22 @@ def test_nan_beyond_the_world_says_both_numbers() -> None:
     )
 
 
+def test_nan_behind_a_checkpoint_is_on_a_rank_of_the_world_there() -> None:
+    """A rank that is gone by then has no data to spoil."""
+    smaller = dataclasses.replace(
+        MLP, run=RunSpec(steps=4), reload=ReloadSpec(step=2, world_size=1)
+    )
+    before, after = (
+        check_scenario(dataclasses.replace(smaller, data=DataSpec(nan=NanSpec(step=step, rank=1))))
+        for step in (1, 2)
+    )
+    assert before == []
+    assert [str(problem) for problem in after] == [
+        "data.nan.rank: expected an integer at least 0 and less than reload.world_size = 1, "
+        "got 1 (integer). Try 0; ranks count from 0."
+    ]
+
+
 def test_rules_read_fields_that_exist() -> None:
     """A field renamed in the records is renamed here."""
     paths = {bound.path for bound in BOUNDS} | {path for rule in RULES for path in rule.reads}

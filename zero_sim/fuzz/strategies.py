@@ -31,7 +31,7 @@ from zero_sim.fuzz.systems import drawn_reload, drawn_system, drawn_topology, dr
 from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
-from zero_sim.scenario.joining import limits_of_joins
+from zero_sim.scenario.joining import limits_of_joins, world_size_at
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
@@ -379,16 +379,16 @@ def _overflowing(
 
 
 def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
-    """The case with its NaN on a rank that is there before the checkpoint and after it.
+    """The case with its NaN on a rank that is there in its step.
 
     And with a step beside the one that is skipped, or no update would be compared on that side.
     """
     nan, after, steps = scenario.data.nan, scenario.reload, scenario.run.steps
     if nan is None or after is None:
         return scenario
-    if after.world_size is not None and nan.rank >= after.world_size:
-        nan = replace(nan, rank=0)
     is_before = nan.step < after.step
+    if nan.rank >= world_size_at(scenario, step=nan.step):
+        nan = replace(nan, rank=0)
     if (after.step if is_before else steps - after.step) == 1:
         if steps < steps_max:
             steps, after = steps + 1, replace(after, step=after.step + is_before)

@@ -70,7 +70,9 @@ def _part(
     elsewhere = tuple(part_ending(index) for index in others)
     nan = scenario.data.nan
     if nan is not None:
-        nan = replace(nan, rank=next(g.index(nan.rank) for g in groups if nan.rank in g))
+        at = next((g.index(nan.rank) for g in groups if nan.rank in g), None)
+        # A rank may be there only before a checkpoint, or after it.
+        nan = None if at is None else replace(nan, rank=at)
     return DpCpGroup(
         ranks=ranks,
         scenario=replace(

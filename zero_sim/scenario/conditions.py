@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from zero_sim.errors import Problem
 from zero_sim.scenario.fields import describe_value
-from zero_sim.scenario.joining import own_micro_batches
+from zero_sim.scenario.joining import own_micro_batches, place_in_group, world_size_at
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import Scenario, TopologySpec
 
+_AXES = ["cp", "dp", "pp", "tp"]
 _LOSS_SCALE_MAX = 2.0**64
 _UNITS = {"bf16": 2**8, "fp16": 2**11}
 """What 16-bit dtypes add exactly, in units of which each rank and micro-batch needs one."""
@@ -112,11 +113,22 @@ def _somebody_trains(scenario: Scenario) -> bool:
 
 def _has_data_to_spoil(scenario: Scenario) -> bool:
     """Whether the rank that is to see a NaN has the micro-batch that holds it."""
-    nan = scenario.data.nan
-    if nan is None:
+    nan, topology = scenario.data.nan, scenario.topology
+    if nan is None or not scenario.run.own_micro_batches:
         return True
-    own = own_micro_batches(scenario.run, step=nan.step, rank=nan.rank)
-    return own > nan.micro_batch or not scenario.run.own_micro_batches
+    size = world_size_at(scenario, step=nan.step)
+    # What is out of range by itself is another's problem.
+    if not (0 <= nan.rank < size and _splits(topology, size)):
+        return True
+    place = place_in_group(nan.rank, topology=topology, world_size=size)
+    return own_micro_batches(scenario.run, step=nan.step, rank=place) > nan.micro_batch
+
+
+def _splits(topology: TopologySpec, world_size: int) -> bool:
+    """Whether a world of that size can be numbered along the axes."""
+    sizes = (topology.tp, topology.cp, topology.pp)
+    in_axes = sorted(topology.order.split("-")) == _AXES
+    return in_axes and min(sizes) >= 1 and world_size % math.prod(sizes) == 0
 
 
 def _claims_one_device(scenario: Scenario) -> bool:
@@ -203,10 +215,12 @@ CONDITIONS = (
     Condition(
         reads=("expect.one_device", "data", "system", "topology.ep", "world.order_known"),
         broken=lambda s: s.expect.one_device and not _claims_one_device(s),
-        message="only of ranks that all see the same data, and of a mean over them in one sum of a "
-        "known order, it is said that they compute what one device does, got {got}.",
-        suggestion='Try data.ranks = "same", sync = "last" and either divide_by = "ranks" or '
+        message="only of ranks that all see the same data and hold all experts, and of a mean over "
+        "them in one sum of a known order, it is said that they compute what one device does, got "
+        "{got}.",
+        suggestion='Try data.ranks = "same", sync = "last", no ep and either divide_by = "ranks" or '
         'data.loss = "mean-of-ranks" with divide = "none".',
+        holds_after=True,
     ),
     Condition(
         reads=("model.fp8_format", "model.name"),
@@ -228,7 +242,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("topology.order",),
-        broken=lambda s: sorted(s.topology.order.split("-")) != ["cp", "dp", "pp", "tp"],
+        broken=lambda s: sorted(s.topology.order.split("-")) != _AXES,
         message="expected an order of tp, cp, dp, pp joined by hyphens, got {got}.",
         suggestion="Try 'tp-cp-dp-pp'.",
     ),
@@ -366,7 +380,7 @@ CONDITIONS = (
         holds_after=True,
     ),
     Condition(
-        reads=("run.own_micro_batches", "data.nan"),
+        reads=("run.own_micro_batches", "data.nan", "world.size", "topology", "reload"),
         broken=lambda s: not _has_data_to_spoil(s),
         message="the rank of data.nan has no data for its micro-batch of its step, got {got}.",
         suggestion="Write more than data.nan.micro_batch everywhere.",

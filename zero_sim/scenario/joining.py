@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zero_sim.scenario.spec import RunSpec, Scenario
+import math
+
+from zero_sim.scenario.spec import RunSpec, Scenario, TopologySpec
 
 
 def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
@@ -15,6 +17,37 @@ def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
     """
     counts = run.own_micro_batches
     return counts[(rank + step) % len(counts)] if counts else run.micro_batches
+
+
+def world_size_at(scenario: Scenario, *, step: int) -> int:
+    """Ranks of the world that takes a step, before the checkpoint or after it.
+
+    Args:
+        scenario: The case.
+        step: Counted from 0.
+    """
+    reload = scenario.reload
+    if reload is None or reload.world_size is None or step < reload.step:
+        return scenario.world.size
+    return reload.world_size
+
+
+def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int:
+    """A rank's place in its dp-cp group: how many lower ranks train the same params.
+
+    Args:
+        rank: Rank in the world.
+        topology: Of the case.
+        world_size: Ranks of the world, a multiple of tp x cp x pp.
+    """
+    sizes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp}
+    sizes["dp"] = world_size // math.prod(sizes.values())
+    place, stride = 0, 1
+    for axis in topology.order.split("-"):
+        rank, index = divmod(rank, sizes[axis])
+        if axis in ("cp", "dp"):
+            place, stride = place + index * stride, stride * sizes[axis]
+    return place
 
 
 def counts_over_ranks(scenario: Scenario) -> bool:

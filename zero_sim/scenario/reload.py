@@ -120,7 +120,11 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
 
 def _left_as_it_was(problem: Problem, condition: Condition, reload: ReloadSpec) -> Problem:
     """A problem with a setting that a reload does not name, at the one that it does."""
-    made_by = next(name for name in _changed_by(reload) if _PATHS[name] in condition.reads)
+    made_by = next(
+        name
+        for name in _changed_by(reload)
+        if any(f"{_PATHS[name]}.".startswith(f"{read}.") for read in condition.reads)
+    )
     own = next((name for name, path in _PATHS.items() if path == problem.path), None)
     if own is None:
         return dataclasses.replace(problem, path=f"reload.{made_by}")

@@ -23,6 +23,7 @@ from zero_sim.scenario.conditions import (
 from zero_sim.scenario.costs import check_costs
 from zero_sim.scenario.expectations import check_faults, check_finding
 from zero_sim.scenario.fields import describe_value, values_at
+from zero_sim.scenario.joining import world_size_at
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.texts import check_texts
@@ -271,8 +272,12 @@ def _nan_step(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _nan_rank(scenario: Scenario) -> Iterator[Problem]:
-    if scenario.data.nan is not None:
-        yield from _index("rank", scenario.data.nan.rank, scenario.world.size, "world.size")
+    nan = scenario.data.nan
+    if nan is None:
+        return
+    size = world_size_at(scenario, step=nan.step)
+    source = "world.size" if size == scenario.world.size else "reload.world_size"
+    yield from _index("rank", nan.rank, size, source)
 
 
 def _nan_micro_batch(scenario: Scenario) -> Iterator[Problem]:
@@ -325,7 +330,7 @@ RULES = (
     ),
     Rule(reads=("model.one_rank", "data.ranks"), check=check_same_data),
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
-    Rule(reads=("data.nan.rank", "world.size"), check=_nan_rank),
+    Rule(reads=("data.nan", "world.size", "reload"), check=_nan_rank),
     Rule(reads=("data.nan.micro_batch", "run.micro_batches"), check=_nan_micro_batch),
     Rule(reads=("model.freeze",), check=check_freeze),
     Rule(reads=("optimizer.groups", "optimizer.name"), check=check_groups),
