@@ -6,7 +6,14 @@ from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
 from zero_sim.run import run_case
-from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
 from zero_sim.targets import Costs
 from zero_sim.targets.own import ZeroSimTarget
 
@@ -77,6 +84,49 @@ def test_our_own_buckets_are_those_that_it_tells(pool, stage, size):
     result = judged(
         pool, Target(calls="told-buckets"), system=system, world=WorldSpec(size=size),
         run=RunSpec(steps=2, micro_batches=2),
+    )  # fmt: skip
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+COPIES = [
+    {"redundancy": 2},
+    {"redundancy": 4},
+    {"redundancy": 2, "state_over": "all"},
+    {"redundancy": 2, "sync": "every"},
+]
+
+
+@pytest.mark.parametrize("copies", COPIES, ids=str)
+def test_sums_over_copies_are_no_bucket_that_is_reduced_twice(pool, copies):
+    system = SystemSpec(bucket_elems=1000, **copies)
+    run = {"world": WorldSpec(size=4), "run": RunSpec(steps=2, micro_batches=2)}
+    result = judged(pool, Target(calls="told-buckets"), system=system, **run)
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+def test_beside_copies_a_bucket_that_is_reduced_whole_is_found(pool):
+    """The sum over copies has as many ranks as the sum in a block."""
+    system = SystemSpec(bucket_elems=1000, redundancy=2)
+    target = Target(calls="told-buckets")
+    said = only(judged(pool, target, "M111", system=system, world=WorldSpec(size=4))).message
+    assert "1 x reduce_scatter of" in said
+
+
+@pytest.mark.parametrize("redundancy", [1, 2])
+def test_buckets_of_experts_are_reduced_by_those_that_hold_them(pool, redundancy):
+    result = judged(
+        pool, Target(calls="told-buckets"), system=SystemSpec(redundancy=redundancy),
+        model=ModelSpec(name="moe", hidden=6), world=WorldSpec(size=8),
+        topology=TopologySpec(ep=2),
+    )  # fmt: skip
+    assert (result.verdict, result.findings) == ("pass", ())
+
+
+def test_sums_between_parts_of_one_model_are_no_buckets(pool):
+    """As many ranks hold parts of a layer as share a part."""
+    result = judged(
+        pool, Target(calls="told-buckets"), world=WorldSpec(size=4),
+        model=ModelSpec(name="tp-block", hidden=16), topology=TopologySpec(tp=2),
     )  # fmt: skip
     assert (result.verdict, result.findings) == ("pass", ())
 

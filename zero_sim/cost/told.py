@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,27 +92,31 @@ def _owed_bytes(
 
 
 def check_told_calls(
-    called: Called, told: Counter[tuple[str, int]], *, has_bucket_elems: bool
+    called: Called, places: Mapping[int, Sequence[Place]], *, has_bucket_elems: bool
 ) -> Iterator[Finding]:
     """Check that what is reduced are the buckets that parts tell, each once for each sum.
 
     Args:
         called: What was called.
-        told: As `told_calls` gives them.
+        places: What each rank of the group tells, by rank.
         has_bucket_elems: Whether the target follows `system.bucket_elems`.
     """
-    scenario = called.scenario
-    rounds = rounds_of_sums(scenario)
-    owed = Counter({call: count * rounds for call, count in told.items()})
+    rounds = rounds_of_sums(called.scenario)
+    members = frozenset(window.world_rank for window in called.windows)
+    told = {
+        rank: told_calls(places, held=[size.name for size in sizes])
+        for rank, sizes in called.sizes.items()
+    }
     for window in called.windows:
-        sizes = called.sizes[window.rank]
-        control = control_elems(sizes)
-        made = Counter(
-            (record.kind, record.elems)
-            for record in messages_of(window, called.log.collectives, control=control).reduced
-            if _is_within_block(record, scenario)
+        control = control_elems(called.sizes[window.rank])
+        messages = messages_of(window, called.log.collectives, control=control)
+        # Parts of one model add what split layers give.
+        reduced = [each for each in messages.reduced if members.issuperset(each.group_ranks)]
+        wanted = Counter(
+            {call: count * rounds for call, count in told[window.rank].items() if call[1] > control}
         )
-        wanted = Counter({call: count for call, count in owed.items() if call[1] > control})
+        made = Counter(_kind_of(record) for record in reduced)
+        made -= _over_copies(reduced, wanted, copies=called.scenario.system.redundancy)
         if made != wanted:
             yield finding_of(
                 window,
@@ -120,15 +124,21 @@ def check_told_calls(
                 + difference(made, wanted, in_words=_in_words),
             )
             return
-    if has_bucket_elems and scenario.system.bucket_elems is not None and called.windows:
-        yield from _check_sizes(called, told)
+    has_elems = has_bucket_elems and called.scenario.system.bucket_elems is not None
+    if has_elems and called.windows:
+        yield from _check_sizes(called, told[called.windows[0].rank])
 
 
-def told_calls(places: Mapping[int, Sequence[Place]]) -> Counter[tuple[str, int]]:
+def told_calls(
+    places: Mapping[int, Sequence[Place]], *, held: Collection[str]
+) -> Counter[tuple[str, int]]:
     """Kind and elements of the calls that reduce each told bucket once; empty where none is told.
+
+    A rank takes part also where all of a bucket is others'.
 
     Args:
         places: What each rank tells, by rank.
+        held: Names of the params that the calling rank trains; others' buckets are not its.
     """
     calls = {
         (
@@ -140,15 +150,32 @@ def told_calls(places: Mapping[int, Sequence[Place]]) -> Counter[tuple[str, int]
         )
         for told in places.values()
         for place in told
-        if place.reduced_by and place.call_elems and place.flat_start is not None
-        if place.call_offset is not None
+        if place.param in held and place.reduced_by and place.call_elems
+        if place.flat_start is not None and place.call_offset is not None
     }
     return Counter((str(kind), elems) for _, kind, elems, _ in calls if elems)
 
 
-def _is_within_block(record: CollectiveRecord, scenario: Scenario) -> bool:
-    """Whether a sum is over the ranks that shard a bucket, and none over copies of the shards."""
-    return len(record.group_ranks) == scenario.world.size // scenario.system.redundancy
+def _kind_of(record: CollectiveRecord) -> tuple[str, int]:
+    return record.kind, record.elems
+
+
+def _over_copies(
+    reduced: Sequence[CollectiveRecord], wanted: Counter[tuple[str, int]], *, copies: int
+) -> Counter[tuple[str, int]]:
+    """Sums over the copies of the shards, which nobody tells: at most one a bucket, of no more.
+
+    Args:
+        reduced: What a rank reduced in a step.
+        wanted: The calls that reduce told buckets.
+        copies: How many there are of each shard.
+    """
+    largest = max((elems for _, elems in wanted), default=0)
+    left = Counter(_kind_of(record) for record in reduced) - wanted
+    left &= Counter(_kind_of(record) for record in reduced if len(record.group_ranks) == copies)
+    is_one_each = left.total() <= wanted.total()
+    within = all(elems <= largest for _, elems in left)
+    return left if copies > 1 and is_one_each and within else Counter()
 
 
 def _check_sizes(called: Called, told: Counter[tuple[str, int]]) -> Iterator[Finding]:

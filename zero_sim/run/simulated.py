@@ -190,10 +190,9 @@ def _check_volume(context: GroupContext, called: Called, *, target: Target) -> I
     if costs.calls == "textbook":
         yield from check_volume(records, judge.windows, sizes=judge.sizes, scenario=scenario)
     elif costs.calls == "told-buckets":
-        told = told_calls(judge.places)
-        if told:
+        if told_calls(judge.places, held=judge.param_names):
             has = "system.bucket_elems" in capabilities_of(target).follows
-            yield from check_told_calls(called, told, has_bucket_elems=has)
+            yield from check_told_calls(called, judge.places, has_bucket_elems=has)
         else:
             judge.note_uncosted(["calls of told buckets"])
     if costs.volume == "textbook":

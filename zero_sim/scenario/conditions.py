@@ -218,8 +218,8 @@ CONDITIONS = (
         message="only of ranks that all see the same data and hold all experts, and of a mean over "
         "them in one sum of a known order, it is said that they compute what one device does, got "
         "{got}.",
-        suggestion='Try data.ranks = "same", sync = "last", no ep and either divide_by = "ranks" or '
-        'data.loss = "mean-of-ranks" with divide = "none".',
+        suggestion='Try data.ranks = "same", sync = "last", no ep, and either divide_by = "ranks" '
+        'or data.loss = "mean-of-ranks" with divide = "none".',
         holds_after=True,
     ),
     Condition(
