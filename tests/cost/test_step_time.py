@@ -1,10 +1,23 @@
 """What hides behind computing, and what does not."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from zero_sim.cost.counted import counted_model
 from zero_sim.cost.network import Compute, Link, Network
 from zero_sim.cost.step_time import step_time
+from zero_sim.cost.traffic import traffic_of
+from zero_sim.run.cost_models import model_of_case
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
 
 NO_TIME = Link(name="a", gigabytes_per_second=10**9, microseconds=0.0)
 
@@ -14,6 +27,11 @@ def network(*, latency=0.0, speed=1.0, tokens=None):
     link = Link(name="x", gigabytes_per_second=speed, microseconds=latency)
     compute = None if tokens is None else Compute(teraflops=1.0, tokens=tokens)
     return Network(ranks_per_node=2, inside=link, between=NO_TIME, compute=compute)
+
+
+def case(**parts):
+    plain = {"model": ModelSpec(name="params", shapes=((8,),)), "world": WorldSpec(size=2)}
+    return Scenario(schema=1, name="case", **(plain | parts))
 
 
 def timed(params, *, network, stage=1, **system):
@@ -63,6 +81,29 @@ def test_stage_3_gathers_ahead_of_use():
     )
     assert ahead.communication == late.communication
     assert ahead.total < late.total
+
+
+EVERY_CALL = {
+    "gathered after the step": case(system=SystemSpec(stage=3, gather_after_step=True)),
+    "whole params twice": case(optimizer=OptimizerSpec(name="lamb")),
+    "scales": case(model=ModelSpec(name="fp8", hidden=2)),
+    "experts beside others": case(
+        model=ModelSpec(name="moe", hidden=2),
+        world=WorldSpec(size=4),
+        topology=TopologySpec(ep=2),
+        system=SystemSpec(stage=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("scenario", EVERY_CALL.values(), ids=EVERY_CALL)
+def test_a_step_takes_as_long_as_all_its_calls(scenario):
+    """Each message takes a second, whatever its length, so that no sum is rounded."""
+    seconds = network(latency=1e6, speed=math.inf)
+    model = model_of_case(scenario)
+    said = {"scenario": model.scenario, "rank": 0, "network": replace(seconds, ranks_per_node=8)}
+    time = step_time(model.laid_out(), **said)
+    assert time.communication == traffic_of(model.laid_out(), **said).seconds
 
 
 def test_kept_params_are_gathered_once():

@@ -9,11 +9,19 @@ import pytest
 from zero_sim.cost.counted import counted_model
 from zero_sim.cost.footprint import footprint_of
 from zero_sim.cost.network import Network
+from zero_sim.cost.traffic import traffic_of
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.mutants import find_mutants
 from zero_sim.run.measure import check_fits, measure
 from zero_sim.scenario.load import load_cases
-from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    TopologySpec,
+    WorldSpec,
+)
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
@@ -50,6 +58,21 @@ def test_closed_forms_are_what_a_run_does(way):
     measured = measure(case(**way))
     assert measured.is_costed
     assert list(measured.differences()) == []
+
+
+def test_groups_of_as_many_ranks_are_on_links_of_their_own():
+    """Dense params are gathered again inside a node, experts between nodes."""
+    experts = replace(
+        case(size=8, stage=3, bucket_elems=1, reshard_ranks=2),
+        model=ModelSpec(name="moe", hidden=4),
+        topology=TopologySpec(ep=2),
+    )
+    measured, pairs = measure(experts), Network(ranks_per_node=2)
+    for rank in range(8):
+        owed = traffic_of(measured.sizes[rank], scenario=experts, rank=rank, network=pairs)
+        made = measured.traffic(rank, network=pairs)
+        for link in ("nvlink", "nic"):
+            assert owed.sent_over(link) == made.sent_over(link)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from zero_sim.cost.footprint import Footprint, footprint_of
 from zero_sim.cost.network import Network
 from zero_sim.cost.step_time import StepTime, step_time
 from zero_sim.cost.traffic import traffic_of
+from zero_sim.scenario.conditions import keep_evenly
+from zero_sim.scenario.spec import Scenario
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 _BUCKETS_MOST = 256
@@ -124,6 +126,7 @@ def advise(
             redundancy=redundancy,
             bucket_elems=bucket,
             reshard_after_forward=reshard,
+            reshard_ranks=_kept_by(model.scenario, redundancy=redundancy) if reshard else None,
             overlap_grads=None,
             overlap_params=None,
         )
@@ -170,6 +173,14 @@ def _choices(
                 yield stage, redundancy, bucket, True
                 if stage == 3:
                     yield stage, redundancy, bucket, False
+
+
+def _kept_by(scenario: Scenario, *, redundancy: int) -> int | None:
+    """By how many ranks params are kept until backward, as the case says, if that goes."""
+    keeping = scenario.system.reshard_ranks
+    ranks, ep = scenario.world.size, scenario.topology.ep
+    goes = keeping is not None and keep_evenly(keeping, ranks=ranks, redundancy=redundancy, ep=ep)
+    return keeping if goes else None
 
 
 def _redundancies(ranks: int) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def _planned_calls(
     sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int, skipped: bool
 ) -> Counter[PlannedCall]:
     system = scenario.system
-    calls = Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
+    calls = calls_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped)
     sums = scenario.run.micro_batches if system.sync == "every" else 1
     for form in by_registration(sizes, scenario=scenario, rank=rank):
         calls += calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
@@ -102,6 +102,20 @@ def _planned_calls(
         calls += calls_of_grads(unit, scenario=scenario, rank=rank, sums=sums)
     calls += calls_of_layers(scenario, rank=rank)
     return calls
+
+
+def calls_of_few_numbers(
+    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool = False
+) -> Counter[PlannedCall]:
+    """The norm, the rows, the scales: a few numbers each, whatever the model's size.
+
+    Args:
+        sizes: The params that the rank trains.
+        scenario: The case as its dp-cp group sees it.
+        rank: Rank in that group.
+        skipped: Whether the step was skipped.
+    """
+    return Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
 
 
 def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
@@ -270,8 +284,6 @@ def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> tupl
 def _of_few_numbers(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool
 ) -> Iterator[PlannedCall]:
-    """The norm, the rows, the scales: a few numbers each, whatever the model's size."""
-
     def few(
         ranks: range, elems: int, dtype: str, elem_bytes: int, among: Among, purpose: Purpose
     ) -> PlannedCall:

@@ -13,15 +13,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from zero_sim.cost.calls import PlannedCall, Purpose, calls_of_bucket, calls_of_grads, planned_calls
+from zero_sim.cost.calls import (
+    PlannedCall,
+    Purpose,
+    calls_of_bucket,
+    calls_of_few_numbers,
+    calls_of_grads,
+    calls_of_layers,
+)
 from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.grad_forms import grad_forms
 from zero_sim.cost.network import Network, route_of, seconds_of, sent_elems
 from zero_sim.cost.traffic import WorldRanks, world_ranks_of
 from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
 from zero_sim.scenario.spec import Scenario
-
-_FEW: tuple[Purpose, ...] = ("norm", "tokens", "scales", "layers", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +73,8 @@ class _Costs:
 
     moves: dict[Purpose, float]
     forward: float
+    is_last: bool
+    """Whether a forward needs it last of all that are sharded by as many ranks."""
 
     def of(self, purpose: Purpose) -> float:
         return self.moves.get(purpose, 0.0)
@@ -98,7 +105,7 @@ class _Step:
             streams.wait(streams.issue(cost.of("whole")))
         if not overlaps_params(system):
             self._spread()
-            if system.stage in (1, 2):
+            if system.stage in (1, 2) or system.gather_after_step:
                 for cost in self.costs:
                     streams.wait(streams.issue(cost.of("gather")))
 
@@ -120,7 +127,8 @@ class _Step:
                     self._gather(ahead)
             self.streams.wait(self.gathered.get(index, 0.0))
             self.streams.run(self.costs[index].forward)
-            if sharded and self.scenario.system.reshard_after_forward and index + 1 < count:
+            frees = sharded and self.scenario.system.reshard_after_forward
+            if frees and not self.costs[index].is_last:
                 del self.gathered[index]
 
     def _backward(self, *, reduces: bool) -> None:
@@ -177,13 +185,10 @@ def step_time(
             known[key] = _costs_of(form, scenario, rank=rank, network=network, place=place)
         costs.append(known[key])
     costs = _with_grad_units(costs, sizes, scenario, rank=rank, network=network, place=place)
-    few = sum(
-        count * _seconds(call.kind, call.bytes, place(call.among, call.ranks), network=network)
-        for call, count in planned_calls((), scenario=scenario, rank=rank).items()
-        if call.purpose in _FEW
-    )
+    few = calls_of_few_numbers(sizes, scenario=scenario, rank=rank)
+    few += calls_of_layers(scenario, rank=rank)
     step = _Step(costs=costs, scenario=scenario)
-    step.play(few)
+    step.play(sum(_moves(few, network=network, place=place).values()))
     streams = step.streams
     return StepTime(
         total=max(streams.now, streams.free),
@@ -200,12 +205,16 @@ def _costs_of(
     form: BucketForm, scenario: Scenario, *, rank: int, network: Network, place: WorldRanks
 ) -> _Costs:
     calls = calls_of_bucket(form, scenario=scenario, rank=rank, sums=1)
-    # Each call once, however often a step repeats it; chunks are as many calls.
-    once = {call: 1 if form.chunk_elems is None else count for call, count in calls.items()}
+    # Each call once, however often a step repeats it; chunks are as many calls, and so is what an
+    # optimizer needs of whole params, one after the other.
+    once = {
+        call: 1 if form.chunk_elems is None and call.purpose != "whole" else count
+        for call, count in calls.items()
+    }
     moves = _moves(Counter(once), network=network, place=place)
     compute = network.compute
     forward = 0.0 if compute is None else compute.forward_seconds(form.payload_elems)
-    return _Costs(moves=moves, forward=forward)
+    return _Costs(moves=moves, forward=forward, is_last=form.is_last)
 
 
 def _with_grad_units(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from zero_sim.cost.calls import Among, PlannedCall, planned_calls
+from zero_sim.cost.calls import Among, planned_calls
 from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.network import (
     Network,
@@ -132,18 +132,15 @@ def traffic_of(
     """
     calls = planned_calls(sizes, scenario=scenario, rank=rank)
     place = world_ranks_of(scenario, rank=rank)
-    rows: dict[tuple[str, str, int, str], list[tuple[PlannedCall, int]]] = {}
+    # Groups of as many ranks may be others, as those of experts are, and on other links.
+    rows: dict[tuple[str, Among, range, str], Counter[tuple[int, int]]] = {}
     for call, count in calls.items():
-        key = (call.kind, call.among, len(call.ranks), call.dtype)
-        rows.setdefault(key, []).append((call, count))
-    flows = []
-    for (kind, group, ranks, dtype), members in rows.items():
-        at = place(members[0][0].among, members[0][0].ranks)
-        counts = Counter({(call.elems, call.elem_bytes): 0 for call, _ in members})
-        for call, count in members:
-            counts[call.elems, call.elem_bytes] += count
-        flows.append(_flow(kind, group, at, dtype, counts, network=network))
-        assert flows[-1].ranks == ranks
+        key = (call.kind, call.among, call.ranks, call.dtype)
+        rows.setdefault(key, Counter())[call.elems, call.elem_bytes] += count
+    flows = [
+        _flow(kind, among, place(among, ranks), dtype, counts, network=network)
+        for (kind, among, ranks, dtype), counts in rows.items()
+    ]
     return Traffic(flows=flows, network=network)
 
 

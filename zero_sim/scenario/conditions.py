@@ -89,13 +89,27 @@ def _reload_splits(scenario: Scenario) -> bool:
 def _reshard_fits(scenario: Scenario) -> bool:
     """Whether the ranks that keep params until backward are equal parts of all that shard them."""
     keeping = scenario.system.reshard_ranks
-    if keeping is None:
-        return True
-    ranks = _dp_cp_size(scenario) // max(scenario.system.redundancy, 1)
-    of_experts = ranks // max(scenario.topology.ep, 1)
     # What is out of range by itself is another's problem.
+    return keeping is None or keep_evenly(
+        keeping,
+        ranks=_dp_cp_size(scenario),
+        redundancy=max(scenario.system.redundancy, 1),
+        ep=max(scenario.topology.ep, 1),
+    )
+
+
+def keep_evenly(keeping: int, *, ranks: int, redundancy: int, ep: int) -> bool:
+    """Whether so many ranks that keep params until backward are equal parts of all that shard them.
+
+    Args:
+        keeping: How many there are to be; of less than 2 nothing is said.
+        ranks: Of a dp-cp group.
+        redundancy: Copies of what they shard.
+        ep: In how many ways experts are dealt out.
+    """
+    shards = ranks // redundancy
     return keeping < 2 or all(
-        keeping < count and count % keeping == 0 for count in (ranks, of_experts)
+        keeping < count and count % keeping == 0 for count in (shards, shards // ep)
     )
 
 
