@@ -17,6 +17,7 @@ from zero_sim.report.text import render_case
 from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases
+from zero_sim.targets import import_target
 
 SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense", "values")
@@ -91,6 +92,23 @@ def test_a_finding_is_a_bundle(found):
     bundle = read_bundle(folder / report.found[0].bundle)
     assert bundle.findings[0].check == "equality.master"
     assert to_toml(bundle.scenario) == report.found[0].scenario
+
+
+def test_a_bundle_of_an_imported_target_can_be_read_whatever_that_is_called(tmp_path):
+    """Cases that are drawn for a target name it; a file can name a registered one only."""
+    drawn = scenarios(
+        import_target("broken:Broken"),
+        ranks_max=3,
+        steps_max=1,
+        models_from=["params"],
+        reload=False,
+    )
+    asked = job(tmp_path, cases=40, target="broken:Broken")
+    report = run_batch(asked, render_case, cases_from=drawn)
+    assert report.found
+    for one in report.found:
+        bundle = read_bundle(tmp_path / one.bundle)
+        assert bundle.ran.target == "broken:Broken"
 
 
 def test_what_is_known_is_not_shrunk_again(found, tmp_path):

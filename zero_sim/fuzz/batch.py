@@ -29,7 +29,7 @@ from zero_sim.host.garbage import settle_memory
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
-from zero_sim.scenario.spec import Scenario
+from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import (
     Key,
     Limits,
@@ -295,10 +295,9 @@ def warm_up(target: str, device: str) -> None:
 
 
 def _aimed(scenario: Scenario, target: str) -> Scenario:
-    """The case with the target that it is for; one that is imported has no name to give it."""
-    if ":" in target:
-        return scenario
-    return replace(scenario, system=replace(scenario.system, target=target))
+    """The case with the target that it is for; a file can name a registered one only."""
+    named = SystemSpec().target if ":" in target else target
+    return replace(scenario, system=replace(scenario.system, target=named))
 
 
 def _judge(
