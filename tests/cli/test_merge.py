@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from tests.fuzz.test_merging import HEAD, shard
 from zero_sim.cli.main import main
 from zero_sim.fuzz.corpus import open_corpus
-from zero_sim.fuzz.records import BatchReport
+from zero_sim.fuzz.records import BatchReport, batch_seed
 
 
 def merge(*arguments):
@@ -61,7 +61,8 @@ def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
         folder = shard(tmp_path / f"{number}", number)
         corpus = open_corpus(folder, head=replace(HEAD, shard=(number, 2)))
         usual = {"asked": 50, "cases": 50, "seconds": 1.0, "verdicts": {"pass": 50}}
-        corpus.append(BatchReport(index=number - 1, seed=0, cases_with=cases_with, **usual))
+        seed = batch_seed(HEAD.seed, number - 1)
+        corpus.append(BatchReport(index=number - 1, seed=seed, cases_with=cases_with, **usual))
         shards.append(folder)
     done = merge(*shards, "--into", tmp_path / "all", "--coverage", "--json")
     told = json.loads(done.stdout)["coverage"]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from zero_sim.bundle import read_bundle
 from zero_sim.findings.records import Finding
 from zero_sim.fuzz import batch
 from zero_sim.fuzz.batch import run_batch
+from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.records import BatchReport, Job, batch_seed
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host import signals
@@ -17,6 +19,7 @@ from zero_sim.report.text import render_case
 from zero_sim.run import CaseResult, run_case
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases
+from zero_sim.shrink import key_of
 from zero_sim.targets import import_target
 
 SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
@@ -121,6 +124,33 @@ def test_what_is_known_is_not_shrunk_again(found, tmp_path):
     assert again.found == ()
     assert again.keys == found[0].keys
     assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_goes_on_with_the_case_behind_those_that_ran(tmp_path):
+    """Bit by bit the features of both parts are those of the whole."""
+    whole = run_batch(job(tmp_path), render_case, cases_from=SMALL)
+    first = run_batch(job(tmp_path, cases=5), render_case, cases_from=SMALL)
+    rest = run_batch(job(tmp_path, start=5), render_case, cases_from=SMALL)
+    assert (rest.start, rest.cases, rest.complete) == (5, 7, True)
+    names = whole.cases_with.keys()
+    assert first.cases_with.keys() | rest.cases_with.keys() == names
+    assert whole.cases_with == {
+        name: first.cases_with.get(name, 0) | rest.cases_with.get(name, 0) << 5 for name in names
+    }
+
+
+def test_what_an_earlier_part_left_as_it_was_is_made_smaller(found, tmp_path):
+    (one,) = found[0].found
+    target = import_target("broken:Broken")
+    drawn = draws(SMALL.filter(lambda case: case.world.size == 3), seed="drawn")
+    failing = next(case for case in drawn if key_of(run_case(case, target=target)) == one.key)
+    left = replace(one, scenario=to_toml(failing), as_met=True, bundle="")
+    asked = job(tmp_path, cases=12, start=12, target="broken:Broken", unshrunk=(left,))
+    report = run_batch(asked, render_case, cases_from=SMALL)
+    assert (report.cases, report.keys) == (0, {})
+    assert [(each.case, each.size, each.as_met) for each in report.found] == [
+        (one.case, one.size, False)
+    ]
 
 
 def test_no_case_is_begun_after_its_time(tmp_path):

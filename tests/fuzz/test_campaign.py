@@ -14,7 +14,7 @@ from zero_sim.fuzz import campaign, corpus
 from zero_sim.fuzz.campaign import BATCH_CASES, Plan, run_campaign
 from zero_sim.fuzz.corpus import Head, open_corpus
 from zero_sim.fuzz.recheck import Rechecked
-from zero_sim.fuzz.records import BatchReport, Found
+from zero_sim.fuzz.records import BatchReport, Found, batch_seed
 from zero_sim.shrink import Key
 
 HEAD = Head(seed=0, target="zero_sim", cases=BATCH_CASES, shard=(1, 1))
@@ -46,8 +46,10 @@ class BatchPool:
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)
             return future
-        usual = {"index": job.index, "seed": job.seed, "asked": job.cases, "cases": job.cases}
-        usual |= {"seconds": 1.0, "verdicts": {"pass": job.cases}, "cases_with": {"reload": 1}}
+        count = outcome.get("cases", job.cases - job.start)
+        usual = {"index": job.index, "seed": job.seed, "asked": job.cases, "cases": count}
+        usual |= {"start": job.start, "seconds": 1.0, "verdicts": {"pass": count}}
+        usual |= {"cases_with": {"reload": 1} if count else {}}
         future.set_result(BatchReport(**(usual | outcome)))
         return future
 
@@ -100,7 +102,7 @@ def test_an_error_of_ours_comes_through(tmp_path):
         )
 
 
-def test_it_goes_on_where_it_was_and_repeats_what_was_lost_or_cut_short(tmp_path):
+def test_it_repeats_what_was_lost_and_goes_on_where_a_batch_was_cut_short(tmp_path):
     cut = {"cases": 7, "complete": False, "found": (found("a", 3),)}
     first = run_campaign(
         Plan(cases=200, corpus=tmp_path), batch_pool=BatchPool({1: BrokenProcessPool(), 2: cut})
@@ -108,16 +110,60 @@ def test_it_goes_on_where_it_was_and_repeats_what_was_lost_or_cut_short(tmp_path
     assert first.interrupted
     batch_pool = BatchPool()
     again = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=batch_pool)
-    assert [job.index for job in batch_pool.jobs] == [1, 2, 3]
-    assert (again.cases, again.earlier_cases) == (200, 50)
+    assert [(job.index, job.start) for job in batch_pool.jobs] == [(1, 0), (2, 7), (3, 0)]
+    assert (again.cases, again.earlier_cases) == (200, 57)
     assert [one.key for one in again.found] == [Key("a")]
+
+
+def test_short_runs_come_to_an_end_together(tmp_path):
+    """Each ends before its first batch does."""
+    for ran in range(0, 50, 10):
+        cut = {"cases": 10, "complete": ran == 40}
+        totals = run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool({0: cut}))
+        assert (totals.cases, totals.earlier_cases) == (ran + 10, ran)
+    assert not run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool()).interrupted
+    assert totals.coverage.features["reload"] == 5
+
+
+def test_what_an_interrupt_left_as_it_was_is_made_smaller_next_time(tmp_path):
+    seed = batch_seed(0, 0)
+    met = replace(found("a", seed), as_met=True)
+    run_campaign(
+        Plan(cases=50, corpus=tmp_path),
+        batch_pool=BatchPool({0: {"found": (met,), "complete": False}}),
+    )
+    batch_pool = BatchPool({0: {"found": (found("a", seed),)}})
+    totals = run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=batch_pool)
+    assert [(job.start, job.unshrunk) for job in batch_pool.jobs] == [(50, (met,))]
+    assert (totals.cases, [one.as_met for one in totals.found]) == (50, [False])
+    run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=(nothing := BatchPool()))
+    assert not nothing.jobs
+
+
+def test_a_case_counts_once_however_often_its_batch_was_run(tmp_path):
+    run_campaign(Plan(cases=100, corpus=tmp_path), batch_pool=BatchPool())
+    path = open_corpus(tmp_path, head=HEAD).path
+    *_, last = path.read_bytes().splitlines()
+    path.write_bytes(path.read_bytes() + last + b"\n")
+    assert run_campaign(Plan(cases=100, corpus=tmp_path), batch_pool=BatchPool()).cases == 100
+
+
+def test_two_campaigns_do_not_add_to_one_corpus_at_once(tmp_path):
+    class Meeting(BatchPool):
+        def submit(self, job):
+            with pytest.raises(UsageError, match="that no other campaign adds to"):
+                run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=BatchPool())
+            return super().submit(job)
+
+    totals = run_campaign(Plan(cases=50, corpus=tmp_path), batch_pool=Meeting())
+    assert totals.cases == 50
 
 
 def test_a_campaign_can_be_made_longer(tmp_path):
     run_campaign(Plan(cases=70, corpus=tmp_path), batch_pool=BatchPool())
     batch_pool = BatchPool()
     totals = run_campaign(Plan(cases=150, corpus=tmp_path), batch_pool=batch_pool)
-    assert [job.index for job in batch_pool.jobs] == [1, 2]
+    assert [(job.index, job.start) for job in batch_pool.jobs] == [(1, 20), (2, 0)]
     assert totals.cases == 150
 
 
@@ -164,8 +210,9 @@ class TestCorpus:
 
     def test_a_line_that_was_cut_short_is_dropped(self, tmp_path):
         corpus = open_corpus(tmp_path, head=HEAD)
+        seed = batch_seed(0, 0)
         report = BatchReport(
-            index=0, seed=1, asked=50, cases=50, seconds=1.0, found=(found("a", 1),)
+            index=0, seed=seed, asked=50, cases=50, seconds=1.0, found=(found("a", 1),)
         )
         corpus.append(report)
         with corpus.path.open("a") as file:
@@ -226,8 +273,9 @@ class TestKilled:
     """What a batch met is kept while it runs."""
 
     def leave(self, corpus, index):
+        seed = batch_seed(0, index)
         report = BatchReport(
-            index=index, seed=1, asked=50, cases=3, seconds=1.0, found=(found("a", 1),)
+            index=index, seed=seed, asked=50, cases=3, seconds=1.0, found=(found("a", 1),)
         )
         corpus.unfinished(index).write_text(json.dumps(report.as_dict()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 from tests.odd_files import make_odd
 from zero_sim.errors import UsageError
 from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
-from zero_sim.fuzz.records import BatchReport
+from zero_sim.fuzz.records import BatchReport, batch_seed
 
 HEAD = Head(seed=0, target="zero_sim", cases=50, shard=(1, 1))
-REPORT = BatchReport(index=0, seed=1, asked=50, cases=50, seconds=1.0)
+REPORT = BatchReport(index=0, seed=batch_seed(HEAD.seed, 0), asked=50, cases=50, seconds=1.0)
 ODD = ("fifo", "folder", "loop", "dangling", "device", "socket")
 
 
@@ -76,3 +77,21 @@ def test_a_head_of_somebody_else_is_shown_without_what_a_terminal_does(corpus: C
     with pytest.raises(UsageError) as caught:
         open_corpus(corpus.folder, head=HEAD)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, "expected a batch of seed 0"),
+        ({"verdicts": {"pass": 9999}}, "expected what came of 50 cases"),
+        ({"cases": "50"}, "expected cases to be"),
+    ],
+)
+def test_a_line_that_is_no_batch_of_the_campaign_is_named(
+    corpus: Corpus, change: dict[str, object], words: str
+) -> None:
+    corpus.append(REPORT)
+    with corpus.path.open("a") as file:
+        file.write(json.dumps(REPORT.as_dict() | change) + "\n")
+    with pytest.raises(UsageError, match=rf"batches-1-of-1\.jsonl line 3: .*{words}"):
+        open_corpus(corpus.folder, head=HEAD)

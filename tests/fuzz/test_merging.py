@@ -8,7 +8,7 @@ import pytest
 from zero_sim.errors import UsageError
 from zero_sim.fuzz.corpus import Head, open_corpus, read_corpus
 from zero_sim.fuzz.merging import merge_corpora
-from zero_sim.fuzz.records import BatchReport
+from zero_sim.fuzz.records import BatchReport, batch_seed
 
 HEAD = Head(seed=7, target="zero_sim", cases=50, shard=(1, 2))
 
@@ -18,7 +18,12 @@ def shard(folder, number, *, batches=(), head=HEAD):
     for index in batches:
         corpus.append(
             BatchReport(
-                index=index, seed=index, asked=50, cases=50, seconds=1.0, verdicts={"pass": 50}
+                index=index,
+                seed=batch_seed(head.seed, index),
+                asked=50,
+                cases=50,
+                seconds=1.0,
+                verdicts={"pass": 50},
             )
         )
     return folder

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zero_sim.fuzz.campaign import CampaignTotals, Plan
+    from zero_sim.fuzz.records import Found
 
 EXIT_FOUND = 1
 EXIT_LOST = 3
@@ -313,6 +314,17 @@ def _finders() -> Mapping[str, frozenset[str]]:
     return features_that_found()
 
 
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def _shares(found: Found, totals: CampaignTotals) -> bool:
+    """Whether cases that can be of a finding can be of another one, too."""
+    keys = [key for key in totals.keys if found.is_met_by(key)]
+    others = (each for each in totals.found if each is not found)
+    return any(each.is_met_by(key) for each in others for key in keys)
+
+
 def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool) -> None:
     """Print what came of a campaign.
 
@@ -325,8 +337,12 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
     _show_rechecked(totals, plan=plan)
     for found in totals.found:
         count = sum(count for key, count in totals.keys.items() if found.is_met_by(key))
-        click.echo(printable(f"{found.text}\n  smallest    {found.size}", lines=True))
-        click.echo(f"  met         in {count} cases, first in case {found.case} of {found.seed}")
+        size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"
+        if found.as_met:
+            size += "go on with --corpus to have it made smaller"
+        click.echo(printable(f"{found.text}\n  {size}", lines=True))
+        others = ", those of findings like it included" if _shares(found, totals) else ""
+        click.echo(f"  met         in {_counted(count, 'case')}{others}")
         if found.bundle:
             folder = plan.bundles / found.bundle
             replay = replay_command(str(folder), target=plan.target, device=plan.device)

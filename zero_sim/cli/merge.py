@@ -49,6 +49,7 @@ def merge(
     """
     with packages_needed():
         from zero_sim.fuzz.campaign import CampaignTotals, Plan
+        from zero_sim.fuzz.corpus import counted
         from zero_sim.fuzz.merging import merge_corpora
         from zero_sim.fuzz.object_store import folder_for, is_url, open_stored
     here = [
@@ -59,8 +60,11 @@ def merge(
     ]
     merged = merge_corpora(here, into=into)
     totals = CampaignTotals()
-    for report in merged.reports:
-        totals.take(report)
+    for report, counts in counted(merged.reports):
+        if counts or report.lost:
+            totals.take(report)
+        else:
+            totals.note(report.found)
     head = merged.head
     plan = Plan(
         target=head.target,

@@ -29,6 +29,7 @@ from zero_sim.host.garbage import settle_memory
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
+from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import (
     Key,
@@ -146,6 +147,7 @@ class _Batch:
     def run(self) -> BatchReport:
         started = time.monotonic()
         try:
+            self._take_up()
             self._explore_all()
             self.complete = not self.stop.now
             self.seconds = time.monotonic() - started
@@ -167,11 +169,19 @@ class _Batch:
             keys={str(key): count for key, count in self.keys.items()},
             found=(*self.found.values(), *self._as_met()),
             complete=self.complete,
+            start=self.job.start,
         )
+
+    def _take_up(self) -> None:
+        """Take up what an earlier part of this batch has met and left as it was."""
+        for one in self.job.unshrunk:
+            (scenario,) = parse_cases(one.scenario, source="the corpus", stem="drawn")
+            self.failed.append((one.case, scenario, one.key))
+            self.met[one.key] = one
 
     def _explore_all(self) -> None:
         """Draw the batch's cases, always the same ones, and judge them."""
-        for scenario in islice(self._drawn(), self.job.cases):
+        for scenario in islice(self._drawn(), self.job.start, self.job.cases):
             if self.stop.now:
                 return
             self._explore(scenario)
@@ -187,17 +197,18 @@ class _Batch:
 
     def _explore(self, scenario: Scenario) -> None:
         result = self.judge(scenario)
+        case = self.job.start + self.cases
         self.verdicts[result.verdict] += 1
-        key = key_of(result)
-        if key is not None:
-            self.keys[key] += 1
-            self.failed.append((self.cases, scenario, key))
-            if key not in self.met:
-                self.met[key] = self._describe(key, self.cases, scenario, result, as_met=True)
-                self._keep()
-        # Behind what was kept, which speaks of the cases before.
         note_features(self.cases_with, features_of(scenario), case=self.cases)
         self.cases += 1
+        key = key_of(result)
+        if key is None:
+            return
+        self.keys[key] += 1
+        self.failed.append((case, scenario, key))
+        if key not in self.met:
+            self.met[key] = self._describe(key, case, scenario, result, as_met=True)
+            self._keep()
 
     def _keep(self) -> None:
         """Write what was found so far, lest it is lost with this process."""
@@ -248,7 +259,8 @@ class _Batch:
             is_over=lambda: self.stop.asked,
             right=self.right,
         )
-        return self._written(key, case, reduced.scenario, best, complete=reduced.complete)
+        one = self._written(key, case, reduced.scenario, best, complete=reduced.complete)
+        return replace(one, as_met=self.stop.asked and not reduced.complete)
 
     def _written(
         self, key: Key, case: int, scenario: Scenario, result: CaseResult, *, complete: bool

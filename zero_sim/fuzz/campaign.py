@@ -13,7 +13,7 @@ from pathlib import Path
 from zero_sim.backends.pool import is_lost
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.fuzz.batch_pool import BatchPool
-from zero_sim.fuzz.corpus import Corpus, Head, open_corpus
+from zero_sim.fuzz.corpus import Corpus, Head, counted, open_corpus
 from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.recheck import Rechecked, recheck
 from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
@@ -154,7 +154,8 @@ class CampaignTotals:
         outlook = self.coverage.outlook
         new = "" if outlook is None else f", new ones in {outlook.new_share:.0%} of cases"
         return (
-            f"{self.cases} cases, {rate:.1f} a second, {len(self.found)} distinct findings, "
+            f"{self.cases} cases, {rate:.1f} a second, {len(self.found)} distinct "
+            f"finding{'' if len(self.found) == 1 else 's'}, "
             f"{len(self.coverage.features)} features, {len(self.coverage.pairs)} pairs{new}"
         )
 
@@ -225,14 +226,9 @@ def run_campaign(
         options=tuple(sorted(plan.options)),
         family=plan.family,
     )
-    run = _Run(
-        plan=plan,
-        batch_pool=batch_pool,
-        tell=tell,
-        send=send,
-        corpus=open_corpus(plan.corpus, head=head),
-    )
-    run.run()
+    with open_corpus(plan.corpus, head=head) as corpus:
+        run = _Run(plan=plan, batch_pool=batch_pool, tell=tell, send=send, corpus=corpus)
+        run.run()
     return run.totals
 
 
@@ -246,8 +242,8 @@ class _Run:
     send: Callable[[], None]
     corpus: Corpus
     totals: CampaignTotals = field(default_factory=CampaignTotals)
-    done: set[int] = field(default_factory=set)
-    """Batches that an earlier run completed."""
+    ran: dict[int, int] = field(default_factory=dict)
+    """By batch how many of its cases an earlier run did, from the first one on."""
     pending: dict[Future[BatchReport], Job] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
@@ -265,14 +261,13 @@ class _Run:
                     raise unwritten("a corpus", self.corpus.folder, error) from None
 
     def remember(self) -> None:
-        """Take in what earlier runs did; a batch that was cut short is to be done again."""
-        for report in self.corpus.reports:
-            if report.complete and report.asked >= self.plan.cases_of(report.index) > 0:
-                self.done.add(report.index)
-                self.totals.take(report)
-                continue
-            # Findings stand, but its cases will be counted when they all ran.
-            self.totals.note(report.found)
+        """Take in what earlier runs did; a batch that was cut short goes on where it ended."""
+        for report, counts in counted(self.corpus.reports):
+            if counts and self.plan.cases_of(report.index):
+                self.ran[report.index] = report.start + report.cases
+                self.totals.take(replace(report, lost=""))
+            else:
+                self.totals.note(report.found)
         self.totals.earlier_cases = self.totals.cases
 
     def run(self) -> None:
@@ -318,12 +313,16 @@ class _Run:
 
     def _next_job(self, batches: Iterator[tuple[int, int]]) -> Job | None:
         for index, cases in batches:
-            if index in self.done:
+            seed, start = batch_seed(self.plan.seed, index), self.ran.get(index, 0)
+            left = tuple(one for one in self.totals.found if one.as_met and one.seed == seed)
+            if start >= cases and not left:
                 continue
             return Job(
                 index=index,
-                seed=batch_seed(self.plan.seed, index),
+                seed=seed,
                 cases=cases,
+                start=start,
+                unshrunk=left,
                 target=self.plan.target,
                 device=self.plan.device,
                 options=self.plan.options,
@@ -340,7 +339,7 @@ class _Run:
         report = _report(future, job)
         left = self.corpus.read_unfinished(job.index) if report.lost else None
         if left is not None:
-            report = replace(report, found=left.found, keys=left.keys)
+            report = replace(left, lost=report.lost)
         try:
             self.corpus.append(report)
         except OSError as error:
@@ -389,6 +388,7 @@ def _report(future: Future[BatchReport], job: Job) -> BatchReport:
         index=job.index,
         seed=job.seed,
         asked=job.cases,
+        start=job.start,
         cases=0,
         seconds=0.0,
         complete=False,

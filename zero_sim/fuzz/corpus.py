@@ -1,8 +1,9 @@
 """A campaign on disk: a head line, then one line of JSON a batch, so that it can be resumed.
 
-Shards of one campaign share a folder and write a file each. A line that a crash cut short is
-dropped, and its batch is run again. A line may also say that a finding is fixed: it is gone then,
-and the batches that met it are to be run again, since the code has changed.
+Shards of one campaign share a folder and write a file each, which nobody else has open then. A
+batch that was cut short goes on in a line of its own. A line that a crash cut short is dropped, and
+its cases are run again. A line may also say that a finding is fixed: it is gone then, and the
+batches that met it are to be run again, since the code has changed.
 
 A batch that runs keeps what it met in a file of its own, which stands in for its line where its
 process is killed.
@@ -13,16 +14,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 from zero_sim.errors import UsageError
-from zero_sim.fuzz.records import BatchReport, Found
+from zero_sim.fuzz.records import BatchReport, Found, batch_seed
 from zero_sim.host.files import unwritten, write_whole
 from zero_sim.untrusted import (
     NESTING_MAX,
@@ -103,6 +105,33 @@ class Corpus:
     head: Head
     reports: list[BatchReport] = field(default_factory=list)
     """Those that were there when it was opened."""
+    _lock: BinaryIO | None = None
+    """The file, held open while nobody else is to add to it."""
+
+    def __enter__(self) -> Self:
+        """Keep others from adding to it, as far as they ask.
+
+        Raises:
+            UsageError: Another campaign adds to it.
+            OSError: It is gone.
+        """
+        self._lock = open_regular(self.path, follow=False)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.__exit__()
+            raise UsageError(
+                f"expected a corpus that no other campaign adds to, got {self.path}, which one "
+                "does now. Try another --corpus, or a --shard of its own for each."
+            ) from None
+        except OSError:
+            pass  # Not every file system has locks; what was run twice counts once.
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     @property
     def folder(self) -> Path:
@@ -182,7 +211,7 @@ def read_corpus(path: Path) -> Corpus:
         raise UsageError(
             f"expected {path} to begin with the head of a corpus, got {got!r}. Try another folder."
         ) from None
-    return Corpus(path, head, _read(lines, where=path.name))
+    return Corpus(path, head, _read(lines, where=path.name, seed=head.seed))
 
 
 def _open(folder: Path, *, head: Head) -> Corpus:
@@ -202,7 +231,7 @@ def _open(folder: Path, *, head: Head) -> Corpus:
             f"expected a corpus of {expected} in {path}, got {got}. Try another --corpus, or the "
             "seed, target, device, options and family that it was begun with."
         )
-    corpus.reports = _read(lines, where=path.name)
+    corpus.reports = _read(lines, where=path.name, seed=head.seed)
     if not data.endswith(b"\n"):
         _add(path, b"\n")
     for left in sorted(folder.glob("unfinished-*.json")):
@@ -217,19 +246,34 @@ def _open(folder: Path, *, head: Head) -> Corpus:
     return corpus
 
 
-def _read(lines: Iterable[bytes], *, where: str) -> list[BatchReport]:
+def _read(lines: Iterable[bytes], *, where: str, seed: int) -> list[BatchReport]:
+    """The reports of a file's lines behind its head.
+
+    Raises:
+        UsageError: A line is no report of this campaign.
+    """
     reports: list[BatchReport] = []
     for number, line in enumerate(lines, 2):
+        at = f"{where} line {number}"
         try:
-            data = _parse(line, where=f"{where} line {number}")
-            if "fixed" in data:
-                reports = _without(reports, tuple(data["fixed"]))
-            else:
-                reports.append(BatchReport.from_dict(data))
+            data = _parse(line, where=at)
         except UsageError:
             raise
-        except (ValueError, TypeError, KeyError):
-            continue
+        except ValueError:
+            continue  # A crash cut it short.
+        try:
+            if "fixed" in data:
+                reports = _without(reports, tuple(data["fixed"]))
+                continue
+            report = BatchReport.from_dict(data)
+            if report.seed != batch_seed(seed, report.index):
+                raise ValueError(f"expected a batch of seed {seed}, got one of another")
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"{at}: expected a batch of this campaign, got another JSON ({error}). Try to "
+                "delete the line, and its cases are run again."
+            ) from None
+        reports.append(report)
     return reports
 
 
@@ -288,15 +332,31 @@ def _add(path: Path, data: bytes) -> None:
             raise
 
 
+def counted(reports: Iterable[BatchReport]) -> Iterator[tuple[BatchReport, bool]]:
+    """Reports, and whether their cases count: each case once, from the first of its batch on.
+
+    Args:
+        reports: In the order in which they were kept.
+    """
+    ran: dict[int, int] = {}
+    for report in reports:
+        counts = report.cases > 0 and report.start == ran.get(report.index, 0)
+        if counts:
+            ran[report.index] = report.start + report.cases
+        yield report, counts
+
+
 def _without(reports: Sequence[BatchReport], is_of: tuple[object, ...]) -> list[BatchReport]:
-    """Reports without a finding; a batch that may have met it is not complete any more."""
+    """Reports without a finding; of one that may have met it no case counts any more."""
     gone = [one for report in reports for one in report.found if one.is_of == is_of]
-    return [
-        dataclasses.replace(
-            report,
-            found=tuple(one for one in report.found if one.is_of != is_of),
-            complete=report.complete
-            and not any(one.is_met_by(key) for one in gone for key in report.keys),
+
+    def without(report: BatchReport) -> BatchReport:
+        found = tuple(one for one in report.found if one.is_of != is_of)
+        left = dataclasses.replace(report, found=found)
+        if not any(one.is_met_by(key) for one in gone for key in report.keys):
+            return left
+        return dataclasses.replace(
+            left, cases=0, verdicts={}, cases_with={}, keys={}, complete=False
         )
-        for report in reports
-    ]
+
+    return [without(report) for report in reports]

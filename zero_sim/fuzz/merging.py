@@ -83,10 +83,10 @@ def _write(
         raise UsageError(
             f"expected a folder without a corpus for --into, got {into}. Try a new one."
         )
-    corpus = open_corpus(into, head=head)
     try:
-        for report in reports:
-            corpus.append(report)
+        with open_corpus(into, head=head) as corpus:
+            for report in reports:
+                corpus.append(report)
         for part in parts:
             for bundle in sorted((part.folder / "bundles").glob("*")):
                 if bundle.is_dir() and not bundle.is_symlink():

@@ -44,7 +44,8 @@ class Found:
     """Whether nothing smaller that would be tried has this finding."""
 
     as_met: bool = False
-    """Whether its case is as it was drawn, since it was not to be made smaller any more."""
+    """Whether its case is yet to be made smaller: nothing began with that, or an interrupt ended
+    it."""
     unkept: str = ""
     """Why it has no bundle, where it should have one."""
 
@@ -108,6 +109,10 @@ class Job:
     """How long one finding may be shrunk."""
     unfinished: str = ""
     """File in which what it has met so far is kept while it runs; empty for none."""
+    start: int = 0
+    """The first case to run: those before were run earlier."""
+    unshrunk: tuple[Found, ...] = ()
+    """What those have met and nobody has made smaller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +122,9 @@ class BatchReport:
     index: int
     seed: int
     asked: int
-    """Cases that it was to run."""
+    """Cases that it has."""
     cases: int
-    """Cases that it ran; shrinking is not counted."""
+    """Cases that were run, one after the other; shrinking is not counted."""
     seconds: float
     verdicts: dict[str, int] = field(default_factory=dict)
     cases_with: dict[str, int] = field(default_factory=dict)
@@ -129,7 +134,9 @@ class BatchReport:
     found: tuple[Found, ...] = ()
     """New ones."""
     complete: bool = True
-    """Whether all of its cases ran."""
+    """Whether it came to its end."""
+    start: int = 0
+    """The first case that was run: those before are in an earlier report."""
     lost: str = ""
     """Why nothing is known of it, where its worker died."""
 
@@ -154,6 +161,11 @@ class BatchReport:
             which >> report.cases for which in report.cases_with.values()
         ):
             raise ValueError(f"expected features of {report.cases} cases, got others")
+        # An earlier form kept the verdict of a case that it had not counted yet.
+        most = report.cases + (not report.complete)
+        for counts in (report.verdicts, report.keys):
+            if min(counts.values(), default=0) < 0 or sum(counts.values()) > most:
+                raise ValueError(f"expected what came of {report.cases} cases, got {counts}")
         return report
 
 
