@@ -21,6 +21,7 @@ from zero_sim.cli.parts import (
     echo_report,
     json_option,
 )
+from zero_sim.errors import ScenarioError
 from zero_sim.host.packages import packages_needed
 from zero_sim.host.terminal import takes_codes
 from zero_sim.report.commands import replay_command
@@ -314,6 +315,18 @@ def _finders() -> Mapping[str, frozenset[str]]:
     return features_that_found()
 
 
+def _case_of(found: Found) -> str:
+    """The case of a finding as TOML, without what is as by default if it can be read."""
+    from zero_sim.scenario.dump import to_chosen_toml
+    from zero_sim.scenario.load import parse_cases
+
+    try:
+        (case,) = parse_cases(found.scenario, source="the corpus", stem="drawn")
+    except ScenarioError:
+        return found.scenario  # Of another version, which had other settings.
+    return to_chosen_toml(case)
+
+
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
@@ -350,7 +363,7 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
         elif found.scenario:
             # Kept nowhere else where somebody would look.
             why = f"none: {found.unkept}" if found.unkept else "none of such a finding"
-            click.echo(f"  bundle      {why}; its case is\n{indent(found.scenario, '    ')}")
+            click.echo(f"  bundle      {why}; its case is\n{indent(_case_of(found), '    ')}")
         click.echo("")
     for lost in totals.lost:
         what = f"Batch {lost.index} (seed {lost.seed}) was lost: {lost.lost}"
