@@ -71,6 +71,32 @@ def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, pool):
     assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --target a:b" in done.output
 
 
+def test_what_a_green_campaign_does_not_say_is_told(tmp_path, pool):
+    pool.outcome = {
+        "verdicts": {"pass": 7, "inconclusive": 3},
+        "unproved": {"guard.nothing-stepped": 3},
+        "unobserved": {"norm": 10, "zeros": 7},
+    }
+    done = fuzz(tmp_path, "--cases", "10")
+    assert done.exit_code == 0
+    assert "Inconclusive by guard.nothing-stepped: 3 cases; zero-sim explain" in done.output
+    assert "does not tell it: norm (in all), zeros (in 7)" in done.output
+
+
+def test_cases_that_may_be_of_another_finding_are_said_to_be(tmp_path, pool):
+    other = replace(FOUND, scenario="another", places=("inside",))
+    pool.outcome = {"found": (FOUND, other), "keys": {"equality.grad|reduce|dense|values|": 4}}
+    done = fuzz(tmp_path, "--cases", "10")
+    assert done.output.count("met         in 4 cases, those of findings like it included") == 2
+
+
+def test_what_is_yet_to_be_made_smaller_is_not_called_the_smallest(tmp_path, pool):
+    pool.outcome = {"found": (replace(FOUND, as_met=True),)}
+    done = fuzz(tmp_path, "--cases", "10")
+    assert "so far      2 ranks, 1 param [[2]], 1 step; go on with --corpus" in done.output
+    assert "smallest" not in done.output
+
+
 def test_an_interrupt_is_130(tmp_path, pool):
     pool.outcome = {"complete": False, "cases": 2}
     done = fuzz(tmp_path, "--cases", "10")

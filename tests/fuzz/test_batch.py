@@ -61,6 +61,15 @@ def test_a_right_system_passes(tmp_path):
     assert report.cases_with
 
 
+def test_it_tells_what_was_not_shown(tmp_path):
+    """Of a case without a finding: why it is inconclusive, and what the target does not tell."""
+    report = run_batch(job(tmp_path, cases=40), render_case)
+    assert report.found == ()
+    assert sum(report.unproved.values()) == report.verdicts["inconclusive"] > 0
+    assert all(name.startswith("guard.") for name in report.unproved)
+    assert "relations of calls, with ranks that join" in report.unobserved
+
+
 def test_cases_that_cannot_have_an_option_that_all_get_are_left_out(tmp_path):
     few = (("all_reduce_last", "true"),)
     asked = job(tmp_path, target="torch-fsdp2-knobs", options=few, cases=3)

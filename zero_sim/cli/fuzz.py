@@ -315,6 +315,18 @@ def _finders() -> Mapping[str, frozenset[str]]:
     return features_that_found()
 
 
+def _show_silent(totals: CampaignTotals) -> None:
+    """Say of which cases nothing was shown, and what of the others was not looked at."""
+    for name, count in sorted(totals.unproved.items()):
+        click.echo(f"Inconclusive by {name}: {_counted(count, 'case')}; zero-sim explain {name}")
+    if totals.unobserved:
+        silent = ", ".join(
+            f"{what} (in {'all' if count == totals.cases else count})"
+            for what, count in sorted(totals.unobserved.items())
+        )
+        click.echo(printable(f"Not observed, since the target does not tell it: {silent}"))
+
+
 def _case_of(found: Found) -> str:
     """The case of a finding as TOML, without what is as by default if it can be read."""
     from zero_sim.scenario.dump import to_chosen_toml
@@ -373,6 +385,7 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
 
         names, finders = _drawable(plan), _finders()
         click.echo(render_coverage(totals.coverage, names=names, finders=finders) + "\n")
+    _show_silent(totals)
     verdicts = ", ".join(f"{count} {name}" for name, count in sorted(totals.verdicts.items()))
     click.echo(f"{totals.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
     if totals.is_empty and not totals.interrupted and totals.unkept is None:

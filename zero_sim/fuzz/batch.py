@@ -126,6 +126,8 @@ class _Batch:
     cases: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     keys: Counter[Key] = field(default_factory=Counter)
+    unproved: Counter[str] = field(default_factory=Counter)
+    unobserved: Counter[str] = field(default_factory=Counter)
     cases_with: dict[str, int] = field(default_factory=dict)
     """By feature, which cases had it."""
     failed: list[tuple[int, Scenario, Key]] = field(default_factory=list)
@@ -167,6 +169,8 @@ class _Batch:
             verdicts=dict(self.verdicts),
             cases_with=dict(sorted(self.cases_with.items())),
             keys={str(key): count for key, count in self.keys.items()},
+            unproved=dict(self.unproved),
+            unobserved=dict(self.unobserved),
             found=(*self.found.values(), *self._as_met()),
             complete=self.complete,
             start=self.job.start,
@@ -199,6 +203,9 @@ class _Batch:
         result = self.judge(scenario)
         case = self.job.start + self.cases
         self.verdicts[result.verdict] += 1
+        self.unobserved.update(result.unobserved)
+        if result.verdict == "inconclusive" and result.findings:
+            self.unproved[str(result.findings[0].check)] += 1
         note_features(self.cases_with, features_of(scenario), case=self.cases)
         self.cases += 1
         key = key_of(result)

@@ -100,6 +100,10 @@ class CampaignTotals:
     verdicts: Counter[str] = field(default_factory=Counter)
     keys: Counter[str] = field(default_factory=Counter)
     """Failing cases by finding."""
+    unproved: Counter[str] = field(default_factory=Counter)
+    """Inconclusive cases by the check that says why."""
+    unobserved: Counter[str] = field(default_factory=Counter)
+    """By what the target does not tell, cases of which nothing is said of that."""
     found: list[Found] = field(default_factory=list)
     """Distinct findings, in the order in which they came."""
     coverage: Coverage = field(default_factory=Coverage)
@@ -126,6 +130,8 @@ class CampaignTotals:
         self.busy_seconds += report.seconds
         self.verdicts.update(report.verdicts)
         self.keys.update(report.keys)
+        self.unproved.update(report.unproved)
+        self.unobserved.update(report.unobserved)
         self.coverage.take(report.cases_with, cases=report.cases)
 
     def note(self, found: Iterable[Found]) -> None:
@@ -168,6 +174,8 @@ class CampaignTotals:
             "busy_seconds": self.busy_seconds,
             "verdicts": dict(self.verdicts),
             "failing_cases": dict(self.keys),
+            "inconclusive_cases": dict(self.unproved),
+            "unobserved": dict(self.unobserved),
             "findings": [
                 {
                     "check": found.key.check,

@@ -356,7 +356,14 @@ def _without(reports: Sequence[BatchReport], is_of: tuple[object, ...]) -> list[
         if not any(one.is_met_by(key) for one in gone for key in report.keys):
             return left
         return dataclasses.replace(
-            left, cases=0, verdicts={}, cases_with={}, keys={}, complete=False
+            left,
+            cases=0,
+            verdicts={},
+            cases_with={},
+            keys={},
+            unproved={},
+            unobserved={},
+            complete=False,
         )
 
     return [without(report) for report in reports]

@@ -14,6 +14,7 @@ from zero_sim.shrink import Key
 
 _SEED_BYTES = 8
 _FEATURES_MAX = 1_000
+_UNOBSERVED_MAX = 1_000
 """Of a batch: what has more was not written by us."""
 _BUNDLE = re.compile(r"([0-9a-f]{12})?")
 
@@ -131,6 +132,10 @@ class BatchReport:
     """By feature, which cases had it, a bit a case; see `zero_sim.fuzz.coverage`."""
     keys: dict[str, int] = field(default_factory=dict)
     """Failing cases by finding, its key joined by `|`."""
+    unproved: dict[str, int] = field(default_factory=dict)
+    """Inconclusive cases by the check that says why."""
+    unobserved: dict[str, int] = field(default_factory=dict)
+    """By what the target does not tell, cases of which nothing is said of that."""
     found: tuple[Found, ...] = ()
     """New ones."""
     complete: bool = True
@@ -163,9 +168,14 @@ class BatchReport:
             raise ValueError(f"expected features of {report.cases} cases, got others")
         # An earlier form kept the verdict of a case that it had not counted yet.
         most = report.cases + (not report.complete)
-        for counts in (report.verdicts, report.keys):
+        for counts in (report.verdicts, report.keys, report.unproved):
             if min(counts.values(), default=0) < 0 or sum(counts.values()) > most:
                 raise ValueError(f"expected what came of {report.cases} cases, got {counts}")
+        silent = report.unobserved
+        if len(silent) > _UNOBSERVED_MAX or any(
+            not 0 <= count <= most for count in silent.values()
+        ):
+            raise ValueError(f"expected what {report.cases} cases did not tell, got {silent}")
         return report
 
 

@@ -157,6 +157,8 @@ def _fuzz() -> Node:
         "busy_seconds": _SECONDS,
         "verdicts": _COUNTS,
         "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
+        "inconclusive_cases": _described(_COUNTS, "Cases by the check that says why."),
+        "unobserved": _described(_COUNTS, "By what the target does not tell, cases without it."),
         "findings": _list(_object(finding)),
         "coverage": _coverage(),
         "lost": _list(lost),
