@@ -10,13 +10,17 @@ from typing import get_args
 
 import click
 import pytest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from zero_sim.cli.main import main
 from zero_sim.reference import CLIP_FORMS
 from zero_sim.report.explain import explain
+from zero_sim.run import run_case
 from zero_sim.scenario import spec
-from zero_sim.targets import Capabilities, Numerics
+from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, RunSpec, Scenario, WorldSpec
+from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -134,3 +138,73 @@ def test_the_script_of_a_page_runs_by_the_commands_that_the_page_gives(tmp_path,
         done = CliRunner().invoke(main, command.split())
         assert done.exit_code == 0, done.output
         assert "step 1 loss" in done.output
+
+
+class FlatEngine:
+    """The engine that a page cuts parts of: one flat buffer, padded to shards of one length."""
+
+    def __init__(self, module, *, scenario, group):
+        self.module, self.named = module, dict(module.named_parameters())
+        self.rank, count = group.rank(), group.size()
+        self.shard_elems = -(-sum(param.numel() for param in self.named.values()) // count)
+        self.count = count
+        own = self._padded([param.detach() for param in self.named.values()]).chunk(count)
+        self.master = torch.nn.Parameter(own[self.rank].clone())
+        said = scenario.optimizer
+        self.adam = torch.optim.AdamW([self.master], lr=said.lr, weight_decay=said.weight_decay)
+
+    def _padded(self, tensors):
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+        return torch.nn.functional.pad(flat, (0, self.shard_elems * self.count - len(flat)))
+
+    def zero_grad(self):
+        self.module.zero_grad(set_to_none=False)
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.named.values()]
+        total = self._padded(grads)
+        dist.all_reduce(total)
+        self.master.grad = total.chunk(self.count)[self.rank] / self.count
+        self.adam.step()
+        shards = [torch.empty(self.shard_elems) for _ in range(self.count)]
+        dist.all_gather(shards, self.master.detach())
+        whole = torch.cat(shards)
+        sizes = [param.numel() for param in self.named.values()]
+        for param, new in zip(self.named.values(), whole[: sum(sizes)].split(sizes), strict=True):
+            param.data.copy_(new.view_as(param))
+
+    def params(self):
+        return self.named
+
+
+def test_the_parts_that_a_page_shows_are_all_of_each_param():
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", TARGETS, flags=re.DOTALL)
+               if "def parts" in each]  # fmt: skip
+    names = {"OwnedPart": OwnedPart, "Place": Place}
+    exec(code, names)  # What a reader copies.
+
+    class Shows(FlatEngine):
+        parts = names["parts"]
+
+    class Flat:
+        name = "flat"
+        capabilities = Capabilities(stages=(1,))
+        numerics = Numerics(grads_told="after-division")
+
+        def build(self, module, *, scenario, group):
+            return Shows(module, scenario=scenario, group=group)
+
+    case = Scenario(
+        schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
+        world=WorldSpec(size=3), optimizer=OptimizerSpec(name="adamw"), run=RunSpec(steps=3),
+    )  # fmt: skip
+    result = run_case(case, target=Flat())
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
+
+
+def test_every_field_of_a_place_is_told():
+    assert not [f.name for f in dataclasses.fields(Place) if f"`{f.name}`" not in TARGETS]
