@@ -47,7 +47,8 @@ def invoke(tmp_path, monkeypatch):
     (tmp_path / "a_wrong_target.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda target: CliRunner().invoke(main, ["run", "case.toml", "--target", target])
+    command = ["run", "case.toml", "--target"]
+    return lambda target, *more: CliRunner().invoke(main, [*command, target, *more])
 
 
 def test_a_users_own_is_judged(invoke):
@@ -95,6 +96,12 @@ def test_a_case_outside_the_capabilities_is_refused(invoke):
     result = invoke("torch-ddp")
     assert result.exit_code == 2, result.output
     assert "system.stage: this target supports 0, got 1. Try 0." in result.output
+
+
+def test_what_it_cannot_be_asked_for_can_be_left_out(invoke):
+    done = invoke("torch-ddp", "--able")
+    assert done.exit_code == 5
+    assert "1 case left out: target 'torch-ddp' cannot be asked for system.stage" in done.output
 
 
 def test_a_registered_one_is_judged_on_the_case(invoke):

@@ -172,6 +172,7 @@ def main() -> None:
     help="System to judge, whatever the scenarios say: a registered name, or module:name, which "
     "is imported.",
 )
+@click.option("--able", is_flag=True, help="Leave out cases that the target cannot be asked for.")
 @own_options
 @bundles_option
 @click.option("--no-bundles", is_flag=True, help="Write no bundles of failing cases.")
@@ -215,6 +216,7 @@ def run(
     native: bool,
     device: str,
     target: str | None,
+    able: bool,
     said: tuple[str, ...],
     bundles: Path,
     no_bundles: bool,
@@ -253,6 +255,7 @@ def run(
             *own_options_again(own),
         ],
         verbose=verbose,
+        only_able=able,
     )
     check_options(
         backend=backend,

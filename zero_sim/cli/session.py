@@ -63,6 +63,8 @@ class Session:
     """Fields of `world` in place of what the scenarios say."""
     options: Sequence[str] = ()
     """Other options that the same verdict needs."""
+    only_able: bool = False
+    """Whether cases that their target cannot be asked for are left out; else they are errors."""
     verbose: bool = False
     """Whether to show the notes of cases that passed, also where there are several."""
     passed_over: Counter[str] = field(default_factory=Counter)
@@ -92,6 +94,7 @@ class Session:
             or why_left_out(each)
             or self._why_package_missing(each)
             or self._why_order_refused(each, case.scenario)
+            or self._why_not_able(each)
             for each, case in zip(asked, cases, strict=True)
         ]
         self.passed_over.update(reason for reason in reasons if reason)
@@ -320,6 +323,16 @@ class Session:
             paths = ", ".join(problem.path for problem in problems)
             return f"target {target.name!r} must know its order: {paths}"
         return f"target {target.name!r} does not support world.order = {scenario.world.order!r}"
+
+    def _why_not_able(self, scenario: Scenario) -> str:
+        """Why its target cannot be asked for a case, where such cases are not wanted."""
+        if not self.only_able:
+            return ""
+        with packages_needed():
+            from zero_sim.targets import import_target, refusals
+        target = import_target(self._imported or scenario.system.target)
+        problems = refusals(target, scenario)
+        return f"target {target.name!r} cannot be asked for {problems[0].path}" if problems else ""
 
     @property
     def _imported(self) -> str | None:
