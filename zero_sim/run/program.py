@@ -46,6 +46,7 @@ from zero_sim.targets import (
 )
 from zero_sim.targets.answers import model_of
 from zero_sim.targets.costs import Costs, costs_of
+from zero_sim.targets.wrapped_names import names_like
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
 
@@ -246,11 +247,12 @@ def _build(
             expert_index=group.rank() % scenario.topology.ep,
             tp_index=context.dp_cp_group.tp_index,
         )
+        # Before ranks are made distinct: all are to have what the first holder has.
+        model = model_of(module, known=context.judge.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         sizes, held_sizes = sizes_of(module), held_sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
-        model = model_of(module, known=context.judge.param_names)
         note = note_module(module)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
@@ -443,13 +445,10 @@ def _freeze(built: _Built, scenario: Scenario, step: int, *, target_name: str) -
 def _find_param(built: _Built, name: str, *, target_name: str) -> Tensor:
     """The param of the engine's module that has a name in the bare model.
 
-    Wrappers add parts to names, at the front or within: `module.up.weight`,
-    `up._fsdp_wrapped_module.weight`. Systems may also put other tensors in a param's place.
+    Systems may put other tensors in a param's place.
     """
     held = dict(built.engine.module.named_parameters())
-    if name in held:
-        return held[name]
-    alike = [each for each in held if _contains(each.split("."), name.split("."))]
+    alike = names_like(held, name)
     if len(alike) == 1:
         return held[alike[0]]
     raise ProtocolError(
@@ -458,12 +457,6 @@ def _find_param(built: _Built, name: str, *, target_name: str) -> Tensor:
         "wrapper that keeps the params' names but for parts that it adds, or a scenario without "
         "model.freeze."
     )
-
-
-def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether the parts of a name have those of another among them, in order, the last one last."""
-    rest = iter(parts)
-    return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
 
 
 def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
