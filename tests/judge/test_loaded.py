@@ -50,6 +50,10 @@ def break_param(engine):
     engine.params()["0.up.bias"].view(-1)[3] += 1
 
 
+def break_frozen(engine):
+    engine.module.frozen[3] += 1
+
+
 def break_lr(engine):
     engine._optimizer.base_lrs[0] *= 10
 
@@ -168,6 +172,13 @@ def test_a_scale_of_an_fp8_param(judged, after_load):
 def test_a_param_that_was_never_stepped_has_no_state_yet(judged):
     result = judged(**{**CASE, "model": ModelSpec(name="unusual")}, system=SystemSpec())
     assert (result.verdict, result.findings) == ("pass", ())
+
+
+def test_a_param_that_is_never_trained_is_what_it_was(judged, after_load):
+    after_load(break_frozen)
+    first = judged(**{**CASE, "model": ModelSpec(name="unusual")}).findings[0]
+    assert (first.check, first.rank) == ("equality.load", 1)
+    assert (first.param, first.offset_in_param) == ("frozen", 3)
 
 
 def test_what_an_engine_does_not_tell_of_its_settings_is_noted(judged, monkeypatch):

@@ -49,7 +49,7 @@ from zero_sim.judge.step_result import check_result
 from zero_sim.judge.step_teller import StepTeller
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.judge.trajectory import LateReference, Trajectory
-from zero_sim.judge.working_params import check_casts, check_scales
+from zero_sim.judge.working_params import check_casts, check_scales, check_untrained
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
@@ -388,10 +388,13 @@ class Judge:
 
     def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
-        is_owed = self._comparison.uncertified_step is None
-        if is_owed and (self._bad_step is None or step <= self._bad_step):
-            compare = partial(self._compare_params, rank, step, engine)
-            self._hold(step, engine, compare, agreed=self._parts[rank])
+        if self._bad_step is None or step <= self._bad_step:
+            if self._comparison.uncertified_step is None:
+                compare = partial(self._compare_params, rank, step, engine)
+                self._hold(step, engine, compare, agreed=self._parts[rank])
+            with self.aside(rank):
+                found = check_untrained(engine, group=self._group, step=step, rank=rank)
+                self._report(step, found)
         self._observed[rank] = step
         self._forget_shown(step)
 

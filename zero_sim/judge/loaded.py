@@ -53,6 +53,9 @@ def compare_loaded(
         elif group.comparer.differs(wanted, params[name]):
             known = partial(_others, standing.params)
             yield group.differing(at, wanted, params[name], known=known)
+    for name, values, now in engine.untrained():
+        if now is not None and group.comparer.differs(values, now):
+            yield group.differing(_of_param(group, name, rank=rank), values, now)
     yield from _compare_scales(group, engine, standing=standing, rank=rank)
     settings = engine.settings()
     if settings is None:

@@ -1,17 +1,19 @@
-"""Working params beside what they are cast from: a rank's own masters, with its own scales."""
+"""Working params beside what no sum decides: a rank's own masters and scales, or how they began."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
-from zero_sim.judge.judged_group import Comparer
+from zero_sim.judge.judged_group import Comparer, JudgedGroup
 from zero_sim.reference import encode
 from zero_sim.scenario.checks import Check
-from zero_sim.targets import OwnedPart
+from zero_sim.targets import CompletedEngine, OwnedPart
+from zero_sim.targets.adapt import UNTRAINED
 
 
 def check_scales(
@@ -72,3 +74,24 @@ def check_casts(
         if comparer.differs(cast, working):
             at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
             yield findings.differing(at, cast, working)
+
+
+def check_untrained(
+    engine: CompletedEngine, *, group: JudgedGroup, step: int, rank: int
+) -> Iterator[Finding]:
+    """Check that params which are never trained are what they were before the engine was built.
+
+    Args:
+        engine: The rank's engine.
+        group: The judged group.
+        step: After which step.
+        rank: The rank, within the group.
+    """
+    for name, values, now in engine.untrained():
+        if now is None:
+            group.unobserved.add(UNTRAINED)
+        elif group.comparer.differs(values, now):
+            at = findings.param(step, rank, name)
+            at = replace(at, message="nobody may change this param, which is never trained")
+            differing = group.differing(at, values, now)
+            yield findings.with_index(differing, {name: tuple(values.shape)})

@@ -332,6 +332,19 @@ def state_for_frozen_params(patch: Patches) -> None:
         self.__dict__["_frozen"] = [param.detach().float().clone() for param in frozen]
 
 
+@mutant("E10", "EMPTY", "FZ", seen_in="class EMPTY")
+def frozen_params_decay(patch: Patches) -> None:
+    """Weight decay shrinks params that are never trained, too."""
+
+    @patch(DistributedOptimizer, "_step_masters")
+    def wrong(right, self, trained, grads):
+        right(self, trained, grads)
+        group, trained_params = self.inner.param_groups[0], set(self.ddp.params.values())
+        for param in self.ddp.module.parameters():
+            if param not in trained_params:
+                param.mul_(1 - group["lr"] * group.get("weight_decay", 0.0))
+
+
 @mutant("M27", "EMPTY", "GA FZ DR", seen_in="PyTorch#124193", core=True)
 def unused_in_the_last_micro_batch(patch: Patches) -> None:
     """A param that the last micro-batch does not use is not reduced, though others used it."""

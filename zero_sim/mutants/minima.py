@@ -418,6 +418,8 @@ _NUMBERS = {
     "D13": (1, 1, 1, 1, 0),
     "D14": (1, 1, 1, 1, 1),
     "E09": (1, 10, 25, 1, 1),
+    # A param that is never trained needs the network that has one, and decay.
+    "E10": (1, 10, 114, 1, 2),
     # Saves while training goes on: a step before, one meanwhile; the reload and these are features.
     "C15": (1, 1, 1, 2, 2),
     "C16": (1, 1, 1, 2, 2),

@@ -184,6 +184,7 @@ _EXPLANATIONS = (
             "a gather that left out a bucket, used another dtype or was not waited for",
             "the write-back of a fragment went to the wrong place",
             "the gather was issued before the owner had written its part",
+            "weight decay, a cast or a load took hold of a param that is never trained",
         ),
         seen_in=(
             "DeepSpeed#8073: a coalesced gather used the first param's dtype",

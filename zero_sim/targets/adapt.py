@@ -29,6 +29,7 @@ from zero_sim.targets.protocol import (
     Settings,
     StepResult,
 )
+from zero_sim.targets.untrained import Seen, look_at
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
@@ -37,6 +38,7 @@ PARTS = "masters and optimizer state"
 GRADIENTS = "reduced gradients"
 STRAY_GRADIENTS = "gradients between steps and their padding"
 STRAY_PADDING = "padding of params and masters"
+UNTRAINED = "params that are never trained"
 
 _OBSERVED = {
     "parts": PARTS,
@@ -65,6 +67,8 @@ class CompletedEngine:
         self._model = model
         self._asking = asking
         self._has_stepped = False
+        self._told: dict[str, Tensor] = {}
+        """What it told last of all params, where some are never trained."""
         self._answers: dict[object, Any] | None = None
         """What it was asked in a block of `asked_once`, and answered."""
         self._names = answers.check_names(getattr(engine, "names", None), engine=engine)
@@ -181,7 +185,25 @@ class CompletedEngine:
             reported = answers.check_params(told, engine=self._engine, model=self._model)
             if self._model is not None and not self._has_stepped:
                 answers.check_sizes(reported, engine=self._engine, model=self._model)
+            if self._model is not None and self._model.untrained and isinstance(told, Mapping):
+                self._told = {**reported, **answers.told_untrained(told, model=self._model)}
             return dict(reported)
+
+    def untrained(self) -> Iterator[Seen]:
+        """Params that are never trained, as they are now; asks for `params`, if there are any.
+
+        Raises:
+            ProtocolError: As for `params`.
+        """
+        if self._model is None or not self._model.untrained:
+            return
+        self._params()
+        with self._asking():
+            held = {
+                self._names.get(name, name): param
+                for name, param in self._engine.module.named_parameters()
+            }
+        yield from look_at(self._model.untrained, told=self._told, held=held)
 
     def module_tensors(self) -> dict[str, Tensor]:
         """Params and buffers of the module as it is now, whatever they are for.

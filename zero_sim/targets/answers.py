@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zero_sim.errors import ProtocolError
 from zero_sim.targets.protocol import OwnedPart, Place, Saving, Settings, StepResult
+from zero_sim.targets.untrained import Untrained, untrained_of
 
 _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "zero_grad": ("zero_grad()", (), {}),
@@ -57,6 +58,8 @@ class Model:
     """Names of the params of all ranks, some of which may not hold all."""
     device: str
     """Type of the device that they are on."""
+    untrained: Mapping[str, Untrained] = field(default_factory=dict)
+    """What those that are never trained were."""
 
 
 def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
@@ -72,6 +75,7 @@ def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
         trained=frozenset(name for name, param in params.items() if param.requires_grad),
         known=frozenset({*params, *known}),
         device=next((param.device.type for param in params.values()), "cpu"),
+        untrained=untrained_of(params),
     )
 
 
@@ -178,7 +182,7 @@ def check_params(answer: object, *, engine: object, model: Model | None) -> dict
         if model is not None:
             _check_name(name, engine=engine, method="params", model=model)
             if name in model.shapes and name not in model.trained:
-                continue  # Nobody has to tell it, and who does says nothing wrong.
+                continue  # Nobody has to tell it; `told_untrained` has it of who does.
         _check_plain(value, engine=engine, method="params", what=f"param {name!r}", model=model)
         shape = None if model is None else model.shapes.get(name)
         if (
@@ -189,6 +193,17 @@ def check_params(answer: object, *, engine: object, model: Model | None) -> dict
             value = _reshaped(value, shape)
         reported[name] = value
     return reported
+
+
+def told_untrained(answer: Mapping[object, object], *, model: Model) -> dict[str, Tensor]:
+    """Of the params that an engine tells those that are never trained, in whatever form.
+
+    Args:
+        answer: What `params` gave, by names of the bare model.
+        model: The bare model.
+    """
+    told = {name: answer.get(name) for name in model.untrained}
+    return {name: value for name, value in told.items() if isinstance(value, Tensor)}
 
 
 def check_sizes(params: Mapping[str, Tensor], *, engine: object, model: Model) -> None:

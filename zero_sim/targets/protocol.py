@@ -143,7 +143,8 @@ class Engine(Protocol):
     def params(self) -> Mapping[str, Tensor]:
         """Full working params on this rank, trainable ones, by their name in the bare model.
 
-        All ranks call it at the same points, so it may communicate.
+        All ranks call it at the same points, so it may communicate. Those that are never trained
+        may be among them: what is told whole is compared with what they were.
         """
         ...
 

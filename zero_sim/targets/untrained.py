@@ -1,0 +1,108 @@
+"""Params that are never trained: what they were, and what an engine shows of them.
+
+Nobody may change one. But a system may put other memory in its place, and what is there between
+two steps is its own affair: a part, or what a gather left behind. So one is looked at only where
+the engine tells it, where its memory is the one that it always had, or where the params that the
+engine tells are its module's as they lie there, so that none of them is somewhere else for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero_sim.targets.wrapped_names import names_like
+
+_WIDE = (torch.float32, torch.float64)
+"""What every dtype of a model is cast to without rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Untrained:
+    """A param that is never trained, as it was before the engine was built."""
+
+    values: Tensor
+    """A copy, of the param's shape."""
+    place: Tensor
+    """The param's own memory; held, so that no other can come to lie where it did."""
+
+
+class Seen(NamedTuple):
+    """A param that is never trained, beside what is there now."""
+
+    name: str
+    values: Tensor
+    """What it was, in the dtype of what is there."""
+    now: Tensor | None
+    """None where it is not shown."""
+
+
+def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
+    """Those of a bare model's params that are never trained; most models have none."""
+    return {
+        name: Untrained(values=param.detach().clone(), place=param.detach())
+        for name, param in params.items()
+        if not param.requires_grad
+    }
+
+
+def look_at(
+    known: Mapping[str, Untrained], *, told: Mapping[str, Tensor], held: Mapping[str, Tensor]
+) -> Iterator[Seen]:
+    """Look at params that are never trained.
+
+    Args:
+        known: What they were.
+        told: What the engine told of all params, by their names in the bare model.
+        held: Params of its module, by the names that they have there.
+    """
+    trained = {name: param for name, param in told.items() if name not in known}
+    in_place = bool(trained) and all(
+        _lies_at(_named(held, name), param) for name, param in trained.items()
+    )
+    for name, before in known.items():
+        now = told.get(name)
+        if now is None:
+            here = _named(held, name)
+            now = here if in_place or _lies_at(here, before.place) else None
+        if now is not None and _is_whole(now, before.values):
+            now = now.detach().reshape(before.values.shape)
+            yield Seen(name, before.values.to(now.dtype), now)
+        else:
+            yield Seen(name, before.values, None)
+
+
+def _named(held: Mapping[str, Tensor], name: str) -> Tensor | None:
+    alike = names_like(held, name)
+    return held[alike[0]] if len(alike) == 1 else None
+
+
+def _lies_at(tensor: Tensor | None, place: Tensor) -> bool:
+    return tensor is not None and _is_plain(tensor) and tensor.data_ptr() == place.data_ptr()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory with all its elements in it: no DTensor, nothing freed."""
+    if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
+        return False
+    if tensor.device.type == "meta":
+        return False
+    if not tensor.numel():
+        return True
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.storage_offset() + reach + 1
+    return last * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
+def _is_whole(now: Tensor, values: Tensor) -> bool:
+    """Whether what is there can be compared: all elements, where they were, and none rounded."""
+    return (
+        _is_plain(now)
+        and now.numel() == values.numel()
+        and now.device == values.device
+        and (now.dtype == values.dtype or now.dtype in _WIDE)
+    )
