@@ -23,7 +23,7 @@ def world_size_at(scenario: Scenario, *, step: int) -> int:
     """Ranks of the world that takes a step, before the checkpoint or after it.
 
     Args:
-        scenario: The case.
+        scenario: A case with a checkpoint, or without one.
         step: Counted from 0.
     """
     reload = scenario.reload
