@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from tests.judge.ruled import Target
+from tests.judge.ruled import Engine, Target
 from zero_sim.errors import Problem, UsageError
-from zero_sim.findings.records import CaseResult, Finding
-from zero_sim.judge.rules import RulesTried
 from zero_sim.run import found_rules
-from zero_sim.run.found_rules import declared_by, find_rules
+from zero_sim.run.found_rules import find_rules
 from zero_sim.targets import Capabilities, Numerics
 
 
@@ -24,6 +22,7 @@ def quick(monkeypatch):
     )
 
 
+FOLLOWED = found_rules.FOLLOWED
 FEW = {
     found_rules.DtypeName: ("bf16",),
     found_rules.ModelName: ("mlp", "fp8"),
@@ -143,24 +142,128 @@ def test_a_system_that_follows_no_known_rule_is_refused(quick):
         find_rules(Target({"by": 17.0}))
 
 
-def test_what_is_to_be_declared_is_read_from_the_first_finding():
-    detail = "more\nthese are its bits: declare Numerics(divide='pre', divide_by='tokens'), if so"
-    finding = Finding(check="equality.grad", message="", detail=detail)
-    result = CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,))
-    assert declared_by(result) == [{"divide": "pre", "divide_by": "tokens"}]
-    assert declared_by(CaseResult(id="a", verdict="pass", seconds=0.0)) == []
+class ParamsOf:
+    """An engine of which nothing but params is shown."""
+
+    def __init__(self, engine):
+        self.engine, self.module, self.params = engine, engine.module, engine.params
+        self.zero_grad, self.backward = engine.zero_grad, engine.backward
+
+    def step(self, *, lr_factor):
+        self.engine.step(lr_factor=lr_factor)
 
 
-@pytest.mark.parametrize(
-    "fitting",
-    [
-        ("clip = 'a'", "clip = 'b'", "clip = 'c'"),
-        ("divide = 'pre', sync = 'every'", "divide_by = 'tokens'"),
-        ("divide = 'pre'",),
-    ],
-)
-def test_all_that_fits_is_read(fitting):
-    tried = RulesTried(assumed="clip = 'x'", tried=9, fitting=fitting)
-    finding = Finding(check="equality.grad", message="", detail=tried.in_words())
-    read = declared_by(CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,)))
-    assert [", ".join(f"{n} = {v!r}" for n, v in each.items()) for each in read] == list(fitting)
+class ParamsAlone(Target):
+    """A target that shows nothing but params.
+
+    Args:
+        does: What it does otherwise than by default.
+        capabilities: What it declares.
+        engine: The class of its engine.
+    """
+
+    def __init__(self, does=None, *, capabilities=None, engine=Engine):
+        super().__init__(does)
+        self.engine, self.capabilities = engine, capabilities or Capabilities()
+
+    def build(self, module, *, scenario, group):
+        return ParamsOf(self.engine(module, scenario, group, self.does))
+
+
+@pytest.fixture
+def quickest(quick, monkeypatch):
+    """One dtype and no options: a function that says which else there are."""
+    known = {**FEW, found_rules.DtypeName: ("fp32",), found_rules.ModelName: ("mlp",)}
+
+    def only(*options, **more):
+        known.update({getattr(found_rules, name): words for name, words in more.items()})
+        kept = {path: FOLLOWED[path] for path in options}
+        monkeypatch.setattr(found_rules, "FOLLOWED", kept)
+
+    monkeypatch.setattr(found_rules, "get_args", lambda literal: known.get(literal, ()))
+    only(OptimizerName=("adamw",))
+    return only
+
+
+def test_rules_are_found_where_params_alone_are_shown(quickest):
+    found = find_rules(ParamsAlone({"divide": "post"}))
+    assert found.numerics == {"divide": "post", "divide_by": "ranks", "sync": "last"}
+    assert "divide = 'post-rounded', 'avg': the same bits in all of these cases" in found.unclear
+
+
+def test_of_rules_that_fit_one_dtype_that_is_taken_which_fits_all(quickest):
+    quickest(DtypeName=("fp32", "bf16"))
+    found = find_rules(ParamsAlone({"divide": "premul-fp32"}))
+    assert found.numerics["divide"] == "premul-fp32"
+    assert found.capabilities["dtypes"] == ("fp32", "bf16")
+
+
+class DividesTwice(Engine):
+    """By the number of ranks, which of one rank nobody sees."""
+
+    def count(self):
+        return super().count() ** 2
+
+
+def test_several_ranks_that_no_rule_fits_are_an_alarm(quickest):
+    found = find_rules(ParamsAlone(engine=DividesTwice))
+    assert "world_size_max" not in found.capabilities
+    (alarm,) = found.alarms
+    assert alarm.startswith("3 ranks come to what no known rule gives; by the nearest of them, ")
+    assert "case '3 ranks' has equality.params" in alarm
+
+
+class OneRank(Target):
+    def refuses(self, scenario):
+        if scenario.world.size > 1:
+            yield Problem(path="world.size", message="it is for one rank.")
+
+
+def test_one_rank_is_the_most_where_more_are_refused(quickest):
+    found = find_rules(OneRank())
+    assert found.capabilities["world_size_max"] == 1
+    assert found.alarms == []
+
+
+class StepsOnce(Engine):
+    def update(self, wide):
+        if not self.optimizer.state:
+            super().update(wide)
+
+
+def test_a_system_of_which_nothing_passes_is_an_alarm(quickest):
+    found = find_rules(ParamsAlone(engine=StepsOnce))
+    (alarm,) = found.alarms
+    assert alarm.startswith("dtypes, optimizers, models, stages, orders = (): nothing passes")
+    assert "in case 'fp32, 3 ranks, three steps'" in alarm
+
+
+class LastMicroBatch(Engine):
+    """It forgets all micro-batches but the last one."""
+
+    def backward(self, loss, *, last_micro, rows):
+        self.local = {}
+        super().backward(loss, last_micro=last_micro, rows=rows)
+
+
+def test_a_system_need_not_take_several_micro_batches(quickest):
+    quickest("run.micro_batches")
+    found = find_rules(ParamsAlone(engine=LastMicroBatch))
+    assert "run.micro_batches" in found.left_out
+    assert found.alarms == []
+    assert any(said.startswith("rules of several micro-batches in fp32") for said in found.unclear)
+
+
+def test_loss_scales_are_followed_where_a_step_that_overflows_is_skipped(quickest):
+    quickest("optimizer.loss_scale")
+    assert "optimizer.loss_scale" in find_rules(ParamsAlone()).left_out
+
+
+def test_an_optimizer_is_asked_for_with_the_settings_that_are_followed(quickest):
+    """It always runs AdamW, which without decay is Adam."""
+    quickest("optimizer.weight_decay", OptimizerName=("adamw", "adam"))
+    said = Capabilities(stages=(0,), optimizers=("adamw", "adam"))
+    found = find_rules(ParamsAlone(capabilities=said))
+    why = "with optimizer.weight_decay, which it follows otherwise: equality.params"
+    assert found.left_out["optimizer.name = 'adam'"].startswith(why)
+    assert found.contradicted[0].startswith(f"it declares optimizers with 'adam'; {why}")

@@ -386,6 +386,11 @@ def _rules() -> Node:
             "What the target cannot be asked for, and what came of asking.",
         ),
         "contradicted": _described(_list(_TEXT), "What it declares otherwise."),
+        "alarms": _described(
+            _list(_TEXT),
+            "What a right system has not, such as several ranks that no known rule fits: with any, "
+            "what was found is not to be declared.",
+        ),
         "cases": _described(_COUNT, "Runs that it took."),
         "exit_status": _STATUS,
     }

@@ -7,52 +7,38 @@ said to be so.
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 from zero_sim.backends import WorldPool
-from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS
 from zero_sim.run.rule_cases import (
     BASE,
     FOLLOWED,
+    SECOND,
     Vary,
     changed,
     clip_cases,
+    in_ranks,
+    of_optimizer,
     overflow_case,
     rule_cases,
+    settings_followed,
     unused_cases,
     with_model,
 )
-from zero_sim.run.runner import run_case
-from zero_sim.scenario.checks import Check
+from zero_sim.run.rule_search import RuleSearch
+from zero_sim.run.said_rules import Asked, in_words
 from zero_sim.scenario.spec import DtypeName, ModelName, OptimizerName, OrderName, Scenario
 from zero_sim.targets import Capabilities, Numerics, Target, capabilities_of, numerics_of
 from zero_sim.targets.declared import followed, refusals
 
-_DEPTH = 8
-"""Most rules that are changed one after the other."""
-_TRIED_MAX = 80
-"""Most declarations that are tried on some cases."""
-_DECLARE = re.compile(r"declare Numerics\((.*?)\)(?:,|$)", flags=re.MULTILINE)
-_FITTING = re.compile(r"these are the bits of (.*?): declare")
-_GUESSES: Sequence[Mapping[str, Any]] = (
-    {"grads_told": "after-division"},
-    {"told_dtype": "fp32"},
-    {"grads_told": "after-division", "told_dtype": "fp32"},
-    {"grads_told": "after-clip"},
-    {"told_dtype": "param"},
-    {"grads_told": "after-division", "told_dtype": "param"},
-)
-"""Ways of telling a gradient, tried where nothing else is known."""
 _ALIKE_CASES = 8
 """Most cases that rules have to pass alike to be called the same here."""
 _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
-_DTYPE_FIELDS = ("accumulate_dtype", "reduce_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
 """Options that a rule stands in the place of."""
 _ALTERNATIVES: Mapping[str, Sequence[object]] = {
@@ -71,29 +57,6 @@ _ALTERNATIVES: Mapping[str, Sequence[object]] = {
 }
 
 
-class Asked:
-    """A target that may be asked for everything, and is judged by the rules that are tried.
-
-    Args:
-        target: What is behind it; all else is as it has it.
-        numerics: The rules.
-    """
-
-    capabilities = None
-
-    def __init__(self, target: Target, numerics: Numerics) -> None:
-        self._target = target
-        self.name = target.name
-        self.numerics = numerics
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def build(self, module: Any, **named: Any) -> Any:
-        """As the target does."""
-        return self._target.build(module, **named)
-
-
 @dataclass(kw_only=True, slots=True)
 class FoundRules:
     """What was found of a target."""
@@ -109,6 +72,8 @@ class FoundRules:
     """What it cannot be asked for, and what came of asking."""
     contradicted: list[str] = field(default_factory=list)
     """What it declares otherwise."""
+    alarms: list[str] = field(default_factory=list)
+    """What a right system has not: what is found beside it is not to be declared."""
     cases: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,6 +85,7 @@ class FoundRules:
             "unclear": list(self.unclear),
             "left_out": dict(self.left_out),
             "contradicted": list(self.contradicted),
+            "alarms": list(self.alarms),
             "cases": self.cases,
         }
 
@@ -137,60 +103,19 @@ def find_rules(target: Target) -> FoundRules:
         return _Search(target=target, pool=pool).run()
 
 
-def declared_by(result: CaseResult) -> list[dict[str, Any]]:
-    """What the first finding of a result says could be declared, the likeliest first.
-
-    Args:
-        result: Of a case; none of one without findings.
-    """
-    said: list[dict[str, Any]] = []
-    for finding in result.findings[:1]:
-        said.extend(map(_parsed, _DECLARE.findall(finding.detail)))
-        for text in _FITTING.findall(finding.detail):
-            lead = text.partition(" = ")[0]
-            said.extend(
-                _parsed(each if " = " in each else f"{lead} = {each}")
-                for each in text.split(" or ")
-            )
-    return [each for index, each in enumerate(said) if each not in said[:index]]
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    call = ast.parse(f"f({text})", mode="eval").body
-    assert isinstance(call, ast.Call)
-    return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-
-
-def with_change(said: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """A declaration with some of it replaced, without what that stands in the place of.
-
-    Args:
-        said: Fields of `Numerics`.
-        change: Those that are others.
-    """
-    kept = dict(said)
-    if "grad_dtype" in change:
-        kept = {name: v for name, v in kept.items() if name not in _DTYPE_FIELDS}
-    if "sync" in change:
-        kept.pop("divide_each", None)
-    if "divide" in change:
-        kept.pop("predivide_by", None)
-    return kept | dict(change)
-
-
 @dataclass(slots=True)
 class _Search:
     target: Target
     pool: WorldPool
     found: FoundRules = field(init=False)
-    passed: list[Scenario] = field(default_factory=list)
-    """Cases that rules decide."""
+    search: RuleSearch = field(init=False)
     base: Scenario = BASE
-    why: str = ""
-    """What came first of the cases that are being settled."""
+    failed: set[str] = field(default_factory=set)
+    """Of what it cannot be asked for that which it did not refuse."""
 
     def __post_init__(self) -> None:
         self.found = FoundRules(target=self.target.name)
+        self.search = RuleSearch(target=self.target, pool=self.pool)
 
     def run(self) -> FoundRules:
         self._find_base()
@@ -201,93 +126,12 @@ class _Search:
         self._name_alternatives()
         able = self._able(dtypes)
         self._compare(able)
+        self.found.numerics, self.found.cases = self.search.numerics, self.search.cases
         return self.found
-
-    def judge(self, case: Scenario, said: Mapping[str, Any] | None = None) -> CaseResult | str:
-        """The result of a case by some rules; in words why there is none."""
-        self.found.cases += 1
-        try:
-            numerics = Numerics(**(self.found.numerics if said is None else said))
-            result = run_case(case, pool=self.pool, target=Asked(self.target, numerics))
-        except (UsageError, EnvironmentProblem) as error:
-            # Of several problems the first.
-            return " ".join(line.strip() for line in str(error).splitlines()[:2])
-        if result.verdict == "error":
-            return (result.error or "it could not be judged").splitlines()[0]
-        return result
-
-    def settle(self, *cases: Scenario) -> str:
-        """Declare what makes cases pass; in words what is wrong where nothing does."""
-        self.why = ""
-        for guesses_always in (False, True):
-            said = self._fitting(
-                cases,
-                dict(self.found.numerics),
-                depth=_DEPTH,
-                tried=[],
-                guesses=_GUESSES,
-                guesses_always=guesses_always,
-            )
-            if said is not None:
-                self.found.numerics = said
-                self.passed.extend(cases)
-                return ""
-        return self.why or "no rule fits all of it"
-
-    def _fitting(
-        self,
-        cases: Sequence[Scenario],
-        said: dict[str, Any],
-        *,
-        depth: int,
-        tried: list[dict[str, Any]],
-        guesses: Sequence[Mapping[str, Any]],
-        guesses_always: bool,
-    ) -> dict[str, Any] | None:
-        """A declaration with which all cases pass, from one by what findings say; or None.
-
-        Ways of telling a gradient are guessed where no finding says what would fit, or always:
-        what fits one case by itself may fit it by accident.
-        """
-        tried.append(said)
-        for case in cases:
-            result = self.judge(case, said)
-            if isinstance(result, str):
-                self.why = self.why or result
-                return None
-            if result.verdict != "fail":
-                continue
-            first = result.findings[0]
-            self.why = self.why or f"{first.check}: {first.message}"
-            changes: Sequence[Mapping[str, Any]] = declared_by(result)
-            if first.check in _OF_GRADS and (guesses_always or not changes):
-                # Where it is told in another way and is another one, too, nothing fits by itself,
-                # nor where it is not told and only what was stepped by it differs.
-                changes, guesses = (*changes, *guesses), ()
-            if not changes and first.check is Check.EQUALITY_NORM:
-                # Whatever its form, what clips by it can be judged by what is told.
-                changes = ({"norm": "told"},)
-            for change in changes if depth and len(tried) < _TRIED_MAX else ():
-                changed_to = with_change(said, change)
-                if changed_to not in tried:
-                    # What fails is tried first again.
-                    order = [case, *(each for each in cases if each is not case)]
-                    found = self._fitting(
-                        order,
-                        changed_to,
-                        depth=depth - 1,
-                        tried=tried,
-                        guesses=guesses,
-                        guesses_always=guesses_always,
-                    )
-                    if found is not None:
-                        return found
-            return None
-        return said
 
     def passes(self, case: Scenario, what: str) -> bool:
         """Whether a case passes by the rules that were found; else notes what came."""
-        return self._has_passed(self.judge(case), what)
+        return self._has_passed(self.search.judge(case), what)
 
     def _has_passed(self, result: CaseResult | str, what: str) -> bool:
         if isinstance(result, str):
@@ -295,77 +139,128 @@ class _Search:
             return False
         if result.verdict == "pass":
             return True
+        self.failed.add(what)
         first = result.findings[0] if result.findings else None
         why = f"{first.check}: {first.message}" if first else result.verdict
         self.found.left_out[what] = why
         return False
 
     def _find_base(self) -> None:
-        """The first plain case that some rule makes pass."""
+        """The first plain case that some rule makes pass, of several ranks if any does."""
         why = ""
         declared = capabilities_of(self.target)
         others = [stage for stage in (1, 0) if stage not in declared.stages]
         # Where nothing is sharded, copies of shards show nothing.
-        for stage in (*sorted(declared.stages, key=lambda stage: (stage == 0, stage)), *others):
-            for size in (3, 1):
-                self.base = changed(BASE, world={"size": size}, system={"stage": stage})
-                why = self.settle(self.base)
-                if not why and self.passed:
+        stages = (*sorted(declared.stages, key=lambda stage: (stage == 0, stage)), *others)
+        alarm = ""
+        for size in (3, 2, 1):
+            if alarm and size == 2:
+                # What three ranks do wrong two may hide.
+                continue
+            for stage in stages:
+                world, system = {"size": size}, {"stage": stage}
+                self.base = changed(BASE, in_ranks(size), world=world, system=system)
+                # What ways of summing do not mend in one stage they do not in the other.
+                came = self.search.settle(self.base, sums=size > 1 and not alarm)
+                if not came:
+                    self.found.alarms.extend([alarm] if alarm else [])
                     return
+                meant = size <= (declared.world_size_max or size)
+                if meant and not alarm and not self._refuses(self.base):
+                    alarm = self._wrong_with(size, came)
+                why = why or came
         raise UsageError(
             f"expected target {self.target.name!r} to pass a plain case by some known rule, got "
-            f"{why or 'nothing that was compared'}. Try `zero-sim run` on one case."
+            f"{why}. Try `zero-sim run` on one case."
         )
+
+    def _wrong_with(self, ranks: int, why: str) -> str:
+        nearest = self.search.nearest
+        came = nearest.in_words() if nearest else why
+        return (
+            f"{ranks} ranks come to what no known rule gives; {came}. What is found here is of one "
+            "rank alone, where nothing is summed or sharded: declare none of it before that is "
+            "mended"
+        )
+
+    def _refuses(self, case: Scenario) -> bool:
+        """Whether the target refuses a case of itself, whatever it declares."""
+        return bool(refusals(Asked(self.target, Numerics()), case))
 
     def _settle_dtype(self, dtype: DtypeName) -> bool:
         """Settle the rules of a dtype; whether it can be asked for that at all."""
-        ranks = 7 if self.base.world.size > 1 else 1
-        before = dict(self.found.numerics)
+        ranks = min(7, capabilities_of(self.target).world_size_max or 7)
+        ranks = ranks if self.base.world.size > 1 else 1
+        before = dict(self.search.numerics)
         cases = list(rule_cases(self.base, dtype=dtype, ranks_max=ranks))
-        asked = Asked(self.target, Numerics())
         # What a target refuses of itself says nothing of its rules, but where it refuses all.
-        cases = [case for case in cases if not refusals(asked, case)] or cases
-        why = self.settle(*cases)
+        cases = [case for case in cases if not self._refuses(case)] or cases
+        why = self.search.settle(*cases, sums=True)
         if why:
-            self.found.left_out[f"model.dtype = {dtype!r}"] = why
-            return False
+            nearest = self.search.nearest
+            why = nearest.shortly() if nearest else why
+            # A system need not take several micro-batches.
+            cases = [case for case in cases if case.run.micro_batches == 1]
+            if self.search.settle(*cases, sums=True):
+                self.found.left_out[f"model.dtype = {dtype!r}"] = why
+                return False
+            self.found.unclear.append(
+                f"rules of several micro-batches in {dtype}: none fits, so that one alone decides "
+                f"({why})"
+            )
         for unused in unused_cases(cases[0]):
-            why = self.settle(unused)
+            why = self.search.settle(unused)
             if why:
                 self.found.left_out[unused.name] = why
-        for case in [case for case in self.passed if case.model.dtype != dtype]:
-            result = self.judge(case)
-            if isinstance(result, str) or result.verdict == "fail":
-                now = _said({n: v for n, v in self.found.numerics.items() if before.get(n) != v})
-                self.found.unclear.append(
-                    f"rules depend on the dtype: {dtype} needs {now}, with which {case.name!r} "
-                    "differs; declare numerics(scenario)"
-                )
-                self.found.numerics = before
-                break
+        self._settle_together(dtype, cases, before=before)
         return True
 
+    def _settle_together(
+        self, dtype: DtypeName, cases: Sequence[Scenario], *, before: dict[str, Any]
+    ) -> None:
+        """Find rules that fit a dtype and those before it; else keep theirs, and say so."""
+        earlier = _longest([case for case in self.search.passed if case.model.dtype != dtype])
+        for case in earlier:
+            result = self.search.judge(case)
+            if not isinstance(result, str) and result.verdict != "fail":
+                continue
+            now = {n: v for n, v in self.search.numerics.items() if before.get(n) != v}
+            # Of several rules that fit this dtype alike the first was taken: another may fit all.
+            self.search.numerics = before
+            if self.search.settle(*cases, *earlier, sums=True):
+                self.found.unclear.append(
+                    f"rules depend on the dtype: {dtype} needs {in_words(now)}, with which "
+                    f"{case.name!r} differs; declare numerics(scenario)"
+                )
+            return
+
     def _settle_clip(self) -> None:
-        why = self.settle(*clip_cases(self.base))
+        why = self.search.settle(*clip_cases(self.base))
         if why:
             self.found.left_out["optimizer.clip_norm"] = why
 
     def _settle_overflow(self) -> None:
         case = overflow_case(self.base)
-        result = self.judge(case, {**self.found.numerics, "nonfinite": "skipped"})
+        result = self.search.judge(case, {**self.search.numerics, "nonfinite": "skipped"})
         if not isinstance(result, str) and result.verdict == "pass":
-            self.found.numerics["nonfinite"] = "skipped"
+            self.search.numerics["nonfinite"] = "skipped"
 
     def _able(self, dtypes: Sequence[str]) -> Capabilities:
         """What it can be asked for."""
-        declared, base = capabilities_of(self.target), self.base
+        declared = capabilities_of(self.target)
+        # With one step, of most optimizers a param shows little more than signs of a gradient.
+        base = self.base = changed(self.base, run={"steps": 2})
         able: dict[str, Any] = {"dtypes": tuple(dtypes)}
-        if base.world.size == 1:
-            able["world_size_max"] = 1
+        most = declared.world_size_max
+        if most is not None and base.world.size <= most:
+            able["world_size_max"] = most
+        elif base.world.size < 3 and not self.found.alarms:
+            able["world_size_max"] = base.world.size
+            self.found.unclear.append("world_size_max: it refuses 3 ranks: declare most ranks")
         able["optimizers"] = self._of(
             get_args(OptimizerName),
             "optimizer.name",
-            lambda name: changed(base, optimizer={"name": name}, run={"steps": 2}),
+            lambda name: changed(base, optimizer={"name": name}),
         )
         able["models"] = self._of(
             get_args(ModelName), "model.name", lambda name: with_model(base, name)
@@ -387,6 +282,9 @@ class _Search:
             bare = changed(base, model={"name": "params", "shapes": shape})
             able[name] = "params" in able["models"] and self.passes(bare, f"a shape in {shape}")
         able["follows"] = self._follows(declared, dtypes)
+        able["optimizers"] = tuple(
+            name for name in able["optimizers"] if self._takes_settings(name, able["follows"])
+        )
         return Capabilities(**able)
 
     def _of(
@@ -400,10 +298,10 @@ class _Search:
         """Whether a case passes in the first dtype in which it can be asked for; else notes why."""
         why = ""
         for dtype in dtypes or (self.base.model.dtype,):
-            result = self.judge(changed(vary(self.base), model={"dtype": dtype}))
+            result = self.search.judge(changed(vary(self.base), model={"dtype": dtype}))
             # What is asked of one dtype alone, as loss scales of fp16, is refused in others.
             if not isinstance(result, str):
-                return self._has_passed(result, path)
+                return self._has_passed(result, path) and self._passes_second(dtype, path)
             why = result
         if path not in declared.follows:
             self.found.left_out[path] = why
@@ -413,12 +311,45 @@ class _Search:
         )
         return True
 
+    def _passes_second(self, dtype: str, path: str) -> bool:
+        """Whether what the first case of an option does not reach passes, too."""
+        if path not in SECOND:
+            return True
+        case = changed(SECOND[path](self.base), model={"dtype": dtype})
+        result = self.search.judge(case)
+        if isinstance(result, str):
+            self.found.unclear.append(f"{path}, {case.name}: refused ({result})")
+            return True
+        return self._has_passed(result, path)
+
+    def _takes_settings(self, name: OptimizerName, follows: Sequence[str]) -> bool:
+        """Whether an optimizer passes with all that is followed of settings with another one."""
+        paths = settings_followed(name, follows)
+        result = self.search.judge(of_optimizer(self.base, name, paths))
+        if isinstance(result, str):
+            said = ", ".join(paths)
+            self.found.unclear.append(f"optimizer.name = {name!r} with {said}: refused ({result})")
+            return True
+        if result.verdict != "fail":
+            return True
+        # One of them by itself says more.
+        for path in paths:
+            alone = self.search.judge(of_optimizer(self.base, name, [path]))
+            if not isinstance(alone, str) and alone.verdict == "fail":
+                result, paths = alone, [path]
+                break
+        what = f"optimizer.name = {name!r}"
+        self._has_passed(result, what)
+        why = self.found.left_out[what]
+        self.found.left_out[what] = f"with {', '.join(paths)}, which it follows otherwise: {why}"
+        return False
+
     def _follows(self, declared: Capabilities, dtypes: Sequence[str]) -> tuple[str, ...]:
         follows, hidden = [], []
         for path in _every_path():
             if path in _RULED:
                 name = path.partition(".")[2]
-                if name not in self.found.numerics and path in declared.follows:
+                if name not in self.search.numerics and path in declared.follows:
                     follows.append(path)
             elif path in FOLLOWED:
                 if self._passes_in(dtypes, FOLLOWED[path], path, declared=declared):
@@ -443,7 +374,10 @@ class _Search:
         """Say which other rules pass all cases, too; of these the declared one is kept."""
         declared = _plain(numerics_of(self.target, self.base))
         # Where rules differ most comes first, so that most are told apart by one case.
-        passed = sorted(self.passed, key=lambda case: (-case.world.size, -case.run.micro_batches))
+        passed = sorted(
+            _longest(self.search.passed),
+            key=lambda case: (-case.world.size, -case.run.micro_batches),
+        )
         narrow = any(case.model.dtype != "fp32" for case in passed)
         if not narrow:
             self.found.unclear.append(
@@ -455,46 +389,49 @@ class _Search:
             values = (*known, "told") if taken else known
             if name in _OF_DTYPES and not narrow:
                 if name in declared:
-                    self.found.numerics[name] = declared[name]
+                    self.search.numerics[name] = declared[name]
                 continue
             of_clip = name in ("norm", "clip")
             cases = [each for each in passed if bool(each.optimizer.clip_norm) == of_clip]
             cases = cases[:_ALIKE_CASES]
+            if not cases:
+                self.found.unclear.append(f"{name}: no case passes that would tell: as declared")
+                continue
             alike = [
                 value
                 for value in values
-                if value != self.found.numerics.get(name, _DEFAULTS[name])
-                and self._all_pass(cases, {**self.found.numerics, name: value})
+                if value != self.search.numerics.get(name, _DEFAULTS[name])
+                and self._all_pass(cases, {**self.search.numerics, name: value})
             ]
             if name in declared and declared[name] in alike:
-                alike[alike.index(declared[name])] = self.found.numerics.get(name, _DEFAULTS[name])
-                self.found.numerics[name] = declared[name]
+                alike[alike.index(declared[name])] = self.search.numerics.get(name, _DEFAULTS[name])
+                self.search.numerics[name] = declared[name]
             alike = [value for value in alike if value != _DEFAULTS[name]]
             if alike:
                 said = ", ".join(map(repr, alike))
                 self.found.unclear.append(f"{name} = {said}: the same bits in all of these cases")
         self._take_the_rest(declared, passed[:_ALIKE_CASES])
-        if self.found.numerics.get("norm") == "told" != declared.get("norm"):
+        if self.search.numerics.get("norm") == "told" != declared.get("norm"):
             self.found.unclear.append("norm: no form that is known has its bits: taken as told")
-        self.found.numerics = {
-            name: value for name, value in self.found.numerics.items() if value != _DEFAULTS[name]
+        self.search.numerics = {
+            name: value for name, value in self.search.numerics.items() if value != _DEFAULTS[name]
         }
 
     def _take_the_rest(self, declared: Mapping[str, Any], cases: Sequence[Scenario]) -> None:
         """Take what is declared of numbers and forms of its own, where cases pass with it alike."""
         for name, value in declared.items():
-            got = self.found.numerics.get(name, _DEFAULTS[name])
+            got = self.search.numerics.get(name, _DEFAULTS[name])
             if name in _ALTERNATIVES or callable(value) or value == got:
                 continue
-            if self._all_pass(cases, {**self.found.numerics, name: value}):
-                self.found.numerics[name] = value
+            if self._all_pass(cases, {**self.search.numerics, name: value}):
+                self.search.numerics[name] = value
                 self.found.unclear.append(
                     f"{name} = {got!r}: the same bits in all of these cases: as declared"
                 )
 
     def _all_pass(self, cases: Sequence[Scenario], said: Mapping[str, Any]) -> bool:
         for case in cases:
-            result = self.judge(case, said)
+            result = self.search.judge(case, said)
             if isinstance(result, str) or result.verdict == "fail":
                 return False
         return True
@@ -505,10 +442,10 @@ class _Search:
         What is declared for fp32 alone, where a name of it and "as params" are the same, says
         nothing of other dtypes.
         """
-        for case in self.passed:
+        for case in self.search.passed:
             declared = numerics_of(self.target, case)
             of_dtypes = {name: getattr(declared, name) for name in names}
-            if not self._all_pass([case], {**self.found.numerics, **of_dtypes}):
+            if not self._all_pass([case], {**self.search.numerics, **of_dtypes}):
                 return False
         return True
 
@@ -519,8 +456,10 @@ class _Search:
             value = getattr(able, each.name)
             if value != getattr(plain, each.name):
                 self.found.capabilities[each.name] = value
+            self._compare_words(each.name, value, getattr(declared, each.name))
+        self._alarm_of_none([name for name in _NEEDED if not getattr(able, name)])
         told = _plain(numerics_of(self.target, self.base))
-        found = {name: self.found.numerics.get(name, _DEFAULTS[name]) for name in told}
+        found = {name: self.search.numerics.get(name, _DEFAULTS[name]) for name in told}
         others = [n for n, v in told.items() if v != found[n] and not callable(v)]
         by_dtype = [name for name in others if name in _OF_DTYPES]
         if by_dtype and self._pass_as_declared(by_dtype):
@@ -537,8 +476,38 @@ class _Search:
             if path in FOLLOWED and path not in able.follows:
                 self.found.contradicted.append(f"it declares to follow {path}, and does not here")
 
+    def _alarm_of_none(self, names: Sequence[str]) -> None:
+        """Note capabilities of which it has none, with what came of asking for the first one."""
+        if not names:
+            return
+        asked = f"{_NEEDED[names[0]]} = "
+        came = [each for each in self.found.left_out.items() if each[0].startswith(asked)]
+        self.found.alarms.append(
+            f"{', '.join(names)} = (): nothing passes by the rules that were found, so that these "
+            "are not the system's, or it is wrong" + "".join(f": {w}: {why}" for w, why in came[:1])
+        )
 
-_OF_GRADS = (Check.EQUALITY_GRAD, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
+    def _compare_words(self, name: str, able: Any, declared: Any) -> None:
+        """Note what a target says that it can be asked for and what differs then."""
+        if name not in _CONFIRMED or getattr(self.target, "capabilities", None) is None:
+            return
+        for value in declared:
+            what = f"{_NEEDED[name]} = {value!r}"
+            if value not in able and what in self.failed:
+                self.found.contradicted.append(
+                    f"it declares {name} with {value!r}; {self.found.left_out[what]}"
+                )
+
+
+_CONFIRMED = ("models", "optimizers", "stages")
+_NEEDED = {
+    "dtypes": "model.dtype",
+    "optimizers": "optimizer.name",
+    "models": "model.name",
+    "stages": "system.stage",
+    "orders": "world.order",
+}
+"""Capabilities of which every system has one, and the field of a case that asks for it."""
 _DEFAULTS = {each.name: each.default for each in fields(Numerics)}
 
 
@@ -550,8 +519,12 @@ def _plain(numerics: Numerics) -> dict[str, Any]:
     }
 
 
-def _said(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "the same"
+def _longest(cases: Sequence[Scenario]) -> list[Scenario]:
+    """Of cases that differ in the number of steps alone the one with most, which shows the most."""
+    kept: dict[Scenario, Scenario] = {}
+    for case in sorted(cases, key=lambda case: case.run.steps):
+        kept[changed(replace(case, name=""), run={"steps": 0})] = case
+    return [case for case in cases if case in kept.values()]
 
 
 def _every_path() -> Iterator[str]:

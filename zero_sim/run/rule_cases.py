@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from zero_sim.scenario.spec import (
     ModelSpec,
     NanSpec,
     OneRankSpec,
+    OptimizerName,
     OptimizerSpec,
     ParamGroupSpec,
     ReloadSpec,
@@ -23,12 +24,16 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
+from zero_sim.scenario.unused import without_unused
 from zero_sim.workloads import EXACT_MODELS, build_workload
 
 BASE = Scenario(
     schema=1,
-    name="three ranks",
+    name="3 ranks",
     model=ModelSpec(name="mlp", hidden=3, blocks=1),
+    # Adam steps by a gradient over its own length: with a small rate, params do not show the last
+    # bits of that.
+    optimizer=OptimizerSpec(lr=0.1),
     world=WorldSpec(size=3),
     run=RunSpec(steps=1),
 )
@@ -47,6 +52,11 @@ def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
         for table, said in fields.items()
     }
     return replace(case, name=name or case.name, **new)
+
+
+def in_ranks(count: int) -> str:
+    """How many ranks there are, in words."""
+    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def with_model(base: Scenario, name: ModelName) -> Scenario:
@@ -71,19 +81,26 @@ def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[
         dtype: Of the working params.
         ranks_max: Most ranks.
     """
-    many = {"size": min(7, ranks_max)}
-    base = changed(base, f"{dtype}, {base.world.size} ranks", model={"dtype": dtype})
+    many = {"size": ranks_max}
+    base = changed(base, f"{dtype}, {in_ranks(base.world.size)}", model={"dtype": dtype})
     micros = changed(base, f"{dtype}, three micro-batches", run={"micro_batches": 3})
+    many_micros = f"{dtype}, {in_ranks(ranks_max)}, three micro-batches"
     yield base
-    yield changed(base, f"{dtype}, {many['size']} ranks", world=many)
+    if ranks_max > base.world.size:
+        yield changed(base, f"{dtype}, {in_ranks(ranks_max)}", world=many)
     yield micros
-    yield changed(micros, f"{dtype}, {many['size']} ranks, three micro-batches", world=many)
+    if ranks_max > base.world.size:
+        yield changed(micros, many_micros, world=many)
     yield changed(base, f"{dtype}, divide = 'pre'", system={"divide": "pre"}, world=many)
     yield changed(base, f"{dtype}, divide = 'none'", system={"divide": "none"})
     yield changed(micros, f"{dtype}, divide_by", system={"divide_by": "micro-batches"})
     yield changed(micros, f"{dtype}, sync = 'every'", system={"sync": "every"})
     if dtype != "fp32":
         yield changed(micros, f"{dtype}, grad_dtype = 'fp32'", system={"grad_dtype": "fp32"})
+    # In the first step of Adam most rules come to the same params. They come last, since a case of
+    # one step says by which rule it differs.
+    for case in (base, changed(micros, many_micros, world=many)):
+        yield changed(case, f"{case.name}, three steps", run={"steps": 3})
 
 
 def unused_cases(base: Scenario) -> Iterator[Scenario]:
@@ -114,6 +131,43 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
         yield changed(base, f"clipped, seed {seed}", optimizer=clip, run={"seed": seed})
     # What is asked of a target that declares to clip: nothing that fits the rest may fail there.
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
+
+
+SETTINGS: Mapping[str, Any] = {
+    "optimizer.betas": (0.5, 0.6),
+    "optimizer.eps": 0.1,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.momentum": 0.9,
+    "optimizer.nesterov": True,
+    "optimizer.amsgrad": True,
+}
+"""Settings of optimizers, and what they are where a case sets them."""
+
+
+def settings_followed(name: OptimizerName, follows: Collection[str]) -> list[str]:
+    """Which settings an optimizer has of those that a system follows.
+
+    Args:
+        name: Of the optimizer.
+        follows: Paths of options.
+    """
+    with_all = without_unused(of_optimizer(BASE, name, [p for p in SETTINGS if p in follows]))
+    default, has = OptimizerSpec(), with_all.optimizer
+    names = {path: path.partition(".")[2] for path in SETTINGS}
+    return [path for path, n in names.items() if getattr(has, n) != getattr(default, n)]
+
+
+def of_optimizer(base: Scenario, name: OptimizerName, paths: Collection[str]) -> Scenario:
+    """The case with an optimizer, three steps and some settings that it has.
+
+    Args:
+        base: Any case.
+        name: Of the optimizer.
+        paths: Of the settings.
+    """
+    said = {path.partition(".")[2]: SETTINGS[path] for path in paths}
+    optimizer = OptimizerSpec(name=name, **said)
+    return changed(base, f"{name} with settings", optimizer=optimizer, run={"steps": 3})
 
 
 def overflow_case(base: Scenario) -> Scenario:
@@ -180,3 +234,14 @@ FOLLOWED: Mapping[str, Vary] = {
     ),
 }
 """By option: a case of which something that is compared depends on it."""
+
+
+def _overflow(base: Scenario) -> Scenario:
+    case = FOLLOWED["optimizer.loss_scale"](base)
+    # In the second step, so that there is something to keep; and two steps on, to see what is kept.
+    nan = DataSpec(nan=NanSpec(step=1, rank=0, value="inf"))
+    return changed(case, "a step that overflows", data=nan, run={"steps": 4})
+
+
+SECOND: Mapping[str, Vary] = {"optimizer.loss_scale": _overflow}
+"""By option: a second case, of what the first one does not reach."""

@@ -18,7 +18,7 @@ from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case
-from zero_sim.run.found_rules import Asked, declared_by, with_change
+from zero_sim.run.said_rules import Asked, declared_by, with_change
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding

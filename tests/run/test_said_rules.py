@@ -1,0 +1,30 @@
+"""Rules that findings say would fit."""
+
+import pytest
+
+from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.judge.rules import RulesTried
+from zero_sim.run.said_rules import declared_by
+
+
+def test_what_is_to_be_declared_is_read_from_the_first_finding():
+    detail = "more\nthese are its bits: declare Numerics(divide='pre', divide_by='tokens'), if so"
+    finding = Finding(check="equality.grad", message="", detail=detail)
+    result = CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,))
+    assert declared_by(result) == [{"divide": "pre", "divide_by": "tokens"}]
+    assert declared_by(CaseResult(id="a", verdict="pass", seconds=0.0)) == []
+
+
+@pytest.mark.parametrize(
+    "fitting",
+    [
+        ("clip = 'a'", "clip = 'b'", "clip = 'c'"),
+        ("divide = 'pre', sync = 'every'", "divide_by = 'tokens'"),
+        ("divide = 'pre'",),
+    ],
+)
+def test_all_that_fits_is_read(fitting):
+    tried = RulesTried(assumed="clip = 'x'", tried=9, fitting=fitting)
+    finding = Finding(check="equality.grad", message="", detail=tried.in_words())
+    read = declared_by(CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,)))
+    assert [", ".join(f"{n} = {v!r}" for n, v in each.items()) for each in read] == list(fitting)
