@@ -17,7 +17,7 @@ from zero_sim.untrusted import printable
 if TYPE_CHECKING:
     from zero_sim.run.found_rules import FoundRules
 
-EXIT_CONTRADICTED = 1
+EXIT_WRONG = 1
 
 
 @click.command()
@@ -36,8 +36,10 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
     are known. What no case tells apart is said, with the reason; there what the target declares
     already is kept.
 
-    Exit status: 0 nothing that it declares is contradicted; 1 something is; 2 the usage is wrong,
-    or no known rule makes a plain case pass; 4 this machine cannot run it.
+    Exit status: 0 nothing that it declares is contradicted; 1 something is, or several ranks come
+    to what no known rule gives, or no optimizer, model, dtype, stage or order passes at all; 2 the
+    usage is wrong, or no known rule makes a plain case pass, even of one rank; 4 this machine
+    cannot run it.
     """
     with packages_needed():
         from zero_sim.run.found_rules import find_rules
@@ -47,7 +49,7 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, progress(f"rules of {target}"):
         found = find_rules(system)
-    status = EXIT_CONTRADICTED if found.contradicted else 0
+    status = EXIT_WRONG if found.contradicted or found.alarms else 0
     if as_json:
         echo_report({**found.as_dict(), "exit_status": status})
     else:
@@ -56,6 +58,8 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
 
 
 def _lines(found: FoundRules) -> Iterator[str]:
+    if found.alarms:
+        yield "# NOT TO BE DECLARED: something is wrong, see the end"
     yield f"# found by {found.cases} runs of small cases"
     yield "from zero_sim.targets import Capabilities, Numerics"
     yield ""
@@ -73,6 +77,10 @@ def _lines(found: FoundRules) -> Iterator[str]:
         yield ""
         yield "Otherwise than declared:"
         yield from (f"  {each}" for each in found.contradicted)
+    if found.alarms:
+        yield ""
+        yield "WRONG, so that nothing above is to be declared:"
+        yield from (f"  {each}" for each in found.alarms)
 
 
 def _record(name: str, record: str, said: Mapping[str, object]) -> Iterator[str]:

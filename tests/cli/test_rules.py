@@ -1,0 +1,39 @@
+"""`zero-sim rules`: how it ends, and what it says then."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from zero_sim.cli.rules import rules
+from zero_sim.run import found_rules
+from zero_sim.run.found_rules import FoundRules
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What is found, of whatever target."""
+    found = FoundRules(target="mine")
+    monkeypatch.setattr(found_rules, "find_rules", lambda target: found)
+    return found
+
+
+def test_nothing_wrong_ends_with_0(found):
+    ended = CliRunner().invoke(rules, ["--target", "zero_sim"])
+    assert ended.exit_code == 0
+    assert "WRONG" not in ended.stdout
+
+
+@pytest.mark.parametrize("said", ["contradicted", "alarms"])
+def test_what_is_wrong_ends_with_1(found, said):
+    getattr(found, said).append("something")
+    ended = CliRunner().invoke(rules, ["--target", "zero_sim", "--json"])
+    assert ended.exit_code == 1
+    assert json.loads(ended.stdout)[said] == ["something"]
+
+
+def test_an_alarm_is_said_first_and_last(found):
+    found.alarms.append("3 ranks differ")
+    lines = CliRunner().invoke(rules, ["--target", "zero_sim"]).stdout.splitlines()
+    assert lines[0] == "# NOT TO BE DECLARED: something is wrong, see the end"
+    assert lines[-2:] == ["WRONG, so that nothing above is to be declared:", "  3 ranks differ"]
