@@ -30,7 +30,7 @@ shared = ["3"]
 uneven_rows = true
 [data.nan]
 step = 3
-rank = 5
+rank = 3
 [system]
 bucket_elems = 9
 redundancy = 3
