@@ -162,6 +162,13 @@ def test_what_an_earlier_part_left_as_it_was_is_made_smaller(found, tmp_path):
     ]
 
 
+def test_what_was_left_by_another_version_stays_as_it_is(found, tmp_path):
+    left = replace(found[0].found[0], scenario="schema = 0", as_met=True)
+    asked = job(tmp_path, start=12, unshrunk=(left,))
+    report = run_batch(asked, render_case, cases_from=SMALL)
+    assert (report.found, report.complete) == ((), True)
+
+
 def test_no_case_is_begun_after_its_time(tmp_path):
     report = run_batch(job(tmp_path, seconds=0.0), render_case, cases_from=SMALL)
     assert report.cases == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zero_sim.backends import Stop, WorldPool, interrupts_ask
 from zero_sim.bundle import Ran, write_bundle
-from zero_sim.errors import ZeroSimError
+from zero_sim.errors import ScenarioError, ZeroSimError
 from zero_sim.findings.records import CaseResult, unforeseen
 from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.coverage import note_features
@@ -179,7 +179,10 @@ class _Batch:
     def _take_up(self) -> None:
         """Take up what an earlier part of this batch has met and left as it was."""
         for one in self.job.unshrunk:
-            (scenario,) = parse_cases(one.scenario, source="the corpus", stem="drawn")
+            try:
+                (scenario,) = parse_cases(one.scenario, source="the corpus", stem="drawn")
+            except ScenarioError:
+                continue  # Of another version: it stays as it is.
             self.failed.append((one.case, scenario, one.key))
             self.met[one.key] = one
 

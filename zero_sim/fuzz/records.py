@@ -14,8 +14,9 @@ from zero_sim.shrink import Key
 
 _SEED_BYTES = 8
 _FEATURES_MAX = 1_000
-_UNOBSERVED_MAX = 1_000
 """Of a batch: what has more was not written by us."""
+_UNOBSERVED_MAX = 1_000
+"""The same of what a target does not tell."""
 _BUNDLE = re.compile(r"([0-9a-f]{12})?")
 
 
