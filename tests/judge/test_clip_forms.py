@@ -218,3 +218,14 @@ def test_a_norm_of_rows_of_params_without_rows(pool, shapes):
     case = replace(CASE, model=ModelSpec(name="params", shapes=shapes), world=WorldSpec(size=3))
     result = run_case(case, pool=pool, target=target)
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
+
+
+def test_where_many_rules_fit_a_fault_is_said_to_be_as_likely():
+    """One step of Adam hardly sees a gradient, so that a wrong one fits many rules."""
+    fitting = ("divide = 'none'", "divide = 'pre'", "reduce_dtype = 'fp16'")
+    many, few = (
+        RulesTried(assumed="divide = 'post'", tried=9, fitting=fitting[:count]).in_words()
+        for count in (3, 2)
+    )
+    assert "a fault may have these bits as well: `zero-sim rules`" in many
+    assert "a fault may" not in few

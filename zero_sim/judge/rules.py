@@ -22,6 +22,11 @@ from zero_sim.targets import OwnedPart
 
 _UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks of what comes of an update; what differs before it has another cause."""
+_MANY = 3
+_AMBIGUOUS = (
+    "a case that so many fit tells them hardly apart, and a fault may have these bits as well: "
+    "`zero-sim rules` asks more of them"
+)
 
 What = Literal["update", "gradient"]
 
@@ -102,9 +107,10 @@ class RulesTried:
         others = [rule.removeprefix(lead) for rule in self.fitting]
         which = " or ".join(others)
         advice = "if that is" if len(others) == 1 else "or whichever of them is"
+        few = "" if len(others) < _MANY else f"; {_AMBIGUOUS}"
         return (
             f"{said}; these are the bits of {lead}{which}: declare Numerics({first}), {advice} "
-            "the rule of the system"
+            f"the rule of the system{few}"
         )
 
 
