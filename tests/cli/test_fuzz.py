@@ -97,6 +97,10 @@ def test_what_is_yet_to_be_made_smaller_is_not_called_the_smallest(tmp_path, poo
     assert "smallest" not in done.output
 
 
+def test_where_a_campaign_is_kept_is_said_whatever_it_finds(tmp_path, pool):
+    assert f"Kept in {tmp_path}\n" in fuzz(tmp_path, "--cases", "10").output
+
+
 def test_an_interrupt_is_130(tmp_path, pool):
     pool.outcome = {"complete": False, "cases": 2}
     done = fuzz(tmp_path, "--cases", "10")

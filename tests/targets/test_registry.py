@@ -65,3 +65,8 @@ def test_what_its_class_alone_does_not_make_again_has_no_name():
 
 def test_a_registered_one_has_its_own_name():
     assert name_of(find_target("torch-ddp")) == "torch-ddp"
+
+
+def test_a_name_that_is_nearly_one_is_told_which():
+    with pytest.raises(UsageError, match=r"got 'torch-dpp'\. Try 'torch-ddp'\."):
+        find_target("torch-dpp")

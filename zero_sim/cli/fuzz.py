@@ -392,3 +392,5 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
         click.echo(f"No case was run: {_why_empty(totals, plan)}.")
     if totals.interrupted:
         click.echo("Interrupted; everything so far is kept. Give --corpus to go on from it.")
+    if totals.unkept is None:
+        click.echo(printable(f"Kept in {plan.corpus}"))

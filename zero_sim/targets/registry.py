@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from zero_sim.errors import UsageError
+from zero_sim.scenario.suggest import closest
 from zero_sim.targets.accelerate.ddp import ACCELERATE_DDP
 from zero_sim.targets.accelerate.fsdp2 import ACCELERATE_FSDP2
 from zero_sim.targets.deepspeed.zero import DEEPSPEED
@@ -77,9 +78,11 @@ def find_target(name: str) -> Target:
     if name in _LIBRARIES:
         return _LIBRARIES[name]
     if name not in _TARGETS:
-        names = ", ".join((*target_names(), *library_target_names()))
+        known = (*target_names(), *library_target_names())
+        near = closest(name, known)
+        like = f"Try {near!r}. " if near is not None else ""
         raise UsageError(
-            f"expected system.target to be one of {names}, got {name!r}. A "
+            f"expected system.target to be one of {', '.join(known)}, got {name!r}. {like}A "
             "target of your own is named with --target module:name."
         )
     return _TARGETS[name]
