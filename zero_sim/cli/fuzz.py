@@ -330,13 +330,11 @@ def _show_silent(totals: CampaignTotals) -> None:
 def _case_of(found: Found) -> str:
     """The case of a finding as TOML, without what is as by default if it can be read."""
     from zero_sim.scenario.dump import to_chosen_toml
-    from zero_sim.scenario.load import parse_cases
 
     try:
-        (case,) = parse_cases(found.scenario, source="the corpus", stem="drawn")
+        return to_chosen_toml(found.case_again())
     except ScenarioError:
         return found.scenario  # Of another version, which had other settings.
-    return to_chosen_toml(case)
 
 
 def _counted(count: int, word: str) -> str:

@@ -29,7 +29,6 @@ from zero_sim.host.garbage import settle_memory
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run import run_case
 from zero_sim.scenario.dump import to_toml
-from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import (
     Key,
@@ -180,7 +179,7 @@ class _Batch:
         """Take up what an earlier part of this batch has met and left as it was."""
         for one in self.job.unshrunk:
             try:
-                (scenario,) = parse_cases(one.scenario, source="the corpus", stem="drawn")
+                scenario = one.case_again()
             except ScenarioError:
                 continue  # Of another version: it stays as it is.
             self.failed.append((one.case, scenario, one.key))

@@ -11,7 +11,6 @@ from zero_sim.errors import ZeroSimError
 from zero_sim.fuzz.records import Found
 from zero_sim.run import run_case
 from zero_sim.scenario.checks import Check
-from zero_sim.scenario.load import parse_cases
 from zero_sim.shrink import may_become
 from zero_sim.targets import Target, import_target
 
@@ -61,8 +60,7 @@ def recheck(findings: Iterable[Found], *, target: str, device: str = "cpu") -> I
 
 def _judge(found: Found, *, target: Target, pool: WorldPool, device: str) -> Rechecked:
     try:
-        (scenario,) = parse_cases(found.scenario, source="the corpus", stem="drawn")
-        result = run_case(scenario, pool=pool, target=target, device=device)
+        result = run_case(found.case_again(), pool=pool, target=target, device=device)
     except ZeroSimError as error:
         return Rechecked(found=found, outcome="unknown", said=str(error))
     # One that nobody foresaw is one way to fail, and was kept as such.

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key
 
@@ -55,6 +56,15 @@ class Found:
     def is_of(self) -> tuple[object, ...]:
         """What makes two findings one: what a smaller case keeps, and the smallest one."""
         return *self.key[:-1], _untitled(self.scenario)
+
+    def case_again(self) -> Scenario:
+        """The case that `scenario` is the TOML of.
+
+        Raises:
+            ScenarioError: It cannot be read, as one of another version.
+        """
+        (scenario,) = parse_cases(self.scenario, source="the corpus", stem="drawn")
+        return scenario
 
     def joined(self, other: Found) -> Found:
         """This finding with what another batch saw of it."""
