@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from zero_sim.cost.forms import ParamSize
 from zero_sim.errors import UsageError
 from zero_sim.scenario.conditions import keep_evenly
+from zero_sim.scenario.reload import without_sharded_params
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelSpec,
@@ -102,14 +103,7 @@ class Model:
         built = replace(scenario.system, **chosen)
         ep = scenario.topology.ep
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=ep)
-        if built.stage != 3:
-            built = replace(
-                built,
-                prefetch=None,
-                reshard_after_forward=True,
-                reshard_ranks=None,
-                gather_after_step=False,
-            )
+        built = without_sharded_params(built)
         _check_keeping(built, ranks=size, ep=ep)
         if built.stage < 2 or built.reduce_buffer_elems is not None:
             built = replace(built, arena=False)

@@ -9,7 +9,7 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.buffer_conditions import BUFFER_CONDITIONS
 from zero_sim.scenario.conditions import CONDITIONS, Condition
 from zero_sim.scenario.fields import default_at, describe_value, show
-from zero_sim.scenario.spec import ReloadSpec, Scenario
+from zero_sim.scenario.spec import ReloadSpec, Scenario, SystemSpec
 
 _PATHS = {
     "world_size": "world.size",
@@ -45,14 +45,7 @@ def after_reload(scenario: Scenario) -> Scenario:
     system = tables.get("system")
     if system is not None:
         # What only the stage before it had has no meaning any more.
-        if system.stage != 3:
-            system = dataclasses.replace(
-                system,
-                prefetch=None,
-                reshard_after_forward=True,
-                reshard_ranks=None,
-                gather_after_step=False,
-            )
+        system = without_sharded_params(system)
         if system.stage not in (1, 2):
             system = dataclasses.replace(
                 system, reduce_buffer_elems=None, contiguous_grads=True, gather_chunk_elems=None
@@ -65,6 +58,23 @@ def after_reload(scenario: Scenario) -> Scenario:
             system = dataclasses.replace(system, state_over="block", sum_by="reduce-scatter")
         tables["system"] = system
     return dataclasses.replace(scenario, **tables)
+
+
+def without_sharded_params(system: SystemSpec) -> SystemSpec:
+    """A system without settings of params that are sharded, where its stage shards none.
+
+    Args:
+        system: Of any stage.
+    """
+    if system.stage == 3:
+        return system
+    return dataclasses.replace(
+        system,
+        prefetch=None,
+        reshard_after_forward=True,
+        reshard_ranks=None,
+        gather_after_step=False,
+    )
 
 
 def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
