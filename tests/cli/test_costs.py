@@ -223,25 +223,6 @@ def test_a_measured_scenario_equals_its_closed_form(invoke):
     assert "Closed forms and ledgers are equal on all ranks" in text
 
 
-def test_an_allocator_is_shown_a_run_with_an_arena_and_without(invoke):
-    words = ("memory", "--params", "9000", "--ranks", "2", "--bucket-elems", "3000", "--measure")
-    words += ("--stage", "1", "--stage", "2", "--allocator")
-    plain, sharded = told(invoke, *words)["allocator"]
-    assert {moment["arena"] for moment in plain} == {False}
-    assert {moment["arena"] for moment in sharded} == {False, True}
-    for moment in (*plain, *sharded):
-        assert moment["free"] == moment["reserved"] - moment["allocated"]
-        assert moment["fragmented"] == moment["free"] - moment["largest_free"]
-    text = invoke(*words).output
-    assert "largest free block" in text
-    assert "no whole gradients come and go" in text
-
-
-def test_an_allocator_needs_a_run(invoke):
-    done = invoke("memory", "--params", "9000", "--ranks", "2", "--allocator")
-    assert (done.exit_code, "expected --measure with --allocator" in done.output) == (2, True)
-
-
 def test_measured_traffic_of_a_number_of_params(invoke):
     words = ("--params", "1000", "--ranks", "4", "--stage", "1", "--bucket-elems", "400")
     found = told(invoke, "traffic", *words, "--measure")

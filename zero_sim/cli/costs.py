@@ -147,12 +147,6 @@ _curve = click.option("--curve", is_flag=True, help="Over 1 to 16,384 ranks.")
 _measure = click.option(
     "--measure", is_flag=True, help="Run it on simulated ranks, and hold the closed forms to that."
 )
-_allocator = click.option(
-    "--allocator",
-    "through_allocator",
-    is_flag=True,
-    help="With --measure: what a caching allocator makes of it, with an arena and without.",
-)
 _svg = click.option(
     "--svg",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -166,7 +160,6 @@ _svg = click.option(
 @_deepspeed
 @_curve
 @_measure
-@_allocator
 @_svg
 @json_option
 @click.pass_context
@@ -175,7 +168,6 @@ def memory(
     source: str | None,
     curve: bool,
     measure: bool,
-    through_allocator: bool,
     svg: Path | None,
     as_json: bool,
     **asked: Any,
@@ -190,10 +182,7 @@ def memory(
 
     models = _models(source, asked, needs_ranks=not curve)
     chosen, has_masters = _chosen(models, asked, curve=curve), not asked["no_masters"]
-    if through_allocator and not measure:
-        raise UsageError("expected --measure with --allocator, which is shown a run. Try both.")
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
-    ways = _ways(chosen, runs) if through_allocator else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
     first, last = rows[0], rows[-1]
@@ -225,13 +214,14 @@ def memory(
                     name: {**held, "total": sum(held.values())} for name, held in baseline.items()
                 },
                 "measured": _measured_dicts(runs),
-                "allocator": _allocator_dicts(ways),
             }
         )
     elif curve:
         click.echo(render_curve(series, what="Bytes of a rank", unit="GB"))
     elif measure:
-        texts = _measured_texts(runs, rows, ways)
+        from zero_sim.report.ledger import render_memory_ledger
+
+        texts = [render_memory_ledger(run, row) for run, row in zip(runs, rows, strict=True)]
         click.echo("\n\n".join([render_memory(rows, alone=baseline), *texts]))
     else:
         click.echo(render_memory(rows, alone=baseline))
@@ -466,44 +456,6 @@ def _series(
         name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")
         series.setdefault(name, []).append((row.ranks, value))
     return series
-
-
-def _ways(chosen: Sequence[Model], runs: Sequence[Measured]) -> list[list[Measured]]:
-    """Each run with its like that differs in whether it has an arena, where that can be."""
-    from zero_sim.cli.measuring import run_all
-
-    ways = []
-    for model, run in zip(chosen, runs, strict=True):
-        other = model.with_choice(arena=not model.scenario.system.arena)
-        if other.scenario.system.arena == model.scenario.system.arena:
-            ways.append([run])
-            continue
-        both = [run, *run_all([other], has_masters=True)]
-        ways.append(sorted(both, key=lambda each: each.scenario.system.arena))
-    return ways
-
-
-def _measured_texts(
-    runs: Sequence[Measured], rows: Sequence[MemoryRow], ways: Sequence[Sequence[Measured]]
-) -> list[str]:
-    """The ledger of each run, and behind it what an allocator makes of it, where that is asked."""
-    from zero_sim.report.allocators import render_allocators
-    from zero_sim.report.ledger import render_memory_ledger
-
-    texts = [[render_memory_ledger(run, row)] for run, row in zip(runs, rows, strict=True)]
-    for told, each in zip(texts, ways, strict=bool(ways)):
-        told.append(render_allocators(each))
-    return [text for told in texts for text in told]
-
-
-def _allocator_dicts(
-    ways: Sequence[Sequence[Measured]],
-) -> list[list[dict[str, object]]] | None:
-    if not ways:
-        return None
-    from zero_sim.report.allocators import allocator_dicts
-
-    return [allocator_dicts(each) for each in ways]
 
 
 def _measured_dicts(

@@ -27,18 +27,6 @@ class Sample:
         return sum(self.bytes.values())
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryEvent:
-    """One birth or death of memory on a rank."""
-
-    serial: int
-    """Of the memory, counted by births."""
-    bytes: int
-    is_birth: bool
-    phase: str
-    """In which it happened, as in `Sample`; `build` before the first step."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLedger:
     """One rank's samples of one step, the last of them between it and the next."""
@@ -47,8 +35,6 @@ class RankLedger:
     samples: Sequence[Sample]
     unreported: tuple[str, ...] = ()
     """Categories that the system does not tell apart."""
-    events: Sequence[MemoryEvent] = ()
-    """All births and deaths of the run, from the first tensor to the end of the step."""
 
     @property
     def between(self) -> Mapping[str, int]:

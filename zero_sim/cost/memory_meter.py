@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero_sim.cost.hook_trace import tell_arrival
-from zero_sim.cost.ledger import BETWEEN, MemoryEvent, Sample
+from zero_sim.cost.ledger import BETWEEN, Sample
 
 _BETWEEN_CALLS = (
     str(Path(torch.__file__).parent),
@@ -45,7 +45,6 @@ class _Block:
     storage: weakref.ref[UntypedStorage]
     bytes: int
     born: str
-    serial: int
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -59,14 +58,10 @@ class MemoryMeter:
     named: Named = tuple
     phase: str = "build"
     samples: list[Sample] = field(default_factory=list)
-    events: list[MemoryEvent] = field(default_factory=list)
-    """Births and deaths, while it is watching and until `end`."""
     is_sampling: bool = False
     on_sample: Callable[[Sample], None] | None = None
     """Called with each sample as it is taken."""
     _live: dict[int, _Block] = field(default_factory=dict)
-    _births: int = 0
-    _is_over: bool = False
 
     def watching(self) -> TorchDispatchMode:
         """The mode in which operations are looked at."""
@@ -78,15 +73,10 @@ class MemoryMeter:
         size, key = storage.nbytes(), storage._cdata
         block = self._live.get(key)
         if block is not None:
-            if block.bytes != size:
-                self._happened(block, is_birth=False)
-                block.bytes, block.serial = size, self._births
-                self._happened(block, is_birth=True)
+            block.bytes = size
         elif size:
             forget = partial(self._forget, key)
-            block = _Block(weakref.ref(storage, forget), size, self.phase, self._births)
-            self._live[key] = block
-            self._happened(block, is_birth=True)
+            self._live[key] = _Block(weakref.ref(storage, forget), size, self.phase)
 
     def sample(self, where: str) -> None:
         """Add up what lives now, where a step is looked at."""
@@ -111,7 +101,6 @@ class MemoryMeter:
         self.phase = BETWEEN
         self.sample("the step is over")
         self.is_sampling = False
-        self._is_over = True
 
     def _arrive(self, name: str) -> None:
         self.sample(f"the gradient of {name} arrived")
@@ -120,13 +109,6 @@ class MemoryMeter:
         block = self._live.get(key)
         if block is not None and block.storage is storage:
             del self._live[key]
-            self._happened(block, is_birth=False)
-
-    def _happened(self, block: _Block, *, is_birth: bool) -> None:
-        self._births += is_birth
-        if block.bytes and not self._is_over:
-            event = MemoryEvent(block.serial, block.bytes, is_birth, self.phase)
-            self.events.append(event)
 
 
 class _Watch(TorchDispatchMode):

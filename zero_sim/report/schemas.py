@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Literal
 
-VERSION = 2
+VERSION = 3
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Command = Literal[
     "run",
@@ -261,25 +261,7 @@ def _memory() -> Node:
         "rows": _list(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
         "measured": _measured(),
-        "allocator": _allocator(),
     }
-
-
-def _allocator() -> Node:
-    moment = _object(
-        {
-            "arena": _FLAG,
-            **dict.fromkeys(("moment", "phase"), _TEXT),
-            **dict.fromkeys(
-                ("rank", "allocated", "reserved", "free", "largest_free", "fragmented"), _COUNT
-            ),
-        }
-    )
-    return _described(
-        _or_null(_list(_list(moment))),
-        "With --allocator: of each row what a caching allocator has when most is in use, when most "
-        "is fragmented and between steps.",
-    )
 
 
 def _traffic() -> Node:

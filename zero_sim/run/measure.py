@@ -305,7 +305,6 @@ class _Rank:
             rank=self._rank,
             samples=self._meter.samples,
             unreported=() if self._names_memory else _UNREPORTED,
-            events=self._meter.events,
         )
 
     def records(self) -> list[CollectiveRecord]:
