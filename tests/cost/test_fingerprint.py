@@ -8,8 +8,6 @@ from click.testing import CliRunner
 
 from zero_sim.cli.main import main
 from zero_sim.cost.fingerprint import SeenCall, fingerprint, shortened
-from zero_sim.cost.network import Link, Network, route_of
-from zero_sim.cost.protocols import likely_protocol
 from zero_sim.mutants import find_mutants
 from zero_sim.report.chrome_trace import chrome_trace
 from zero_sim.report.flight_recorder import flight_recorder_dumps
@@ -17,8 +15,6 @@ from zero_sim.report.seen_calls import calls_of_log, read_calls
 from zero_sim.report.timeline import read_timeline
 from zero_sim.run.measure import measure
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
-
-NETWORK = Network()
 
 
 def case(**system):
@@ -33,7 +29,7 @@ def case(**system):
 
 
 def look(scenario):
-    return fingerprint(calls_of_log(measure(scenario).log, rank=0), network=NETWORK)
+    return fingerprint(calls_of_log(measure(scenario).log, rank=0))
 
 
 @pytest.mark.parametrize(
@@ -87,31 +83,25 @@ def call(kind, elems, *, ranks=4, dtype="bfloat16"):
 def test_a_gather_too_many():
     step = [call("reduce_scatter", 400), call("reduce_scatter", 800)]
     step += [call("all_gather", 100), call("all_gather", 200), call("all_gather", 200)]
-    found = fingerprint(step * 3, network=NETWORK)
+    found = fingerprint(step * 3)
     assert found.odd == ["1 gathers too many of 800 elements on 4 ranks"]
 
 
 def test_what_no_stage_has():
-    found = fingerprint([call("broadcast", 9), call("all_reduce", 90), call("reduce", 8)] * 2,
-                        network=NETWORK)  # fmt: skip
+    found = fingerprint([call("broadcast", 9), call("all_reduce", 90), call("reduce", 8)] * 2)
     assert (found.stage, found.odd) == ("", ["no stage of ZeRO has this sequence"])
 
 
 def test_norms_and_what_comes_first_are_left_out():
     calls = [call("broadcast", 900), *[call("all_reduce", 300), call("all_reduce", 3)] * 2]
-    found = fingerprint(calls, network=NETWORK)
+    found = fingerprint(calls)
     assert (found.letters, found.steps) == ("A", 2)
 
 
-def test_protocols_of_small_and_large_messages():
-    """Round a ring of 8 on one node: first least latency decides, last most bandwidth."""
-    network = Network(inside=Link(name="x", gigabytes_per_second=300.0, microseconds=0.0))
-    route = route_of(range(8), network=network, kind="all_gather")
-    chosen = [
-        likely_protocol("all_gather", size, route, network=network)
-        for size in (10**3, 10**7, 10**9)
-    ]
-    assert chosen == ["LL", "LL128", "Simple"]
+def test_messages_are_counted_by_powers_of_four():
+    """Round a ring of 4 ranks: of a reduce-scatter each sends a quarter at a time."""
+    found = fingerprint([call("reduce_scatter", 400), call("all_gather", 100)] * 2)
+    assert found.sizes == [(64, 256, 4)]
 
 
 def test_a_trace_and_a_dump_tell_the_same(tmp_path):
@@ -119,8 +109,8 @@ def test_a_trace_and_a_dump_tell_the_same(tmp_path):
     trace, dump = tmp_path / "trace.json", tmp_path / "dump.json"
     trace.write_text(json.dumps(chrome_trace([log], name="case")))
     dump.write_text(json.dumps(flight_recorder_dumps(read_timeline(log))[2]))
-    told = [fingerprint(read_calls(path, rank=2), network=NETWORK) for path in (trace, dump)]
-    own = fingerprint(calls_of_log(log, rank=2), network=NETWORK)
+    told = [fingerprint(read_calls(path, rank=2)) for path in (trace, dump)]
+    own = fingerprint(calls_of_log(log, rank=2))
     for found in told:
         assert replace(found, overlapping=0) == replace(own, overlapping=0)
 

@@ -17,16 +17,8 @@ from zero_sim.host.packages import packages_needed
 @click.option(
     "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose calls."
 )
-@click.option(
-    "--topology",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Nodes and links, for the protocols that NCCL likely takes.",
-)
 @json_option
-def fingerprint(
-    path: Path, case: str | None, rank: int, topology: Path | None, as_json: bool
-) -> None:
+def fingerprint(path: Path, case: str | None, rank: int, as_json: bool) -> None:
     """Say which stage of ZeRO the calls in FILE look like, with what overlap, and what is odd.
 
     FILE is a scenario, which is run; a Chrome trace of torch's profiler or of `zero-sim export`; or
@@ -34,11 +26,8 @@ def fingerprint(
     """
     with packages_needed():
         from zero_sim.cost.fingerprint import fingerprint as look
-        from zero_sim.cost.network import Network
-        from zero_sim.cost.network_file import load_network
         from zero_sim.report.fingerprints import render_fingerprint
         from zero_sim.report.seen_calls import calls_of_log, read_calls
-    network = Network() if topology is None else load_network(topology)
     if path.suffix == ".toml":
         from zero_sim.run.measure import measure
         from zero_sim.scenario.load import load_scenario
@@ -48,7 +37,7 @@ def fingerprint(
             calls = calls_of_log(measure(scenario).log, rank=rank)
     else:
         calls = read_calls(path, rank=rank)
-    found = look(calls, network=network)
+    found = look(calls)
     if as_json:
         echo_report(found.as_dict())
     else:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from zero_sim.cost.network import Network, route_of, sent_elems
-from zero_sim.cost.protocols import Protocol, likely_protocol
+from zero_sim.cost.network import sent_elems
 
 _FEW_ELEMS = 4
 _COUNTS = ("float64", "int64", "double", "long")
@@ -75,8 +74,8 @@ class Fingerprint:
     """Calls of all that were still in flight when the next one was issued."""
     calls: int
     odd: Sequence[str]
-    sizes: Sequence[tuple[int, int, Counter[Protocol]]]
-    """Message sizes: at least and less than so many bytes, and how many calls by protocol."""
+    sizes: Sequence[tuple[int, int, int]]
+    """Message sizes: at least and less than so many bytes, and the number of calls."""
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
@@ -90,18 +89,17 @@ class Fingerprint:
             "calls": self.calls,
             "odd": list(self.odd),
             "sizes": [
-                {"bytes_min": low, "bytes_max": high, "calls": dict(by)}
-                for low, high, by in self.sizes
+                {"bytes_min": low, "bytes_max": high, "calls": count}
+                for low, high, count in self.sizes
             ],
         }
 
 
-def fingerprint(calls: Sequence[SeenCall], *, network: Network) -> Fingerprint:
+def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
     """Say of the calls of one rank what they look like.
 
     Args:
         calls: In order.
-        network: For the protocols that messages of a size get.
     """
     large = [call for call in calls if _grows(call)]
     first = next((i for i, call in enumerate(large) if _letter(call) in "RAGD"), len(large))
@@ -125,7 +123,7 @@ def fingerprint(calls: Sequence[SeenCall], *, network: Network) -> Fingerprint:
         ),
         calls=len(large),
         odd=_odd(step, letters, stage=stage),
-        sizes=_sizes(large, network=network),
+        sizes=_sizes(large),
     )
 
 
@@ -191,19 +189,15 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
     return found
 
 
-def _sizes(
-    calls: Sequence[SeenCall], *, network: Network
-) -> list[tuple[int, int, Counter[Protocol]]]:
-    """How large the messages of a ring are, by powers of four, and what NCCL has for such."""
-    bins: dict[int, Counter[Protocol]] = {}
+def _sizes(calls: Sequence[SeenCall]) -> list[tuple[int, int, int]]:
+    """Count calls by the size of their messages round a ring, in bins of powers of four."""
+    bins: Counter[int] = Counter()
     for call in calls:
         sent = float(sent_elems(call.kind, call.elems, call.ranks) * call.elem_bytes)
         if call.ranks < 2 or not sent:
             continue
-        route = route_of(range(call.ranks), network=network, kind=call.kind)
-        protocol = likely_protocol(call.kind, sent, route, network=network)
         each, power = sent / max(1, call.ranks - 1), 1
         while each >= power * 4:
             power *= 4
-        bins.setdefault(power, Counter())[protocol] += 1
-    return [(power, power * 4, counts) for power, counts in sorted(bins.items())]
+        bins[power] += 1
+    return [(power, power * 4, count) for power, count in sorted(bins.items())]

@@ -21,9 +21,7 @@ def render_fingerprint(found: Fingerprint) -> str:
         lines += ["", "What there is:"]
         lines += [f"  {grammar:<14} {stage}: {why}" for grammar, stage, why in GRAMMARS]
     if found.sizes:
-        rows = [["messages of", "calls", "NCCL's likely protocol"]]
-        for low, high, counts in found.sizes:
-            by = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-            rows.append([f"{low:,} to {high:,} bytes", f"{counts.total():,}", by])
+        rows = [["messages of", "calls"]]
+        rows += [[f"{low:,} to {high:,} bytes", f"{count:,}"] for low, high, count in found.sizes]
         lines += ["", aligned(rows)]
     return "\n".join(lines)

@@ -345,14 +345,14 @@ def _advise() -> Node:
 
 
 def _fingerprint() -> Node:
-    size = _object({**dict.fromkeys(("bytes_min", "bytes_max"), _COUNT), "calls": _COUNTS})
+    size = _object(dict.fromkeys(("bytes_min", "bytes_max", "calls"), _COUNT))
     return {
         "stage": _described(_TEXT, "Empty where no grammar fits."),
         **dict.fromkeys(("why", "letters"), _TEXT),
         "steps": _NUMBER,
         **dict.fromkeys(("copies", "overlapping", "calls"), _COUNT),
         "odd": _list(_TEXT),
-        "sizes": _described(_list(size), "Messages by size, and calls by likely protocol."),
+        "sizes": _described(_list(size), "Calls by the size of their messages."),
     }
 
 
