@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
-from zero_sim.cost.network import Link, Network
-from zero_sim.cost.step_time import step_time
+from zero_sim.cost.network import Network
 from zero_sim.cost.traffic import traffic_of
 from zero_sim.fuzz.profiles import at_most, is_nightly
 from zero_sim.fuzz.strategies import scenarios
-from zero_sim.run.cost_models import model_of_case
 from zero_sim.run.measure import measure
 from zero_sim.scenario.load import load_cases
 from zero_sim.targets import find_target, why_missing
 
-IN_PAIRS = Network(
-    ranks_per_node=2,
-    inside=Link(name="inside", gigabytes_per_second=math.inf, microseconds=1e6),
-    between=Link(name="between", gigabytes_per_second=math.inf, microseconds=1e6),
-)
-LINKS = ("inside", "between")
+IN_PAIRS = Network(ranks_per_node=2)
+LINKS = (IN_PAIRS.inside, IN_PAIRS.between)
 SHIPPED = Path(__file__).parents[1] / "scenarios"
 RANKS_MAX = 64
 FILES = sorted(SHIPPED.glob("**/*.toml"))
@@ -59,14 +52,3 @@ def test_the_ledgers_of_drawn_cases_are_the_closed_forms(scenario):
         )
         made = measured.traffic(rank, network=IN_PAIRS)
         assert [owed.sent_over(link) for link in LINKS] == [made.sent_over(link) for link in LINKS]
-
-
-@given(scenario=scenarios(reload=False))
-@settings(max_examples=at_most(200))
-def test_the_model_of_time_makes_the_calls_of_the_closed_forms(scenario):
-    """Each message takes a second, whatever its length, so that no sum is rounded."""
-    model = model_of_case(scenario)
-    for rank in range(model.scenario.world.size):
-        said = {"scenario": model.scenario, "rank": rank, "network": IN_PAIRS}
-        time = step_time(model.laid_out(), **said)
-        assert time.communication == traffic_of(model.laid_out(), **said).seconds

@@ -48,9 +48,6 @@ def outputs(
         "merge": [invoke("merge", "corpus", "--into", "merged", "--json").stdout],
         "memory": [invoke("memory", *counted, "--json").stdout],
         "traffic": [invoke("traffic", *counted, "--json").stdout],
-        "advise": [
-            invoke("advise", *counted, "--memory", limit, "--json").stdout for limit in (1, 1e-8)
-        ],
         "fingerprint": [invoke("fingerprint", "one.toml", "--json").stdout],
         "doctor": [invoke("doctor", "--json").stdout],
         "rules": [invoke("rules", "--target", "single-device", "--json").stdout],

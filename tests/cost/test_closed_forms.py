@@ -222,7 +222,7 @@ def test_no_torch_is_needed():
     import sys
 
     code = (
-        "import sys\nfrom zero_sim.cost import advise, network_file, rows\n"
+        "import sys\nfrom zero_sim.cost import network_file, rows\n"
         "from zero_sim.cost.counted import counted_model\n"
         "rows.memory_row(counted_model(7, dtype='bf16'))\nprint('torch' in sys.modules)"
     )

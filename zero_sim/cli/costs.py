@@ -1,4 +1,4 @@
-"""The commands `memory`, `traffic` and `advise`: what a way to train costs, by closed forms."""
+"""The commands `memory` and `traffic`: what a way to train costs, by closed forms."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zero_sim.cli.parts import a_number, echo_report, json_option
+from zero_sim.cli.parts import echo_report, json_option
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
     from zero_sim.cost.counted import Model
     from zero_sim.cost.network import Network
-    from zero_sim.cost.rows import MemoryRow, TrafficRow
+    from zero_sim.cost.rows import MemoryRow
     from zero_sim.run.measure import Measured
 
 PARAMS_MAX = 10**15
@@ -25,7 +25,6 @@ RANKS_MAX = 2**20
 GB = 10**9
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE)
-EXIT_NOTHING_FITS = 1
 
 
 class _Count(click.ParamType):
@@ -141,7 +140,7 @@ _topology = click.option(
     "--topology",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Nodes, links and their speed, as TOML; without it nodes of 8 ranks.",
+    help="Nodes and links, as TOML; without it nodes of 8 ranks.",
 )
 _curve = click.option("--curve", is_flag=True, help="Over 1 to 16,384 ranks.")
 _measure = click.option(
@@ -234,40 +233,26 @@ def memory(
 @_what
 @_deepspeed
 @_topology
-@_curve
 @_measure
-@_svg
 @json_option
 @click.pass_context
 def traffic(
     ctx: click.Context,
     source: str | None,
     topology: Path | None,
-    curve: bool,
     measure: bool,
-    svg: Path | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Say what a rank sends in a step, by kind and link, and how long the step takes.
-
-    Rings, and a time for each message and each byte: a model, which says what is worth measuring.
-    """
+    """Say what a rank sends in a step round rings, by kind and link."""
     from zero_sim.cost.rows import traffic_row
-    from zero_sim.report.costs import render_curve, render_traffic
+    from zero_sim.report.costs import render_traffic
 
-    models, network = _models(source, asked, needs_ranks=not curve), _network(topology)
-    chosen = _chosen(models, asked, curve=curve)
+    models, network = _models(source, asked), _network(topology)
+    chosen = _chosen(models, asked)
     has_masters = not asked["no_masters"]
-    runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
+    runs = _run_all(chosen, has_masters=has_masters) if measure else []
     rows = [traffic_row(model, network=network) for model in chosen]
-    series = _series((row, row.time.total) for row in rows if row.time is not None)
-    if svg is not None:
-        from zero_sim.report.svg_costs import draw_curve
-
-        if not curve:
-            raise UsageError("expected --curve with --svg: it draws a step's time over ranks.")
-        _write(svg, draw_curve(series, what="Time of a step", unit="s"), what="a picture")
     if as_json:
         told = rows[0].as_dict()
         echo_report(
@@ -279,8 +264,6 @@ def traffic(
                 "measured": _measured_dicts(runs, network=network),
             }
         )
-    elif curve:
-        click.echo(render_curve(series, what="Time of a step", unit="s"))
     else:
         from zero_sim.report.ledger import render_traffic_ledger
 
@@ -290,77 +273,6 @@ def traffic(
         ]
         click.echo("\n\n".join([render_traffic(rows), *texts]))
     ctx.exit(int(any(any(run.differences()) for run in runs)))
-
-
-@click.command()
-@_what
-@click.option(
-    "--memory",
-    "limit",
-    type=click.FloatRange(min=1e-9, max=1e9),
-    callback=a_number,
-    required=True,
-    metavar="GB",
-    help="What a rank has, in 10^9 bytes.",
-)
-@click.option(
-    "--activations",
-    type=click.FloatRange(min=0, max=1e9),
-    callback=a_number,
-    default=0.0,
-    show_default=True,
-    metavar="GB",
-    help="What activations take of it.",
-)
-@_topology
-@json_option
-@click.pass_context
-def advise(
-    ctx: click.Context,
-    source: str | None,
-    limit: float,
-    activations: float,
-    topology: Path | None,
-    as_json: bool,
-    **asked: Any,
-) -> None:
-    """Say which stage, copies and bucket size fit into a rank's memory and are fastest.
-
-    Exit status: 0 something fits, 1 nothing does, 2 the usage is wrong.
-    """
-    from zero_sim.cost.advise import STAGES
-    from zero_sim.cost.advise import advise as weigh
-    from zero_sim.report.costs import render_advice
-
-    (model, *others), network = _models(source, asked), _network(topology)
-    if others or len(asked["ranks"]) > 1:
-        raise UsageError("expected one case and one number of ranks to advise on, got several.")
-    if asked["ranks"]:
-        model = model.with_choice(ranks=asked["ranks"][0], redundancy=1)
-    bucket = asked["bucket_elems"]
-    advice = weigh(
-        model,
-        network=network,
-        limit=round(limit * GB),
-        activations=round(activations * GB),
-        stages=_stages(asked) or STAGES,
-        redundancies=asked["redundancies"],
-        buckets=() if bucket is None else (bucket,),
-        has_masters=not asked["no_masters"],
-    )
-    if as_json:
-        echo_report(
-            {
-                "best": advice.fitting[0].as_dict() if advice.fitting else None,
-                "fitting": [each.as_dict() for each in advice.fitting],
-                "ruled_out": [each.as_dict() for each in advice.ruled_out],
-                "considered": advice.considered,
-                "network": _network_dict(network),
-            }
-        )
-    else:
-        click.echo(render_advice(advice, limit=round(limit * GB)))
-    ctx.exit(0 if advice.fitting else EXIT_NOTHING_FITS)
 
 
 def _models(
@@ -422,7 +334,9 @@ def _with_settings(model: Model, asked: Mapping[str, Any]) -> Model:
     return replace(model, scenario=scenario)
 
 
-def _chosen(models: Sequence[Model], asked: Mapping[str, Any], *, curve: bool) -> list[Model]:
+def _chosen(
+    models: Sequence[Model], asked: Mapping[str, Any], *, curve: bool = False
+) -> list[Model]:
     """Each model in each way that is asked for."""
     from zero_sim.cost import rows
 
@@ -439,7 +353,7 @@ def _chosen(models: Sequence[Model], asked: Mapping[str, Any], *, curve: bool) -
     return list(rows.curve(models[0], stages=stages, redundancies=copies))
 
 
-def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool) -> list[Measured]:
+def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False) -> list[Measured]:
     from zero_sim.cli.measuring import run_all
 
     if curve:
@@ -448,7 +362,7 @@ def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool) -> list
 
 
 def _series(
-    points: Iterable[tuple[MemoryRow | TrafficRow, float]],
+    points: Iterable[tuple[MemoryRow, float]],
 ) -> dict[str, list[tuple[int, float]]]:
     """What rows say over the ranks, by stage and copies."""
     series: dict[str, list[tuple[int, float]]] = {}

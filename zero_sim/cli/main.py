@@ -24,7 +24,7 @@ import click
 
 import zero_sim
 from zero_sim.cli.bench import bench
-from zero_sim.cli.costs import advise, memory, traffic
+from zero_sim.cli.costs import memory, traffic
 from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
@@ -428,7 +428,7 @@ def schema(what: str) -> None:
     """Print the JSON Schema of a scenario file, or of what a command prints with --json.
 
     WHAT is `scenario`, which it is where left out, or the name of a command: run, replay, explain,
-    fuzz, shrink, mutants, memory, traffic, advise, fingerprint, rules, doctor or bench.
+    fuzz, shrink, mutants, memory, traffic, fingerprint, rules, doctor or bench.
     """
     from zero_sim.report.schemas import COMMANDS, output_schema
     from zero_sim.scenario.schema import scenario_schema
@@ -549,7 +549,6 @@ def _visit(path: Path, *, seconds: float, only: Sequence[str]) -> int:
     return 0 if all(step.ok for step in steps) else 1
 
 
-main.add_command(advise)
 main.add_command(bench)
 main.add_command(fingerprint)
 main.add_command(fuzz)

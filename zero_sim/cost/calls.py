@@ -25,24 +25,6 @@ WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
 NORM_ELEMS = 3
 """What ranks tell each other for the norm: sum of squares, zeros, overflows."""
 
-Purpose = Literal[
-    "sum",
-    "copies",
-    "gather",
-    "regather",
-    "spread",
-    "whole",
-    "norm",
-    "tokens",
-    "scales",
-    "layers",
-    "checkpoints",
-]
-"""Gradients over the ranks that shard them; over copies of the shards; params inside a block; in
-backward among the few that kept them; over blocks that own parts of each other's; what an
-optimizer needs of whole params; what is a few numbers, whatever the model; what split layers give
-and what their gradients are; and activation checkpoints."""
-
 Among = Literal["group", "block", "few", "across", "parts"]
 """Who meets: all ranks that train a kind of params; those that shard it; of these the few that keep
 params between a forward and its backward; those at one place of all blocks; those at one place of
@@ -61,7 +43,8 @@ class PlannedCall:
     """What the rank contributes, counted as the event log does."""
     dtype: str
     elem_bytes: int
-    purpose: Purpose
+    is_control: bool = False
+    """True for the norm, the rows, the scales: a few numbers, whatever the model's size."""
 
     @property
     def call(self) -> Call:
@@ -94,28 +77,14 @@ def _planned_calls(
     sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int, skipped: bool
 ) -> Counter[PlannedCall]:
     system = scenario.system
-    calls = calls_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped)
+    calls = Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
     sums = scenario.run.micro_batches if system.sync == "every" else 1
     for form in by_registration(sizes, scenario=scenario, rank=rank):
-        calls += calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
+        calls += _calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
     for unit in grad_forms(sizes, scenario=scenario, rank=rank):
-        calls += calls_of_grads(unit, scenario=scenario, rank=rank, sums=sums)
+        calls += _calls_of_grads(unit, scenario=scenario, rank=rank, sums=sums)
     calls += calls_of_layers(scenario, rank=rank)
     return calls
-
-
-def calls_of_few_numbers(
-    sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool = False
-) -> Counter[PlannedCall]:
-    """The norm, the rows, the scales: a few numbers each, whatever the model's size.
-
-    Args:
-        sizes: The params that the rank trains.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
-        skipped: Whether the step was skipped.
-    """
-    return Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
 
 
 def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
@@ -138,7 +107,7 @@ def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
         scenario.model.dtype
     ]
 
-    def among_parts(kind: str, elems: int, purpose: Purpose) -> PlannedCall:
+    def among_parts(kind: str, elems: int) -> PlannedCall:
         return PlannedCall(
             kind=kind,
             among="parts",
@@ -146,20 +115,19 @@ def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
             elems=elems,
             dtype=dtype,
             elem_bytes=each,
-            purpose=purpose,
         )
 
     runs = 2 if system.checkpoints == "none" else 3
-    calls[among_parts("all_reduce", elems, "layers")] = 2 * runs * times
+    calls[among_parts("all_reduce", elems)] = 2 * runs * times
     if system.checkpoints == "split":
-        calls[among_parts("all_gather", -(-elems // tp), "checkpoints")] = times
+        calls[among_parts("all_gather", -(-elems // tp))] = times
     return calls
 
 
-def calls_of_grads(
+def _calls_of_grads(
     form: GradForm, *, scenario: Scenario, rank: int, sums: int
 ) -> Counter[PlannedCall]:
-    """What reduces one reduce buffer's gradients in one step; arguments as `calls_of_bucket`."""
+    """What reduces one reduce buffer's gradients in one step; arguments as `_calls_of_bucket`."""
     among = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
     calls: Counter[PlannedCall] = Counter()
     for kind, _, elems in form.sum_calls:
@@ -170,13 +138,12 @@ def calls_of_grads(
             elems=elems,
             dtype=form.grad_dtype,
             elem_bytes=form.grad_bytes,
-            purpose="sum",
         )
         calls[planned] += sums
     return calls
 
 
-def calls_of_bucket(
+def _calls_of_bucket(
     form: BucketForm, *, scenario: Scenario, rank: int, sums: int, skipped: bool = False
 ) -> Counter[PlannedCall]:
     """What moves one bucket in one step.
@@ -194,9 +161,7 @@ def calls_of_bucket(
     grads, params = (form.grad_dtype, form.grad_bytes), (moved, form.param_bytes)
     calls: Counter[PlannedCall] = Counter()
 
-    def add(
-        call: Call | None, among: Among, of: tuple[str, int], purpose: Purpose, count: int
-    ) -> None:
+    def add(call: Call | None, among: Among, of: tuple[str, int], count: int) -> None:
         if call is not None and count:
             kind, _, elems = call
             planned = PlannedCall(
@@ -206,28 +171,27 @@ def calls_of_bucket(
                 elems=elems,
                 dtype=of[0],
                 elem_bytes=of[1],
-                purpose=purpose,
             )
             calls[planned] += count
 
     if not form.is_sharded:
-        add(form.sum_call, "group", grads, "sum", sums)
-        add(form.sent_back_call, "group", grads, "sum", sums)
+        add(form.sum_call, "group", grads, sums)
+        add(form.sent_back_call, "group", grads, sums)
         return calls
     if scenario.system.reduce_buffer_elems is None:
-        add(form.sum_call, "block", grads, "sum", sums)
-        add(form.sent_back_call, "block", grads, "sum", sums)
-    add(form.copies_call, "across", grads, "copies", sums)
+        add(form.sum_call, "block", grads, sums)
+        add(form.sent_back_call, "block", grads, sums)
+    add(form.copies_call, "across", grads, sums)
     gathers, again = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     if form.regather_call is None:
         gathers, again = gathers + again, 0
     for call in form.gather_calls:
-        add(call, "block", params, "gather", gathers)
-    add(form.regather_call, "few", params, "regather", again)
-    add(form.spread_call, "across", params, "spread", 0 if skipped else 1)
+        add(call, "block", params, gathers)
+    add(form.regather_call, "few", params, again)
+    add(form.spread_call, "across", params, 0 if skipped else 1)
     wholes = 0 if skipped or not form.is_cut else WHOLES.get(scenario.optimizer.name, 0)
-    add(form.spread_call, "across", ("float32", 4), "whole", wholes)
-    add(form.whole_call, "block", ("float32", 4), "whole", wholes)
+    add(form.spread_call, "across", ("float32", 4), wholes)
+    add(form.whole_call, "block", ("float32", 4), wholes)
     return calls
 
 
@@ -284,9 +248,7 @@ def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> tupl
 def _of_few_numbers(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool
 ) -> Iterator[PlannedCall]:
-    def few(
-        ranks: range, elems: int, dtype: str, elem_bytes: int, among: Among, purpose: Purpose
-    ) -> PlannedCall:
+    def few(ranks: range, elems: int, dtype: str, elem_bytes: int, among: Among) -> PlannedCall:
         return PlannedCall(
             kind="all_reduce",
             among=among,
@@ -294,16 +256,16 @@ def _of_few_numbers(
             elems=elems,
             dtype=dtype,
             elem_bytes=elem_bytes,
-            purpose=purpose,
+            is_control=True,
         )
 
     system, everybody = scenario.system, range(scenario.world.size)
-    yield few(everybody, NORM_ELEMS, "float64", 8, "group", "norm")
+    yield few(everybody, NORM_ELEMS, "float64", 8, "group")
     parts = scenario.topology.tp * scenario.topology.pp
     if parts > 1:
-        yield few(range(parts), NORM_ELEMS, "float64", 8, "parts", "norm")
+        yield few(range(parts), NORM_ELEMS, "float64", 8, "parts")
     if counts_over_ranks(scenario):
-        yield few(everybody, 1, "int64", 8, "group", "tokens")
+        yield few(everybody, 1, "int64", 8, "group")
     if not system.stage or skipped:
         return
     # One maximum over the shards of each kind that has params in fp8, an element a param.
@@ -313,4 +275,4 @@ def _of_few_numbers(
             holders = scenario.world.size // ways
             group_size = holders // state_copies(system)
             ranks = ranks_among(kind, scenario=scenario, rank=rank, group_size=group_size)
-            yield few(ranks["block"], count, "float32", 4, "block", "scales")
+            yield few(ranks["block"], count, "float32", 4, "block")

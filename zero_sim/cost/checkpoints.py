@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fractions import Fraction
 
-from zero_sim.cost.calls import PlannedCall, calls_of_layers
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
@@ -30,29 +28,6 @@ def checkpoint_bytes(scenario: Scenario, *, rank: int) -> int:
     if kept == "split":
         elems = -(-elems // scenario.topology.tp)
     return scenario.model.blocks * elems * _ELEM_BYTES[scenario.model.dtype]
-
-
-def gather_share(scenario: Scenario, *, rank: int) -> Fraction:
-    """Return what gathering checkpoints sends, as a part of what their blocks send anyway.
-
-    Rings: an all-reduce of n bytes sends 2n (t-1)/t from each of t ranks, an all-gather of what n
-    bytes are in all n (t-1)/t.
-
-    Args:
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in that group.
-    """
-    sent = dict.fromkeys(("layers", "checkpoints"), Fraction(0))
-    for call, count in calls_of_layers(scenario, rank=rank).items():
-        sent[call.purpose] += count * _sent(call)
-    return sent["checkpoints"] / sent["layers"] if sent["layers"] else Fraction(0)
-
-
-def _sent(call: PlannedCall) -> Fraction:
-    others = len(call.ranks) - 1
-    if call.kind == "all_gather":
-        return Fraction(others * call.bytes)
-    return Fraction(2 * others * call.bytes, len(call.ranks))
 
 
 @dataclass(slots=True, eq=False)

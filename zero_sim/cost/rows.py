@@ -10,7 +10,6 @@ from typing import Any
 from zero_sim.cost.counted import Model, Stage
 from zero_sim.cost.footprint import Footprint, footprint_of, single_device
 from zero_sim.cost.network import Network
-from zero_sim.cost.step_time import StepTime, step_time
 from zero_sim.cost.traffic import Flow, Traffic, traffic_of
 from zero_sim.scenario.conditions import keep_evenly
 
@@ -67,16 +66,13 @@ class TrafficRow:
     redundancy: int
     bucket_elems: int | None
     traffic: Traffic
-    time: StepTime | None
-    """None of a log, which tells no time."""
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
         traffic = self.traffic
         by_kind = traffic.by_kind()
-        links = (traffic.network.inside.name, traffic.network.between.name)
+        links = (traffic.network.inside, traffic.network.between)
         totals = {link: math.ceil(traffic.sent_over(link)) for link in links}
-        time = self.time
         return {
             "model": self.model,
             "params": self.params,
@@ -90,14 +86,6 @@ class TrafficRow:
             "calls": sum(flow.calls for flow in traffic.flows),
             "messages": sum(flow.messages for flow in traffic.flows),
             "flows": [_flow_dict(flow) for flow in traffic.flows],
-            "seconds": None
-            if time is None
-            else {
-                "step": time.total,
-                "computing": time.compute,
-                "communicating": time.communication,
-                "exposed": time.exposed,
-            },
         }
 
 
@@ -111,7 +99,6 @@ def _flow_dict(flow: Flow) -> dict[str, object]:
         "messages": flow.messages,
         "contributed_bytes": flow.contributed_bytes,
         "sent_bytes": {link: math.ceil(sent) for link, sent in flow.sent.items()},
-        "seconds": flow.seconds,
     }
 
 
@@ -167,7 +154,6 @@ def traffic_row(model: Model, *, network: Network, rank: int = 0) -> TrafficRow:
         redundancy=scenario.system.redundancy,
         bucket_elems=scenario.system.bucket_elems,
         traffic=traffic_of(sizes, scenario=scenario, rank=rank, network=network),
-        time=step_time(sizes, scenario=scenario, rank=rank, network=network),
     )
 
 

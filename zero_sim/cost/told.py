@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
     from zero_sim.targets.costs import AtMost, ByName
 
-_CONTROL_PURPOSES = ("norm", "tokens", "scales")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
@@ -86,7 +84,7 @@ def _owed_bytes(
         called.sizes[rank], scenario=called.scenario, rank=rank, skipped=skipped
     )
     for call, count in planned.items():
-        if call.purpose not in _CONTROL_PURPOSES:
+        if not call.is_control:
             owed[call.dtype] += call.bytes * count
     return owed
 

@@ -15,8 +15,7 @@ from zero_sim.cost.network import (
     Network,
     first_rank_elems,
     messages,
-    route_of,
-    seconds_of,
+    part_between,
     sent_elems,
 )
 from zero_sim.layout.topology import Topology
@@ -25,7 +24,7 @@ from zero_sim.scenario.spec import Scenario
 if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord
 
-WorldRanks = Callable[[Among, range], Sequence[int]]
+_WorldRanks = Callable[[Among, range], Sequence[int]]
 """From members of the dp-cp group, or of the parts of the model, to ranks of the world."""
 
 
@@ -43,8 +42,6 @@ class Flow:
     contributed_bytes: int
     sent: Mapping[str, Fraction]
     """Bytes that the rank sends, by name of the link; a mean over its group where they differ."""
-    seconds: float
-    """All its calls one after another, by the alpha-beta model of the links."""
 
     @property
     def total_sent(self) -> Fraction:
@@ -84,7 +81,7 @@ class Traffic:
     def sent_per_card(self) -> Fraction:
         """Bytes that leave a node by each of its network cards."""
         network = self.network
-        return self.sent_over(network.between.name) * network.ranks_per_node / network.cards
+        return self.sent_over(network.between) * network.ranks_per_node / network.cards
 
     @property
     def through_first(self) -> int:
@@ -95,13 +92,8 @@ class Traffic:
             first_rank_elems(flow.kind, flow.contributed_bytes, flow.ranks) for flow in self.flows
         )
 
-    @property
-    def seconds(self) -> float:
-        """All calls one after another."""
-        return sum(flow.seconds for flow in self.flows)
 
-
-def world_ranks_of(scenario: Scenario, *, rank: int) -> WorldRanks:
+def _world_ranks_of(scenario: Scenario, *, rank: int) -> _WorldRanks:
     """Where the members of a dp-cp group are in the world, by the scenario's topology.
 
     Args:
@@ -131,7 +123,7 @@ def traffic_of(
         network: What joins the ranks.
     """
     calls = planned_calls(sizes, scenario=scenario, rank=rank)
-    place = world_ranks_of(scenario, rank=rank)
+    place = _world_ranks_of(scenario, rank=rank)
     # Groups of as many ranks may be others, as those of experts are, and on other links.
     rows: dict[tuple[str, Among, range, str], Counter[tuple[int, int]]] = {}
     for call, count in calls.items():
@@ -173,12 +165,10 @@ def _flow(
     network: Network,
 ) -> Flow:
     """The calls of one row; `counts` counts them by elements and bytes an element."""
-    route = route_of(ranks, network=network, kind=kind)
-    sent, seconds = Fraction(0), 0.0
+    between = part_between(ranks, network=network, kind=kind)
+    sent = Fraction(0)
     for (elems, elem_bytes), count in counts.items():
-        each = sent_elems(kind, elems, len(ranks)) * elem_bytes
-        sent += count * each
-        seconds += count * seconds_of(kind, float(each), route, network=network)
+        sent += count * sent_elems(kind, elems, len(ranks)) * elem_bytes
     calls = counts.total()
     return Flow(
         kind=kind,
@@ -189,8 +179,7 @@ def _flow(
         messages=calls * messages(kind, len(ranks)),
         contributed_bytes=sum(n * elems * size for (elems, size), n in counts.items()),
         sent={
-            network.inside.name: sent * (1 - route.between),
-            network.between.name: sent * route.between,
+            network.inside: sent * (1 - between),
+            network.between: sent * between,
         },
-        seconds=seconds,
     )

@@ -55,7 +55,7 @@ class _Supervised:
 _supervised: _Supervised | None = None
 _cases = 0
 
-_TAKE_MODELS = ("memory", "traffic", "advise")
+_TAKE_MODELS = ("memory", "traffic")
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Commands that may name a model of somebody else, and what such a name looks like."""
 

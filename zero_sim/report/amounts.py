@@ -1,4 +1,4 @@
-"""Amounts as people read them: bytes in powers of ten (GB) and of two (GiB), counts, seconds."""
+"""Amounts as people read them: bytes in powers of ten (GB) and of two (GiB), and tables."""
 
 from __future__ import annotations
 
@@ -38,14 +38,6 @@ def binary_bytes(amount: float) -> str:
         if amount >= 1024**power / 10:
             return f"{amount / 1024**power:,.2f} {name}"
     return f"{amount:,.0f} B"
-
-
-def seconds(amount: float) -> str:
-    """With its unit."""
-    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if amount >= scale:
-            return f"{amount / scale:,.3g} {name}"
-    return f"{amount * 1e6:,.3g} us"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zero_sim.cost.advise import Advice, Candidate
 from zero_sim.cost.rows import MemoryRow, TrafficRow
 from zero_sim.report.amounts import (
     aligned,
@@ -12,14 +11,11 @@ from zero_sim.report.amounts import (
     binary_unit,
     decimal_bytes,
     in_unit,
-    seconds,
     unit_for,
 )
 
 BAR_CHARS = 40
 """Width of a bar, whatever the terminal's."""
-ADVICE_MAX = 8
-"""Candidates shown of those that fit."""
 
 
 def render_memory(
@@ -135,18 +131,15 @@ def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str
 def render_traffic(rows: Sequence[TrafficRow]) -> str:
     """A table of what a rank sends, by kind and link."""
     network = rows[0].traffic.network
-    inside, between = network.inside.name, network.between.name
+    inside, between = network.inside, network.between
     kinds = list(dict.fromkeys(flow.kind for row in rows for flow in row.traffic.flows))
     unit = unit_for(float(row.traffic.sent) for row in rows)
     head = ["model", "stage", "N", "K", "calls", *kinds, f"total {unit[0]}"]
-    head += [inside, between, f"a {between}", "step", "hidden"]
+    head += [inside, between, f"a {between}"]
     table = [head]
     for row in rows:
-        traffic, time = row.traffic, row.time
+        traffic = row.traffic
         by_kind = {kind: sum(links.values()) for kind, links in traffic.by_kind().items()}
-        hidden = ""
-        if time is not None and time.communication:
-            hidden = f"{1 - time.exposed / time.communication:.0%}"
         table.append(
             [
                 row.model,
@@ -159,27 +152,16 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
                 in_unit(float(traffic.sent_over(inside)), unit),
                 in_unit(float(traffic.sent_over(between)), unit),
                 in_unit(float(traffic.sent_per_card), unit),
-                seconds(traffic.seconds if time is None else time.total),
-                hidden,
             ]
         )
-    compute = network.compute
-    hides = (
-        "nothing is said of computing, so that nothing hides"
-        if compute is None
-        else f"ranks compute {compute.teraflops:g} Tflop/s on {compute.tokens:,} tokens"
-    )
     return "\n".join(
         [
             f"Bytes that one rank sends in a step, in {unit[0]}{_size_of(unit)}; rings are laid "
             f"out {network.ring}.",
-            f"Nodes of {network.ranks_per_node} ranks; {inside}: inside, "
-            f"{network.inside.gigabytes_per_second:g} GB/s and "
-            f"{network.inside.microseconds:g} us; {between}: between, {network.cards} a node, "
-            f"{network.between.gigabytes_per_second:g} GB/s and "
-            f"{network.between.microseconds:g} us.",
+            f"Nodes of {network.ranks_per_node} ranks; {inside}: inside; {between}: between, "
+            f"{network.cards} a node.",
             f"{inside} and {between}: a mean over the ranks; `a {between}`: what leaves a node by "
-            f"each card; {hides}.",
+            f"each card.",
             *_through_first(rows, unit),
             "",
             aligned(table),
@@ -195,55 +177,6 @@ def _through_first(rows: Sequence[TrafficRow], unit: tuple[str, int]) -> Iterato
                 f"{row.model}: the first rank adds what all send it; "
                 f"{in_unit(row.traffic.through_first, unit)} {unit[0]} pass through it."
             )
-
-
-def render_advice(advice: Advice, *, limit: int) -> str:
-    """What fits, the best first, and why the rest does not."""
-    lines = [f"{advice.considered:,} ways weighed against {decimal_bytes(limit)} a rank."]
-    if advice.fitting:
-        best = advice.fitting[0]
-        lines += ["", f"Best: {_in_words(best)}.", ""]
-        lines.append(
-            aligned([_HEAD, *(_row(each) for each in advice.fitting[:ADVICE_MAX])], left=0)
-        )
-        left = len(advice.fitting) - ADVICE_MAX
-        if left > 0:
-            lines.append(f"... and {left} more that fit and are slower.")
-    else:
-        least = min((each.peak for each in advice.ruled_out), default=0)
-        lines += ["", f"Nothing fits: the smallest takes {decimal_bytes(least)}."]
-    if advice.ruled_out:
-        lines += ["", "Ruled out, each with the bucket size with which it takes least:"]
-        lines += [
-            f"  stage {each.stage}, K = {each.redundancy}: {each.why_not}"
-            for each in advice.ruled_out
-        ]
-    return "\n".join(lines)
-
-
-_HEAD = ["stage", "K", "bucket", "reshard", "at most", "between", "step", "exposed"]
-
-
-def _row(candidate: Candidate) -> list[str]:
-    kept = "" if candidate.stage < 3 else "yes" if candidate.reshard_after_forward else "no"
-    bucket = candidate.bucket_elems
-    return [
-        str(candidate.stage),
-        str(candidate.redundancy),
-        "one" if bucket is None else f"{bucket:,}",
-        kept,
-        decimal_bytes(candidate.peak),
-        decimal_bytes(candidate.between),
-        seconds(candidate.time.total),
-        seconds(candidate.time.exposed),
-    ]
-
-
-def _in_words(candidate: Candidate) -> str:
-    bucket = candidate.bucket_elems
-    cut = "one bucket a buffer" if bucket is None else f"buckets of {bucket:,} elements"
-    kept = "" if candidate.reshard_after_forward else ", params kept between forward and backward"
-    return f"stage {candidate.stage}, K = {candidate.redundancy}, {cut}{kept}"
 
 
 def _categories(held: Sequence[Mapping[str, int]]) -> list[str]:

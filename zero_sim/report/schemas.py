@@ -29,7 +29,6 @@ Command = Literal[
     "mutants",
     "memory",
     "traffic",
-    "advise",
     "fingerprint",
     "rules",
     "doctor",
@@ -271,17 +270,14 @@ def _traffic() -> Node:
             **dict.fromkeys(("kind", "group", "dtype"), _TEXT),
             **dict.fromkeys(("ranks", "calls", "messages", "contributed_bytes"), _COUNT),
             "sent_bytes": _COUNTS,
-            "seconds": _SECONDS,
         }
     )
-    times = ("step", "computing", "communicating", "exposed")
     row = _object(
         {
             **_WAY,
             "bytes_sent_per_rank": _described(sent, "By kind and link, and `total` by link."),
             **dict.fromkeys(("total", "bytes_sent_per_card", "calls", "messages"), _COUNT),
             "flows": _list(flow),
-            "seconds": _or_null(_object(dict.fromkeys(times, _NUMBER))),
         }
     )
     return {
@@ -322,26 +318,6 @@ def _network() -> Node:
     from zero_sim.cost.network import Network
 
     return _record(Network)
-
-
-def _advise() -> Node:
-    candidate = _object(
-        {
-            **dict.fromkeys(("stage", "redundancy", "peak", "bytes_between_nodes"), _COUNT),
-            "bucket_elems": _or_null(_COUNT),
-            "reshard_after_forward": _FLAG,
-            "peak_at": _TEXT,
-            **dict.fromkeys(("seconds", "exposed_seconds"), _NUMBER),
-            "why_not": _described(_TEXT, "Why it was ruled out; empty where it fits."),
-        }
-    )
-    return {
-        "best": _or_null(candidate),
-        "fitting": _described(_list(candidate), "The best first."),
-        "ruled_out": _list(candidate),
-        "considered": _COUNT,
-        "network": _network(),
-    }
 
 
 def _fingerprint() -> Node:
@@ -403,7 +379,6 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "mutants": _mutants,
     "memory": _memory,
     "traffic": _traffic,
-    "advise": _advise,
     "fingerprint": _fingerprint,
     "rules": _rules,
     "doctor": _doctor,

@@ -197,7 +197,7 @@ def _nodes() -> Step:
             network = Network(ranks_per_node=_NODE, cards=1, ring=ring)
             traffic = traffic_of(model.laid_out(), scenario=model.scenario, rank=0, network=network)
             flows = [flow for flow in traffic.flows if flow.dtype == "bfloat16"]
-            slow = sum(flow.sent[network.between.name] for flow in flows)
+            slow = sum(flow.sent[network.between] for flow in flows)
             if ring == _RINGS[0]:
                 whole = sum(flow.total_sent for flow in flows)
                 cells.append(f"{float(whole) / (2 * _PARAMS):g} P")
