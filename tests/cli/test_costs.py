@@ -1,7 +1,6 @@
 """The calculators, as users call them."""
 
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -178,18 +177,6 @@ def test_a_bad_topology_file(invoke):
     done = invoke("traffic", *COUNTED, "--topology", "links.toml")
     assert done.exit_code == 2
     assert "links.toml: 3 problems" in done.output
-
-
-def test_pictures_are_svg(invoke):
-    for words in (
-        ("memory", *COUNTED),
-        ("memory", "--params", "7e9", "--curve"),
-    ):
-        done = invoke(*words, "--svg", "out.svg")
-        assert done.exit_code == 0, done.output
-        root = ET.parse("out.svg").getroot()
-        assert root.tag.endswith("svg")
-        assert "prefers-color-scheme: dark" in Path("out.svg").read_text()
 
 
 def test_a_curve_has_a_row_for_each_number_of_ranks(invoke):

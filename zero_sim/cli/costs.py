@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,12 +146,6 @@ _curve = click.option("--curve", is_flag=True, help="Over 1 to 16,384 ranks.")
 _measure = click.option(
     "--measure", is_flag=True, help="Run it on simulated ranks, and hold the closed forms to that."
 )
-_svg = click.option(
-    "--svg",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write a picture as well: what each category saves, or with --curve the curve.",
-)
 
 
 @click.command()
@@ -159,7 +153,6 @@ _svg = click.option(
 @_deepspeed
 @_curve
 @_measure
-@_svg
 @json_option
 @click.pass_context
 def memory(
@@ -167,7 +160,6 @@ def memory(
     source: str | None,
     curve: bool,
     measure: bool,
-    svg: Path | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
@@ -185,21 +177,6 @@ def memory(
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
     first, last = rows[0], rows[-1]
-    plain = memory_row(
-        chosen[-1].with_choice(stage=0, redundancy=1, state_over="block"), has_masters=has_masters
-    )
-    falls = plain.footprint.held, last.footprint.held
-    title = f"{last.model}: stage 0 to stage {last.stage}, {last.ranks:,} ranks"
-    series = _series((row, row.footprint.total / GB) for row in rows)
-    if svg is not None:
-        from zero_sim.report.svg_costs import draw_curve, draw_waterfall
-
-        drawn = (
-            draw_curve(series, what="Bytes of a rank", unit="GB")
-            if curve
-            else draw_waterfall(*falls, title=title)
-        )
-        _write(svg, drawn, what="a picture")
     if as_json:
         told = first.as_dict()
         echo_report(
@@ -216,7 +193,7 @@ def memory(
             }
         )
     elif curve:
-        click.echo(render_curve(series, what="Bytes of a rank", unit="GB"))
+        click.echo(render_curve(_series(rows), what="Bytes of a rank", unit="GB"))
     elif measure:
         from zero_sim.report.ledger import render_memory_ledger
 
@@ -225,6 +202,10 @@ def memory(
     else:
         click.echo(render_memory(rows, alone=baseline))
         if last.stage:
+            alike = chosen[-1].with_choice(stage=0, redundancy=1, state_over="block")
+            plain = memory_row(alike, has_masters=has_masters)
+            title = f"{last.model}: stage 0 to stage {last.stage}, {last.ranks:,} ranks"
+            falls = plain.footprint.held, last.footprint.held
             click.echo(f"\n{render_waterfall(*falls, title=title)}")
     ctx.exit(int(any(any(run.differences()) for run in runs)))
 
@@ -361,14 +342,12 @@ def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False)
     return run_all(chosen, has_masters=has_masters)
 
 
-def _series(
-    points: Iterable[tuple[MemoryRow, float]],
-) -> dict[str, list[tuple[int, float]]]:
-    """What rows say over the ranks, by stage and copies."""
+def _series(rows: Sequence[MemoryRow]) -> dict[str, list[tuple[int, float]]]:
+    """Pairs of ranks and GB, by stage and copies."""
     series: dict[str, list[tuple[int, float]]] = {}
-    for row, value in points:
+    for row in rows:
         name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")
-        series.setdefault(name, []).append((row.ranks, value))
+        series.setdefault(name, []).append((row.ranks, row.footprint.total / GB))
     return series
 
 
@@ -397,12 +376,3 @@ def _network_dict(network: Network) -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(network)
-
-
-def _write(path: Path, text: str, *, what: str) -> None:
-    from zero_sim.host.files import unwritten, write_whole
-
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise unwritten(what, path, error) from None

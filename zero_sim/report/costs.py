@@ -65,7 +65,7 @@ def render_memory(
     return "\n".join(lines)
 
 
-def waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:
+def _waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """From one total down to another, category by category.
 
     Returns:
@@ -85,7 +85,7 @@ def waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple
 
 def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, title: str) -> str:
     """The same as bars of text."""
-    bars = waterfall(before, after)
+    bars = _waterfall(before, after)
     unit = unit_for(stop for _, _, stop in bars)
     most = max(max(start, stop) for _, start, stop in bars) or 1
     rows = [[title, "", unit[0]]]
