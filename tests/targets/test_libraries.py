@@ -70,15 +70,29 @@ def test_a_library_that_is_missing_is_told_with_what_installs_it():
     assert all("Try `pip install" in why for why in said if why)
 
 
-UPSTREAM = sorted((ROOT / "scenarios" / "upstream").glob("*.toml"))
+UPSTREAM = sorted((ROOT / "scenarios" / "upstream").glob("*.py"))
+WITHOUT_TARGET = {"fairscale"}
+"""Libraries of which there are scripts alone."""
 
 
 @pytest.mark.parametrize("path", UPSTREAM, ids=lambda path: path.stem)
 def test_a_known_divergence_has_all_that_its_authors_need(path):
-    (scenario,) = load_cases(path)
     script, text = (path.with_suffix(suffix).read_text() for suffix in (".py", ".md"))
-    assert scenario.expect.finding
     assert "zero_sim" not in script
     assert "torchrun" in script
     assert "Version: " in text
     assert f"`{path.stem}`" in (path.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", UPSTREAM, ids=lambda path: path.stem)
+def test_a_known_divergence_of_a_target_is_a_case_that_expects_it(path):
+    case = path.with_suffix(".toml")
+    if path.stem.partition("-")[0] in WITHOUT_TARGET:
+        assert not case.exists()
+        return
+    (scenario,) = load_cases(case)
+    assert scenario.expect.finding
+
+
+def test_each_case_of_a_known_divergence_has_a_script():
+    assert {path.stem for path in UPSTREAM[0].parent.glob("*.toml")} <= {p.stem for p in UPSTREAM}

@@ -1,6 +1,5 @@
 """Tied params under torch's own systems: one unit, two names of one param, equal bits."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -69,22 +68,6 @@ def test_fsdp1_accumulates_no_16_bit_gradient_of_a_tied_param_that_is_whole(part
     found = refusals(target, case("torch-fsdp1-knobs", **parts))
     assert [problem.path for problem in found] == paths
     assert not refusals(find_target("torch-fsdp1-knobs-as-is"), case("torch-fsdp1-knobs", **parts))
-
-
-@pytest.mark.parametrize(
-    ("name", "timing", "paths"),
-    [
-        ("fairscale-sharded-ddp", "eager", []),
-        ("fairscale-sharded-ddp", "lazy", ["model.tied"]),
-        ("fairscale-sharded-ddp-unbuffered", "hostile", ["model.tied"]),
-        ("fairscale-sharded-ddp-as-is", "lazy", []),
-        ("fairscale-oss", "lazy", []),
-    ],
-)
-def test_sharded_ddp_sends_one_memory_twice_where_nothing_comes_late(name, timing, paths):
-    stage = 1 if name == "fairscale-oss" else 2
-    scenario = replace(case(name, stage), world=WorldSpec(size=2, timing=timing))
-    assert [problem.path for problem in refusals(find_target(name), scenario)] == paths
 
 
 @pytest.mark.parametrize(

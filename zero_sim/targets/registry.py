@@ -9,7 +9,6 @@ from zero_sim.scenario.suggest import closest
 from zero_sim.targets.accelerate.ddp import ACCELERATE_DDP
 from zero_sim.targets.accelerate.fsdp2 import ACCELERATE_FSDP2
 from zero_sim.targets.deepspeed.zero import DEEPSPEED
-from zero_sim.targets.fairscale.oss import FAIRSCALE
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.megatron.core import MegatronCore
 from zero_sim.targets.megatron.fsdp import MEGATRON_FSDP
@@ -49,7 +48,6 @@ _LIBRARIES: dict[str, Target] = {
     target.name: target
     for target in (
         *DEEPSPEED,
-        *FAIRSCALE,
         MegatronCore(),
         *MEGATRON_FSDP,
         *ACCELERATE_DDP,

@@ -1,1 +1,0 @@
-"""fairscale's sharded optimizer as targets; `pip install "zero-sim[fairscale]"`."""
