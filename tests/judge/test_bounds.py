@@ -238,9 +238,9 @@ class TestAWrongSystemFails:
         assert " to " in result.findings[0].expected_value
 
     def test_a_certified_element_is_owed_exactly(self, bounded):
-        fault = FaultSpec(kind="corrupt", rank=1, collective="reduce_scatter", element=0, bit=0)
+        fault = FaultSpec(kind="corrupt", rank=1, collective="reduce_scatter", element=0, bit=9)
         result = bounded(
-            model=ModelSpec(name="lattice", shapes=((40,),), dtype="bf16"), faults=(fault,)
+            model=ModelSpec(name="bit-hash", shapes=((40,),), dtype="bf16"), faults=(fault,)
         )
         assert checks_of(result)[0] == "equality.grad"
         assert "every order of addition gives" in result.findings[0].message

@@ -125,7 +125,7 @@ def test_what_makes_none_is_refused_with_its_reason(said, path, words):
 
 
 @pytest.mark.parametrize("said", [{"tied": ("p0",)}, {"unused": ("p1",)}, {"one_rank": (one(),)}])
-@pytest.mark.parametrize("name", ["lattice", "bit-hash", "mlp"])
+@pytest.mark.parametrize("name", ["bit-hash", "mlp"])
 def test_other_models_have_no_use_for_them(name, said):
     scenario = case(name=name, shapes=None if name == "mlp" else SHAPES, **said)
     (path,) = (f"model.{field}" for field in said)

@@ -104,7 +104,7 @@ class TestMessages:
             "schema: expected 1, the format that this version reads, got 2 (integer). "
             "Write schema = 1, or upgrade zero_sim if the file is for a newer one.",
             "model.name: expected one of 'mlp', 'params', 'transformer-260', 'digits', "
-            "'unusual', 'moe', 'fp8', 'lattice', 'bit-hash', "
+            "'unusual', 'moe', 'fp8', 'bit-hash', "
             "'ternary', 'tp-block', got 'mpl' (string). Did you mean \"mlp\"?",
             "model.hidden: expected an integer, got '32' (string). Write 32, without quotes.",
             "model.blocks: expected an integer, got 3.0 (float). Write 3.",

@@ -95,7 +95,7 @@ def test_what_is_divided_in_one_dtype_and_cast_to_another_is_refused():
 def test_gradients_that_fp16_does_not_hold_are_not_summed_in_it():
     target, said = find_target("deepspeed-zero-0"), {"communication": "fp16"}
     plain = case(0, said=said)
-    exact = replace(plain, model=ModelSpec(name="lattice", shapes=((1,),)))
+    exact = replace(plain, model=ModelSpec(name="bit-hash", shapes=((1,),)))
     assert not refusals(target, plain)
     (problem,) = refusals(target, exact)
     assert "more than fp16 holds" in problem.message

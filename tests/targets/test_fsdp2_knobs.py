@@ -106,7 +106,7 @@ REFUSED = {
     "no copies": case({"all_reduce_last": "true"}),
     "expected one of bf16, fp16, fp32, param, got 'half'": case({"reduce_dtype": "half"}),
     "larger than what fp16 can be": replace(
-        SET["reduced in fp16"], model=ModelSpec(name="lattice", shapes=((3,),))
+        SET["reduced in fp16"], model=ModelSpec(name="bit-hash", shapes=((3,),))
     ),
 }
 

@@ -1,6 +1,5 @@
 """Tied params under torch's own systems: one unit, two names of one param, equal bits."""
 
-
 import pytest
 import torch
 from torch import nn

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_sim.scenario.spec import DataSpec, RunSpec, WorldSpec
+from zero_sim.scenario.spec import RunSpec, WorldSpec
 from zero_sim.workloads import build_workload
+from zero_sim.workloads.bit_hash import UNIT
 from zero_sim.workloads.exact import HashedTernary, hash_bits
-from zero_sim.workloads.lattice import UNIT
 
 SHAPES = ((3, 4), (), (0, 2), (90,))
 
@@ -44,7 +44,7 @@ def drawn(make_scenario):
 
 
 @pytest.mark.parametrize(("dtype", "budget"), [("bf16", 2**8), ("fp16", 2**11), ("fp32", 2**24)])
-@pytest.mark.parametrize("name", ["lattice", "bit-hash", "ternary"])
+@pytest.mark.parametrize("name", ["bit-hash", "ternary"])
 def test_gradients_are_within_the_budget(drawn, name, dtype, budget):
     _, _, grads = drawn(name, dtype=dtype)
     units = grads if name == "ternary" else grads / UNIT
@@ -52,28 +52,6 @@ def test_gradients_are_within_the_budget(drawn, name, dtype, budget):
     assert units.clamp(min=0).sum(0).max() <= budget
     assert (-units).clamp(min=0).sum(0).max() <= budget
     assert units.count_nonzero() > units.numel() / 3
-
-
-@pytest.mark.parametrize(("dtype", "budget"), [("bf16", 2**8), ("fp16", 2**11), ("fp32", 2**24)])
-def test_most_of_the_lattice_exhausts_the_budget(drawn, dtype, budget):
-    """Three elements of four, in positive units or in negative ones; one narrower bit shows."""
-    _, _, grads = drawn("lattice", ranks=4, micros=3, dtype=dtype)
-    units = grads / UNIT
-    reach = torch.maximum(units.clamp(min=0).sum(0), (-units).clamp(min=0).sum(0))
-    assert (reach == budget).float().mean() > 0.7
-
-
-def test_the_lattice_of_shared_data_fits_the_sum_of_all_ranks(drawn):
-    _, _, grads = drawn("lattice", ranks=3, data=DataSpec(ranks="same"))
-    assert torch.equal(grads[0], grads[2])
-    assert (grads / UNIT).clamp(min=0).sum(0).max() <= 2**8
-
-
-def test_the_lattice_does_not_look_at_the_params(drawn):
-    workload, module, grads = drawn("lattice")
-    with torch.no_grad():
-        module.p0.mul_(-3.0)
-    assert torch.equal(gradients(workload, module), grads[0])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -10,7 +10,7 @@ from zero_sim.workloads import build_workload
 from zero_sim.workloads.draws import working_dtype
 
 PLAIN = ["mlp", "params", "transformer-260", "digits"]
-NAMES = [*PLAIN, "unusual", "moe", "fp8", "lattice", "bit-hash", "ternary"]
+NAMES = [*PLAIN, "unusual", "moe", "fp8", "bit-hash", "ternary"]
 SHAPES = ((3, 2), (), (0, 4), (5,))
 
 

@@ -23,11 +23,11 @@ from zero_sim.scenario.spec import (
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED
 from zero_sim.targets import EVERYTHING
 
-BARE: tuple[ModelName, ...] = ("params", "lattice", "bit-hash")
+BARE: tuple[ModelName, ...] = ("params", "bit-hash")
 """Models that are nothing but params of given shapes."""
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
-    "lattice", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
+    "bit-hash", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
     "tp-block",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
@@ -82,7 +82,7 @@ def drawn_model(
         narrow = [each for each in able.dtypes if each != "fp32"]
         dtype = choices.among(narrow) if swarm.on("16-bit params") else "fp32"
     match name:
-        case "params" | "lattice" | "bit-hash":
+        case "params" | "bit-hash":
             freeze = (
                 _freeze(choices, "p0") if swarm.on("freeze", fits=len(shapes or ()) > 1) else ()
             )

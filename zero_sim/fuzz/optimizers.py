@@ -31,7 +31,6 @@ _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
 _WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _ENDINGS: dict[ModelName, tuple[str, str]] = {
     "params": ("0", "1"),
-    "lattice": ("0", "1"),
     "bit-hash": ("0", "1"),
     "moe": ("1.linear.weight", "bias"),
     "unusual": ("twice", "unused"),

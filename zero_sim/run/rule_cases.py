@@ -66,7 +66,7 @@ def with_model(base: Scenario, name: ModelName) -> Scenario:
         base: Any case.
         name: Of the model.
     """
-    shapes = ((3,), (2, 2)) if name in ("params", "lattice", "bit-hash") else None
+    shapes = ((3,), (2, 2)) if name in ("params", "bit-hash") else None
     if name in EXACT_MODELS:
         # What is divided by three before the sum is no exact number any more.
         base = changed(base, world={"size": min(2, base.world.size)})

@@ -114,7 +114,7 @@ def _model_size(model: ModelSpec) -> tuple[int, int]:
             return 8 * h * h + 32 * h, 16
         case "tp-block":
             return model.blocks * 8 * h * h + 4 * h, 1 + 6 * model.blocks
-        case "params" | "lattice" | "bit-hash":
+        case "params" | "bit-hash":
             shapes = model.shapes or ()
             return sum(map(math.prod, shapes)), len(shapes)
         case "transformer-260" | "unusual":

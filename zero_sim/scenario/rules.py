@@ -32,7 +32,7 @@ from zero_sim.scenario.unused import UNUSED, check_freeze_begins
 
 WORLD_SIZE_MAX = 4096
 """More rank threads than this is a slip of the finger, not a test."""
-_BARE_MODELS = ("params", "lattice", "bit-hash")
+_BARE_MODELS = ("params", "bit-hash")
 PARAM_ELEMS_MAX = 2**30
 """Elements of one `params` model; its fp32 master and reference alone then take 8 GiB."""
 SHAPES_MAX = 10_000
@@ -233,8 +233,8 @@ def _shapes(scenario: Scenario) -> Iterator[Problem]:
     elif model.name not in _BARE_MODELS and model.shapes is not None:
         yield Problem(
             path="model.shapes",
-            message="only models 'params', 'lattice' and 'bit-hash' take shapes, got them with "
-            f"model '{model.name}'.",
+            message="only models 'params' and 'bit-hash' take shapes, got them with model "
+            f"'{model.name}'.",
             suggestion='Leave them out, or write name = "params".',
         )
 

@@ -17,7 +17,6 @@ ModelName = Literal[
     "unusual",
     "moe",
     "fp8",
-    "lattice",
     "bit-hash",
     "ternary",
     "tp-block",
@@ -102,11 +101,10 @@ class ModelSpec:
     of each awkward kind of param: frozen, tied, used twice, unused, on one rank or in one
     micro-batch only, empty, strided, of a second dtype; `moe`: a mixture of experts with an fp32
     router, of which each rank holds its share; `fp8`: `mlp` with weight matrices in fp8 and a scale
-    each. Three have a reduced gradient that no order of addition changes: `lattice`: bare params
-    whose gradients are data; `bit-hash`: the same with gradients that depend on every bit of every
-    param; `ternary`: a network of the usual layers that computes with small whole numbers.
-    `tp-block`: blocks of attention and two layers, cut over tensor-parallel ranks, which compute
-    with small whole numbers, too."""
+    each. Two have a reduced gradient that no order of addition changes: `bit-hash`: bare params
+    whose gradients depend on every bit of every param; `ternary`: a network of the usual layers
+    that computes with small whole numbers. `tp-block`: blocks of attention and two layers, cut over
+    tensor-parallel ranks, which compute with small whole numbers, too."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params, and of the gradients of those in fp8; the optimizer always keeps
     fp32 masters."""
@@ -121,7 +119,7 @@ class ModelSpec:
     """`fp8`: format of the weight matrices; `mixed`: e4m3 into the inner layer of each block, e5m2
     out of it."""
     shapes: tuple[tuple[int, ...], ...] | None = None
-    """`params`, `lattice`, `bit-hash`: one shape per param, in registration order; a zero makes an
+    """`params`, `bit-hash`: one shape per param, in registration order; a zero makes an
     empty param. Other models leave it out."""
     tied: tuple[str, ...] = ()
     """`params`: names of params that are tied: another module of the model, `again`, has each of

@@ -20,7 +20,7 @@ _USED_BY_MODELS: dict[str, tuple[ModelName, ...]] = {
     "blocks": ("mlp", "fp8", "tp-block"),
     "experts": ("moe",),
     "fp8_format": ("fp8",),
-    "shapes": ("params", "lattice", "bit-hash"),
+    "shapes": ("params", "bit-hash"),
     "tied": ("params",),
     "unused": ("params",),
     "one_rank": ("params",),

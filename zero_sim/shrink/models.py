@@ -21,8 +21,7 @@ _PLAINER: dict[ModelName, tuple[ModelName, ...]] = {
     "unusual": ("mlp", "moe"),
     "digits": ("mlp",),
     "transformer-260": ("mlp",),
-    "lattice": ("params",),
-    "bit-hash": ("lattice", "params"),
+    "bit-hash": ("params",),
     "ternary": ("mlp",),
     "tp-block": ("mlp",),
 }
@@ -45,7 +44,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
         if model.name == "unusual":
             yield from _as_awkward(scenario)
     for name in _PLAINER.get(model.name, ()):
-        bare = name in ("params", "lattice")
+        bare = name == "params"
         other = ModelSpec(
             name=name,
             dtype=model.dtype,

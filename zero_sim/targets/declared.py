@@ -39,7 +39,6 @@ PLAIN_MODELS: tuple[ModelName, ...] = (
     "mlp",
     "params",
     "transformer-260",
-    "lattice",
     "bit-hash",
 )
 """Models of which every rank has all params and every micro-batch uses each of them."""

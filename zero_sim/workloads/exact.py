@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero_sim.scenario.spec import DtypeName, ModelName, Scenario
 
-EXACT_MODELS: frozenset[ModelName] = frozenset({"lattice", "bit-hash", "ternary"})
+EXACT_MODELS: frozenset[ModelName] = frozenset({"bit-hash", "ternary"})
 """Models that claim a reduced gradient which no order of addition changes."""
 
 _SIGNIFICAND_BITS: Final[Mapping[DtypeName, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import assert_never
 
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario
+from zero_sim.workloads.bit_hash import BitHashWorkload
 from zero_sim.workloads.digits import DigitsWorkload
 from zero_sim.workloads.fp8 import Fp8Workload
-from zero_sim.workloads.lattice import BitHashWorkload, LatticeWorkload
 from zero_sim.workloads.mlp import MlpWorkload
 from zero_sim.workloads.moe import MoeWorkload
 from zero_sim.workloads.params import ParamsWorkload
@@ -46,8 +46,6 @@ def build_workload(scenario: Scenario) -> Workload:
             return MoeWorkload(scenario)
         case "fp8":
             return Fp8Workload(scenario)
-        case "lattice":
-            return LatticeWorkload(scenario)
         case "bit-hash":
             return BitHashWorkload(scenario)
         case "ternary":

@@ -133,11 +133,11 @@ def test_avg_is_a_division_where_nccl_only_moves_data(on_nccl):
 
 def test_avg_is_nccls_own_where_it_adds_as_it_likes(standin):
     """Of three ranks it rounds what they bring, so that the sum depends on the order."""
-    lattice = ModelSpec(name="lattice", shapes=((5, 3), (4,)))
+    exact = ModelSpec(name="bit-hash", shapes=((5, 3), (4,)))
     setup = replace(own_setup("nccl"), native=True)
 
     def case(size):
-        chosen = {"model": lattice, "world": WorldSpec(size=size), "system": FSDP2}
+        chosen = {"model": exact, "world": WorldSpec(size=size), "system": FSDP2}
         return Scenario(schema=1, name="case", **chosen, run=RunSpec(steps=2))
 
     with on_workers(setup) as judge:

@@ -89,7 +89,7 @@ class TorchFSDP2Knobs:
         """What of a case is known to go wrong, or is by no rule that can be declared."""
         chosen: Any = chosen_options(self, scenario)
         yield from without_rule(scenario, chosen)
-        is_large = scenario.model.name in ("lattice", "bit-hash")
+        is_large = scenario.model.name == "bit-hash"
         if reduced_in(scenario, chosen) == "fp16" and is_large:
             yield Problem(
                 path="model.name",

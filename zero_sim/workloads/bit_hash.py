@@ -1,0 +1,87 @@
+"""`bit-hash`: bare params whose gradients are small whole numbers of one unit.
+
+The loss is the sum over all elements of `c * p`, so the gradient is `c`: a hash of the param's bits
+and of the micro-batch. One wrong bit in one param changes the next gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zero_sim.scenario.spec import Scenario
+from zero_sim.workloads.draws import (
+    batch_generator,
+    plant_nan,
+    rows_of,
+    weight_generator,
+    working_dtype,
+)
+from zero_sim.workloads.exact import budget_units, hash_bits
+from zero_sim.workloads.protocol import Batch
+
+UNIT = 2.0**-6
+
+
+class HashedParams(nn.Module):
+    """Params `p0`, `p1`, ... and nothing else; forward is the loss itself."""
+
+    def __init__(self, bits: tuple[Tensor, ...], *, units_max: int) -> None:
+        super().__init__()
+        self._units_max = units_max
+        self._elems = [initial.numel() for initial in bits]
+        for index, initial in enumerate(bits):
+            self.register_parameter(f"p{index}", nn.Parameter(initial.clone()))
+
+    def forward(self, factors: Tensor) -> Tensor:
+        """Return the 0-D loss for `factors`, (1,) fp64: the salt of the hashes."""
+        params = [param.detach().reshape(-1) for param in self.parameters()]
+        flat = torch.cat(params)
+        salt = int(factors.nan_to_num(0.0, 0.0, 0.0).item())
+        units = hash_bits(flat, salt=salt) % (2 * self._units_max + 1) - self._units_max
+        # A salt that is not finite makes all of them NaN.
+        hashed = (units * UNIT + (factors - factors)).to(flat.dtype)
+        total = hashed.new_zeros(())
+        for param, c in zip(self.parameters(), hashed.split(self._elems), strict=True):
+            total = total + (param.reshape(-1) * c).sum()
+        return total
+
+
+class BitHashWorkload:
+    """Bare params under a loss whose factors are hashes of the params' bits."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Draw the initial params, N(0, 1), once.
+
+        Args:
+            scenario: Uses `model.shapes`, `model.dtype`, `data`, `world.size`,
+                `run.micro_batches` and `run.seed`.
+        """
+        self._scenario = scenario
+        generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
+        self._bits = tuple(
+            torch.randn(shape, generator=generator).to(dtype)
+            for shape in scenario.model.shapes or ()
+        )
+
+    def build(self) -> nn.Module:
+        """Return a fresh `HashedParams`, whose share of the budget is the same for all ranks."""
+        shares = self._scenario.world.size * self._scenario.run.micro_batches
+        units_max = max(1, budget_units(self._scenario) // shares)
+        return HashedParams(self._bits, units_max=units_max)
+
+    def batch(self, *, step: int, rank: int, micro: int) -> Batch:
+        """Return `inputs` (1,) fp64: a salt; no targets."""
+        scenario = self._scenario
+        generator = batch_generator(scenario, step=step, rank=rank, micro=micro)
+        salt = torch.randint(2**31, (1,), generator=generator).double()
+        plant_nan(salt, scenario=scenario, step=step, rank=rank, micro=micro)
+        return Batch(inputs=salt, targets=None, row_count=rows_of(scenario, rank=rank))
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return what the module returns, 0-D, in fp32."""
+        return module(batch.inputs).float()
+
+    def accuracy(self, module: nn.Module) -> float | None:
+        """Return None: there is nothing to classify."""
+        return None
