@@ -1,4 +1,4 @@
-"""The plain baselines, and per-param ZeRO as articles print it."""
+"""The plain baselines."""
 
 from __future__ import annotations
 
@@ -63,47 +63,3 @@ def test_it_is_refused_on_several_ranks():
     result = run_case(replace(ALONE, world=WorldSpec(size=2)))
     assert result.verdict == "error"
     assert "expected at most 1 data-parallel ranks, got 2" in str(result.error)
-
-
-def printed(target, *, stage, shapes, size):
-    """A case of a printed target on bare params, or on an mlp without shapes."""
-    model = ModelSpec(name="params", shapes=shapes) if shapes else ModelSpec(name="mlp", hidden=5)
-    return Scenario(
-        schema=1,
-        model=model,
-        world=WorldSpec(size=size),
-        system=SystemSpec(target=target, stage=stage),
-        run=RunSpec(steps=2),
-    )
-
-
-def test_printed_stage_1_is_right_where_the_ranks_divide_every_param():
-    result = run_case(printed("printed-zero1", stage=1, shapes=((4,), (2, 4)), size=4))
-    assert result.verdict == "pass", result.findings
-
-
-@pytest.mark.parametrize("elems", [1, 3, 5, 7])
-def test_and_fails_where_they_do_not(elems):
-    result = run_case(printed("printed-zero1", stage=1, shapes=((4,), (elems,)), size=4))
-    assert [finding.check for finding in result.findings] == ["world.rank-failed"]
-    assert "assign a gradient of size" in result.findings[0].message
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_mended_it_is_right_for_every_size(size):
-    shapes = ((size - 1,), (size,), (size + 1,), (1,), (0,), (), (2, 3))
-    result = run_case(printed("printed-zero1-mended", stage=1, shapes=shapes, size=size))
-    assert result.verdict == "pass", result.findings
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_printed_stage_3_frees_before_backward_needs():
-    result = run_case(printed("printed-zero3", stage=3, shapes=None, size=2))
-    assert [finding.check for finding in result.findings] == ["world.rank-failed"]
-    assert "size of tensor a (0)" in result.findings[0].message
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_mended_it_does_not(size):
-    result = run_case(printed("printed-zero3-mended", stage=3, shapes=None, size=size))
-    assert result.verdict == "pass", result.findings

@@ -13,7 +13,6 @@ from zero_sim.targets.imported import load_target
 from zero_sim.targets.megatron.core import MegatronCore
 from zero_sim.targets.megatron.fsdp import MEGATRON_FSDP
 from zero_sim.targets.own import ZeroSimTarget
-from zero_sim.targets.printed import PRINTED
 from zero_sim.targets.protocol import Target
 from zero_sim.targets.single_device import SingleDevice
 from zero_sim.targets.torch.ddp import TorchDDP
@@ -40,7 +39,6 @@ _TARGETS: dict[str, Target] = {
         TorchFSDP2(),
         TorchFSDP2Knobs(),
         TorchFSDP2Knobs(as_is=True),
-        *PRINTED,
     )
 }
 

@@ -1,8 +1,12 @@
 """Per-param ZeRO as articles print it, with the mistakes that it mostly has, and mended.
 
 Both are short, and right wherever they are usually tried: with sizes that the ranks divide, and
-with modules in the middle of a model. They are targets to show what is found, and no part of the
-system.
+with modules in the middle of a model. Run them in this folder:
+
+    zero-sim run stage-1-fails.toml --target printed_zero:STAGE_1
+    zero-sim run stage-1-mended.toml --target printed_zero:STAGE_1_MENDED
+    zero-sim run stage-3-fails.toml --target printed_zero:STAGE_3
+    zero-sim run stage-3-mended.toml --target printed_zero:STAGE_3_MENDED
 
 [Note: a slice for a padded shard]
 Stage 1 cuts each param, padded to a multiple of the ranks, into even shards, and gives the shard of
@@ -31,9 +35,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets.declared import ADAMW_SETTINGS, Capabilities, Numerics
-from zero_sim.targets.protocol import Engine
-from zero_sim.targets.torch.optim import settings_of
+from zero_sim.targets import ADAMW_SETTINGS, Capabilities, Engine, Numerics, settings_of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -229,10 +231,7 @@ class Printed:
         return kind(module, scenario=scenario, group=group, mended=self.mended)
 
 
-PRINTED = (
-    Printed(name="printed-zero1", stage=1, mended=False),
-    Printed(name="printed-zero1-mended", stage=1, mended=True),
-    Printed(name="printed-zero3", stage=3, mended=False),
-    Printed(name="printed-zero3-mended", stage=3, mended=True),
-)
-"""Targets that show what is found."""
+STAGE_1 = Printed(name="printed-zero1", stage=1, mended=False)
+STAGE_1_MENDED = Printed(name="printed-zero1-mended", stage=1, mended=True)
+STAGE_3 = Printed(name="printed-zero3", stage=3, mended=False)
+STAGE_3_MENDED = Printed(name="printed-zero3-mended", stage=3, mended=True)
