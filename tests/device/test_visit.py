@@ -18,7 +18,7 @@ from zero_sim.zero import unit
 def visit(tmp_path_factory):
     """A whole visit by the command: what it printed, and its report."""
     path = tmp_path_factory.mktemp("visit") / "report.json"
-    asked = ("doctor", "--gpu", "--gpu-report", str(path), "--seconds", "100000")
+    asked = ("doctor", "--gpu", "--gpu-report", str(path))
     done = subprocess.run(
         [sys.executable, "-m", "zero_sim", *asked],
         env={**os.environ, "STANDIN_DEVICES": "3", "ZERO_SIM_TEST_RING": "0,2,1"},
@@ -31,15 +31,14 @@ def visit(tmp_path_factory):
 
 
 def test_every_step_is_taken_and_passes(visit):
-    assert [step["ok"] for step in visit["steps"]] == [True] * 8
+    assert [step["ok"] for step in visit["steps"]] == [True] * 4
     assert all(step["failures"] == [] for step in visit["steps"])
 
 
 def test_ranks_computed_on_it_and_their_ring_was_found(visit):
     told = {step["name"]: step for step in visit["steps"]}
-    assert told["order"]["details"]["arrangement"]["rings"] == [[0, 2, 1]]
     assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["told"]
-    assert told["machine"]["details"]["ranks"] == 3
+    assert visit["machine"]["ranks"] == 3
 
 
 def test_a_case_that_fails_is_repeated_on_it(tmp_path, monkeypatch):

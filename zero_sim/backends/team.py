@@ -105,7 +105,6 @@ class Teams:
     Args:
         backend: What the workers speak, `gloo` or `nccl`.
         preload: Modules to import before the workers are forked.
-        teams_open_max: The least recently used team ends when there would be more.
         job_rank: Where workers are part of a larger job: which; None where each team is all of it.
 
     Example:
@@ -118,12 +117,10 @@ class Teams:
         *,
         backend: str = "gloo",
         preload: Sequence[str] = ("zero_sim.backends.worker",),
-        teams_open_max: int = TEAMS_OPEN_MAX,
         job_rank: JobRank | None = None,
     ) -> None:
         self._backend = backend
         self._job_rank = job_rank
-        self._teams_open_max = teams_open_max
         self._teams: dict[int, _Team] = {}
         self._numbers = itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="zero-sim-")
@@ -221,7 +218,7 @@ class Teams:
     def _team(self, size: int) -> _Team:
         team = self._teams.pop(size, None)
         if team is None:
-            while len(self._teams) >= self._teams_open_max:
+            while len(self._teams) >= TEAMS_OPEN_MAX:
                 self._end(self._teams.pop(next(iter(self._teams))))
             team = self._start(size)
         self._teams[size] = team

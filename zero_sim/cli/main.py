@@ -461,14 +461,6 @@ def schema(what: str) -> None:
     help="Where --gpu writes it, as JSON.",
 )
 @click.option(
-    "--seconds",
-    type=click.FloatRange(min=0, max=10**6),
-    callback=a_number,
-    default=540.0,
-    show_default=True,
-    help="After how long --gpu begins no further step.",
-)
-@click.option(
     "--step",
     "only",
     multiple=True,
@@ -495,7 +487,6 @@ def doctor(
     as_json: bool,
     gpu: bool,
     gpu_report: Path,
-    seconds: float,
     only: tuple[str, ...],
     target: str | None,
     packages: tuple[str, ...],
@@ -514,7 +505,7 @@ def doctor(
     if gpu:
         if as_json:
             raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")
-        ctx.exit(_visit(gpu_report, seconds=seconds, only=only))
+        ctx.exit(_visit(gpu_report, only=only))
     if only:
         raise UsageError("expected --step with --gpu, whose steps they are, got it without.")
     from zero_sim.doctor import examine
@@ -529,23 +520,22 @@ def doctor(
     ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
 
 
-def _visit(path: Path, *, seconds: float, only: Sequence[str]) -> int:
+def _visit(report: Path, *, only: Sequence[str]) -> int:
     """Take the steps of `doctor --gpu`; the exit status."""
     with packages_needed():
-        from zero_sim.visit import Step, Visit, write_report
+        from zero_sim.visit import Step, bundles_of, visit
 
     def tell(step: Step) -> None:
-        state = {True: "ok", False: "NO", None: "--"}[step.ok]
+        state = "ok" if step.ok else "NO"
         click.echo(printable(f"{state}  {step.name:10} {step.seconds:6.1f} s  {step.proves}"))
         for line in step.told:
             click.echo(printable(f"      {line}"))
 
-    bundles = path.with_name(f"{path.stem}-bundles")
-    visit = Visit(bundles=bundles, seconds=seconds, only=only, tell=tell)
-    steps = visit.take()
-    write_report(path, visit)
+    steps = visit(report, only=only, tell=tell)
     kept = sum(bool(failure.get("bundle")) for step in steps for failure in step.failures)
-    click.echo(f"report: {path}" + (f", and {kept} bundles in {bundles}" if kept else ""))
+    click.echo(
+        f"report: {report}" + (f", and {kept} bundles in {bundles_of(report)}" if kept else "")
+    )
     return 0 if all(step.ok for step in steps) else 1
 
 

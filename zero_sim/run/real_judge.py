@@ -125,19 +125,18 @@ class RealJudge:
         return [self.setup.note(scenario), *self._processes.notes]
 
 
-def on_workers(setup: Setup, *, target: str = "", teams: Teams | None = None) -> RealJudge:
+def on_workers(setup: Setup, *, target: str = "") -> RealJudge:
     """A judge on worker processes of its own, kept from case to case.
 
     Args:
         setup: What carries the collectives.
         target: As for `RealJudge`.
-        teams: Workers that are there already, and stay; they preloaded `PRELOAD`.
 
     Raises:
         EnvironmentProblem: This machine has no such backend.
     """
     find_transport(setup.backend).check()
-    return RealJudge(setup, _Workers(setup.backend, teams), target=target)
+    return RealJudge(setup, _Workers(setup.backend), target=target)
 
 
 def as_launched(setup: Setup, *, target: str = "") -> RealJudge:
@@ -159,16 +158,14 @@ def as_launched(setup: Setup, *, target: str = "") -> RealJudge:
 class _Workers:
     """Worker processes of its own."""
 
-    def __init__(self, backend: str, teams: Teams | None) -> None:
+    def __init__(self, backend: str) -> None:
         self.notes: Sequence[str] = ()
         self._told: dict[int, Sequence[str]] = {}
         """What workers said is fixed about the backend, by their number."""
-        self._is_own = teams is None
-        self._teams = teams or Teams(backend=backend, preload=PRELOAD)
+        self._teams = Teams(backend=backend, preload=PRELOAD)
 
     def __exit__(self, *exception: object) -> None:
-        if self._is_own:
-            self._teams.close()
+        self._teams.close()
 
     def run(
         self, job: Job, payload: Mapping[str, Any], *, needed: int, stall_seconds: float
