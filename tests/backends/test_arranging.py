@@ -7,12 +7,13 @@ from zero_sim.backends.arranging import fit, in_words, with_channels
 from zero_sim.backends.probe import observe, verify
 from zero_sim.backends.probe_models import by_model, pieces_of
 from zero_sim.reference import Arrangement
-from zero_sim.reference.arrangement import ADD, chain_of_machines, in_order
+from zero_sim.reference.arrangement import ADD, in_order
 
 SIZE = 6
 ELEMS = 5 * SIZE
 TURNED = Arrangement(rings=((0, 3, 5, 1, 4, 2),))
-TREE = chain_of_machines([[0, 1], [2, 3], [4, 5]])
+TREE = (1, 0, ADD, 5, 4, ADD, 3, 2, ADD, ADD, ADD)
+"""Of three machines of two ranks: the chain of the second and third one below the first's."""
 
 
 def observed(arrangement, kind, *, order="nccl-ring"):

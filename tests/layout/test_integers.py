@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_sim.errors import LayoutError
-from zero_sim.layout import ceil_div, exact_div, round_up
+from zero_sim.layout import ceil_div, round_up
 
 
 class TestCeilDiv:
@@ -36,16 +36,3 @@ class TestRoundUp:
     def test_goes_to_the_next_multiple(self, value, expected):
         """A multiple stays; anything else goes up."""
         assert round_up(value, 4) == expected
-
-
-class TestExactDiv:
-    """exact_div is a division that must come out even."""
-
-    def test_divides(self):
-        """A multiple is divided."""
-        assert exact_div(12, 4) == 3
-
-    def test_names_the_remainder_and_what_to_try(self):
-        """The message holds both operands, the remainder and the next multiple."""
-        with pytest.raises(LayoutError, match=r"multiple of 4, got 13, which leaves 1.*= 16"):
-            exact_div(13, 4)

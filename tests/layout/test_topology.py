@@ -33,13 +33,6 @@ def test_every_rank_is_in_one_group():
     assert sorted(ranks) == list(range(24))
 
 
-def test_experts_are_dealt_out_to_the_ranks_of_a_dp_cp_group():
-    topology = Topology(tp=2, cp=2, dp=2, ep=2)
-    assert topology.dp_cp_groups() == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert topology.expert_groups() == ((0, 4), (2, 6), (1, 5), (3, 7))
-    assert Topology(dp=6, ep=3).expert_groups() == ((0, 3), (1, 4), (2, 5))
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -11,7 +11,6 @@ from zero_sim.reference.adding import SumSite, SumSpan, add_ranks, add_replicas
 from zero_sim.reference.arrangement import (
     ADD,
     Arrangement,
-    chain_of_machines,
     channel_parts,
     in_order,
     pat_together,
@@ -173,21 +172,6 @@ def test_pat_adds_as_its_phases(count, part_bytes):
 def test_how_much_pat_moves_at_once_depends_on_the_size():
     sizes = (1 << 10, 100 << 10, 1 << 24)
     assert [pat_together(64, part_bytes=size) for size in sizes] == [32, 16, 8]
-
-
-def test_trees_of_several_machines():
-    """Fourteen machines of one rank, as in the picture of NCCL's source; and chains below heads."""
-    tree = chain_of_machines([[rank] for rank in range(14)])
-    children = {0: [8], 8: [4, 12], 4: [2, 6], 12: [10, 13], 2: [1, 3], 6: [5, 7], 10: [9, 11]}
-
-    def text(node):
-        told = str(node)
-        for child in children.get(node, []):
-            told = f"({told}+{text(child)})"
-        return told
-
-    assert shown(tree) == text(0)
-    assert shown(chain_of_machines([[0, 1, 2], [3, 4, 5]])) == "(((2+1)+0)+((5+4)+3))"
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "reduce"])

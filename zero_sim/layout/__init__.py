@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_sim.layout.arena import ArenaPlan, plan_arena
 from zero_sim.layout.grad_plan import GradUnitPlan, plan_grad_units
-from zero_sim.layout.integers import ceil_div, exact_div, round_up
+from zero_sim.layout.integers import ceil_div, round_up
 from zero_sim.layout.partition import Partition, PartitionRule
 from zero_sim.layout.plan import BucketPlan, BufferKey, BufferPlan, Fragment, PlacedParam
 from zero_sim.layout.planner import plan_buffers
@@ -26,7 +26,6 @@ __all__ = [
     "PlacedParam",
     "Span",
     "ceil_div",
-    "exact_div",
     "plan_arena",
     "plan_buffers",
     "plan_grad_units",

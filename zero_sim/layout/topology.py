@@ -110,9 +110,3 @@ class Topology:
     def dp_cp_groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups that each train one set of params: one for every (tp, pp)."""
         return self.groups_over("dp", "cp")
-
-    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups that each train one set of experts: `ep` of them in every dp-cp group."""
-        return tuple(
-            ranks[index :: self.ep] for ranks in self.dp_cp_groups() for index in range(self.ep)
-        )

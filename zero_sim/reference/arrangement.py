@@ -90,37 +90,6 @@ def ring_to(ring: Sequence[int], ends_on: int) -> Tree:
     return chain_of([*ring[start:], *ring[:start]])
 
 
-def chain_of_machines(machines: Sequence[Sequence[int]]) -> Tree:
-    """The tree of an all-reduce in the first tree of a search of NCCL's pattern `tree`.
-
-    Args:
-        machines: The ranks of each machine, from the one on which other machines hang.
-    """
-    return _binary(0, machines)
-
-
-def _binary(node: int, machines: Sequence[Sequence[int]]) -> Tree:
-    own = chain_of(machines[node][::-1])
-    for child in _children(node, len(machines)):
-        own = (*own, *_binary(child, machines), ADD)
-    return own
-
-
-def _children(node: int, count: int) -> Iterator[int]:
-    """Of a node of the binary tree over `count` nodes whose root is 0: leaves are the odd ones."""
-    bit = node & -node if node else 1 << max(count - 1, 1).bit_length()
-    if node:
-        if bit > 1:
-            yield node - bit // 2
-            low = bit // 2
-            while low and node + low >= count:
-                low //= 2
-            if low:
-                yield node + low
-    elif count > 1:
-        yield bit // 2
-
-
 def pieces(
     arrangement: Arrangement, *, kind: str, elems: int, elem_bytes: int, ends_on: int
 ) -> Iterator[tuple[int, int, Tree]]:

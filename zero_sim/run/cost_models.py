@@ -29,11 +29,10 @@ def models_of_file(path: Path) -> list[Model]:
     Raises:
         ScenarioError: with every problem of the file.
     """
-    return [model_of_case(scenario) for scenario in load_cases(path)]
+    return [_model_of_case(scenario) for scenario in load_cases(path)]
 
 
-def model_of_case(scenario: Scenario) -> Model:
-    """What a case trains; see `models_of_file`."""
+def _model_of_case(scenario: Scenario) -> Model:
     dp_cp_group = dp_cp_groups_of(scenario)[0].scenario
     module = build_module(build_workload(dp_cp_group), expert_index=0, tp_index=0)
     return Model(sizes=sizes_of(module), scenario=dp_cp_group)
