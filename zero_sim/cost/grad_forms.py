@@ -21,7 +21,6 @@ class GradForm:
 
     names: tuple[str, ...]
     """Their params, in the order in which they are expected."""
-    name_elems: tuple[int, ...]
     kind: str
     turn: int
     """How many of its kind and dtype come before it."""
@@ -119,7 +118,6 @@ def _form(
     is_own = sum(elems) > system.reduce_buffer_elems or not system.contiguous_grads
     return GradForm(
         names=tuple(names),
-        name_elems=tuple(elems),
         kind=homes[0].kind,
         turn=turn,
         runs=tuple(
