@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -43,6 +43,8 @@ class InFlightBuffers:
         """How often what is in flight has changed."""
         self.watcher: Callable[[], None] | None = None
         """Called when the first one takes off and when the last one has landed."""
+        self.works_with_callbacks: dict[Any, None] = {}
+        """Works that the rank has not waited for and whose futures have callbacks."""
 
     def __iter__(self) -> Iterator[InFlightBuffer]:
         return iter(self._buffers.values())
@@ -57,14 +59,17 @@ class InFlightBuffers:
         if self.watcher is not None and len(self._buffers) == 1:
             self.watcher()
 
-    def land(self, buffer: InFlightBuffer) -> None:
-        """Note that its rank has waited for it; landing twice is fine."""
-        if self._buffers.pop(id(buffer), None) is not None:
-            self.changes += 1
-            if self.watcher is not None and not self._buffers:
-                self.watcher()
+    def land(self, buffer: InFlightBuffer) -> bool:
+        """Note that its rank has waited for it; return False if it was not in flight."""
+        if self._buffers.pop(id(buffer), None) is None:
+            return False
+        self.changes += 1
+        if self.watcher is not None and not self._buffers:
+            self.watcher()
+        return True
 
     def clear(self) -> None:
         """Forget all, between two programs."""
         self._buffers.clear()
+        self.works_with_callbacks.clear()
         self.changes += 1

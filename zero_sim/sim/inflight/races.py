@@ -2,8 +2,8 @@
 
 A detector sees every tensor operation of one rank: it is a `TorchDispatchMode`, which torch asks
 before each operation, also those of autograd, of hooks and of torch's C++ code. What gets at memory
-without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `print`, which torch hides
-from modes, and threads of the program's own.
+without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `torch.save`, pickling,
+`print`, which torch hides from modes, and threads of the program's own.
 
 [Note: an unwatched simulator]
 The simulator moves the data of all ranks in the thread of one, and the judge looks at what it

@@ -47,6 +47,11 @@ class RankOp(Protocol):
         """What the rank has in flight for it."""
         ...
 
+    @property
+    def written(self) -> bool:
+        """True if its outputs are in the rank's memory."""
+        ...
+
     def start_wait(self) -> None:
         """The rank begins to wait for it."""
         ...
@@ -109,6 +114,11 @@ class EagerOp:
     awaited: Pending
     record: int
     buffers: Sequence[InFlightBuffer] = ()
+
+    @property
+    def written(self) -> bool:
+        """True once it was performed; `RankOp.written`."""
+        return self.awaited.done
 
     def start_wait(self) -> None:
         """Nothing to do; `RankOp.start_wait`."""
