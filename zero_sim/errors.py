@@ -6,8 +6,10 @@ A mistake of the user is never an `assert`; an `assert` is a mistake of ours.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zero_sim.untrusted import printable
 
@@ -16,6 +18,15 @@ class ZeroSimError(Exception):
     """Root of every error that zero_sim raises on purpose."""
 
     exit_status = 1
+
+    @property
+    def report(self) -> str:
+        """Text for a reader who gets no traceback from Python."""
+        return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without __init__, whose arguments are other ones than the message.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class UsageError(ZeroSimError, ValueError):

@@ -98,7 +98,7 @@ class _Commands(click.Group):
                 supervisor.listen()
                 return super().invoke(ctx)
         except ZeroSimError as error:
-            click.echo(printable(f"Error: {error}", lines=True), err=True)
+            click.echo(printable(f"Error: {error.report}", lines=True), err=True)
             ctx.exit(error.exit_status)
         except KeyboardInterrupt:
             name = heard_name()

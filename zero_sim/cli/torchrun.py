@@ -250,10 +250,11 @@ def _run(
 
 
 def _tell_failure(run: ScriptRun) -> None:
-    if isinstance(getattr(run.failure, "error", None), SystemExit):
+    failure = run.failure
+    if failure is None or isinstance(getattr(failure, "error", None), SystemExit):
         _say(f"Error: {run.ending}")
     else:
-        _say(f"Error: {run.failure}")
+        _say(f"Error: {failure.report}")
 
 
 def _finish(
