@@ -27,6 +27,7 @@ DOCS = ROOT / "docs"
 COMPARED = (DOCS / "what-is-compared.md").read_text()
 TARGETS = (DOCS / "targets.md").read_text()
 CI = (DOCS / "ci.md").read_text()
+RANKS = (DOCS / "tests-on-ranks.md").read_text()
 
 TABLES = {
     "model": spec.ModelSpec,
@@ -138,6 +139,15 @@ def test_the_script_of_a_page_runs_by_the_commands_that_the_page_gives(tmp_path,
         done = CliRunner().invoke(main, command.split())
         assert done.exit_code == 0, done.output
         assert "step 1 loss" in done.output
+
+
+def test_the_example_of_every_schedule_runs():
+    (page,) = [each for each in _python(RANKS) if "import explore" in each]
+    exec(compile(page, "tests-on-ranks.md", "exec"), {})
+
+
+def _python(page):
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
 
 
 class FlatEngine:
