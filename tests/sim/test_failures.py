@@ -11,7 +11,14 @@ FAILURES = (
     ContractViolation("no", aspect="dtype", rank=1, other_rank=0),
     Deadlock((), cycle=("rank 0 waits",)),
     InFlightRace(
-        "no", rank=1, operation="all_reduce", site="a.py:1", dtype="f", shape=(2,), detail="", hint=""
+        "no",
+        rank=1,
+        operation="all_reduce",
+        site="a.py:1",
+        dtype="f",
+        shape=(2,),
+        detail="",
+        hint="",
     ),
     RankStalled(1, 2.0, "here"),
     ScenarioError("a.toml", [Problem(path="world.size", message="no")]),
