@@ -172,6 +172,8 @@ dist.barrier()
         (["--seeds", "a", "fine.py"], "expected numbers such as 0,3; got 'a'"),
         (["--own-modules", "torch", "fine.py"], "expected own modules to be top-level packages"),
         (["--own-modules", "a.b", "fine.py"], "got 'a.b'"),
+        (["--own-modules", "brokem", "fine.py"], "got 'brokem'. Did you mean 'broken'?"),
+        (["--ignore", "ms", "fine.py"], "expected --ignore with --runs or --seeds, got it alone"),
         (["--output-of", "4", "fine.py"], "expected to show the output of ranks below 1, got 4"),
         (["--order", "lineal", "fine.py"], "expected order to be one of"),
         (["--nproc-per-node", "gpu", "fine.py"], "'gpu' is not a valid integer"),

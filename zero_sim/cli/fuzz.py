@@ -245,10 +245,10 @@ def resume_command(plan: Plan, *, place: str | None) -> str:
         ("--family", plan.family, 1),
         ("--shard", "/".join(map(str, plan.shard)), "1/1"),
         ("--cases", plan.cases, None),
-        ("--seconds", plan.seconds and f"{plan.seconds:g}", None),
+        ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),
     ):
         if value != default:
-            words += [option, str(value)]
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.options))])
 
 
