@@ -145,7 +145,7 @@ work.wait()
     done = torchrun(source, "--runs", "2")
     assert done.exit_code == 1
     assert "data race on rank" in done.stderr
-    assert "at train.py:10 reads elements 0 to 4" in done.stderr
+    assert "at train.py:10 reads elements [0, 4)" in done.stderr
     assert torchrun(source, "--runs", "2", "--no-races").exit_code == 0
 
 

@@ -52,7 +52,7 @@ for work in works:
     )
     named = launch(source, timing="hostile", races=True)
     assert isinstance(named.failure, DataRace)
-    assert "at train.py:11 reads elements 0 to 2 of the output" in str(named.failure)
+    assert "at train.py:11 reads elements [0, 2) of the output" in str(named.failure)
     assert "issued at train.py:10" in str(named.failure)
 
 

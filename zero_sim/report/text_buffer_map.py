@@ -62,7 +62,7 @@ def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
     if equal_elems(buffer_map) == 0:
         return [*lines, describe_spread(buffer_map)]
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
-        lines.append(f"of it, elements {buffer_map.start:,} to {buffer_map.stop:,}")
+        lines.append(f"of it, elements [{buffer_map.start:,}, {buffer_map.stop:,})")
     numel = buffer_map.stop - buffer_map.start
     if numel > _CELLS_MAX:
         per_char = -(-numel // _CELLS_MAX)

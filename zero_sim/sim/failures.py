@@ -217,7 +217,7 @@ class DataRace(WorldFailure):
         verb = "writes" if access.writes else "reads"
         super().__init__(
             f"data race on rank {rank}: {access.operation} at {access.site}{place} {verb} elements "
-            f"{access.start} to {access.stop} of the {buffer.role} of {buffer.what}, which is in "
+            f"[{access.start}, {access.stop}) of the {buffer.role} of {buffer.what}, which is in "
             f"flight\n"
             f"  issued at {buffer.site} and not waited for\n"
             f"  {buffer.role}: shape {tuple(tensor.shape)}, {tensor.dtype}, {busy} until then\n"
