@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.fuzz.test_merging import shard
+from zero_sim.bundle import read_bundle
 from zero_sim.cost.network_file import load_network
 from zero_sim.errors import Problem, ScenarioError, UsageError
 from zero_sim.fuzz.corpus import read_corpus
@@ -58,6 +59,29 @@ def test_what_a_file_says_is_clipped(reader, tmp_path):
         reader(tmp_path)
     assert len(str(caught.value)) < 5_000
     assert "expected" in str(caught.value) or "unknown" in str(caught.value)
+
+
+SECRET = "root:*:19000:0:99999:7:::"
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "said"),
+    [
+        (load_cases, "a.toml", "got: a link, not a regular file. Put a copy of the file"),
+        (load_network, "a.toml", "got: a link, not a regular file. Put a copy of the file"),
+        (lambda path: read_calls(path, rank=0), "a.json", "expected JSON"),
+        (read_corpus, "batches-1-of-1.jsonl", "got: a link, not a regular file"),
+        (read_bundle, "bundle.json", "got: a link, not a regular file"),
+    ],
+    ids=["scenario", "topology", "trace", "corpus", "bundle"],
+)
+def test_no_line_of_what_a_link_leads_to_is_told(read, name, said, tmp_path):
+    (tmp_path / "shadow").write_text(SECRET)
+    (tmp_path / name).symlink_to("shadow")
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path if name == "bundle.json" else tmp_path / name)
+    assert said in str(caught.value)
+    assert "19000" not in str(caught.value)
 
 
 def test_a_problem_is_the_same_in_text_and_as_a_record():
