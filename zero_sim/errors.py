@@ -6,7 +6,6 @@ A mistake of the user is never an `assert`; an `assert` is a mistake of ours.
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,11 @@ class ZeroSimError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without __init__, whose arguments are other ones than the message.
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return _copied, (type(self), *self.args), self.__dict__
+
+
+def _copied(kind: type[ZeroSimError], *args: object) -> ZeroSimError:
+    return kind.__new__(kind, *args)
 
 
 class UsageError(ZeroSimError, ValueError):

@@ -185,8 +185,7 @@ def fuzz(
         shard=shard,
         corpus=folder,
     )
-    started = time.monotonic()
-    progress = _Progress(started)
+    progress = _Progress(started := time.monotonic())
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, open_batch_pool(render=render_case, jobs=jobs, scheduler=scheduler) as batch_pool:
