@@ -10,6 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "zero_sim"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
+INCLUSIVE = re.compile(r"\{[^{}]*(?:start|first|offset|reached)[^{}]*\} to (?:\"\s+f\")?\{.*")
+"""`{start} to {stop}`, which nobody can tell whether it is half-open; `[{start}, {stop})` is."""
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -26,6 +28,9 @@ class TestEveryModule:
     def test_it_has_a_docstring_and_a_telling_name(self, path):
         assert ast.get_docstring(ast.parse(path.read_text()))
         assert path.stem not in ("utils", "util", "helpers", "common", "misc")
+
+    def test_it_writes_spans_half_open(self, path):
+        assert not INCLUSIVE.findall(path.read_text())
 
 
 TESTS = [

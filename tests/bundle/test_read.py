@@ -131,6 +131,31 @@ def test_a_head_that_is_not_right(path, edit, said):
     assert caught.value.exit_status == 2
 
 
+LONG = "n" * 100_000
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        set_("id", to=LONG),
+        set_("verdict", to=LONG),
+        set_("verdict", to="n " * 50_000),
+        set_(LONG, to=1),
+        set_("scenario", "system", "target", to=LONG),
+        set_("scenario", "model", LONG, to=1),
+        set_("scenario", "model", "dtype", to=LONG),
+        set_("target", to=LONG),
+    ],
+)
+def test_a_long_value_is_clipped_in_the_error(path, edit):
+    change(path, edit)
+    with pytest.raises(
+        BundleError, match=r"\[\.\.\. \d+,\d+ characters \.\.\.\]|expected .*got"
+    ) as caught:
+        read_bundle(path)
+    assert len(str(caught.value)) < 4_000
+
+
 @pytest.mark.parametrize(
     ("file", "data", "said"),
     [

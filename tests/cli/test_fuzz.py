@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shlex
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -93,7 +94,10 @@ def test_cases_that_may_be_of_another_finding_are_said_to_be(tmp_path, pool):
 def test_what_is_yet_to_be_made_smaller_is_not_called_the_smallest(tmp_path, pool):
     pool.outcome = {"found": (replace(FOUND, as_met=True),)}
     done = fuzz(tmp_path, "--cases", "10")
-    assert "so far      2 ranks, 1 param [[2]], 1 step; go on with --corpus" in done.output
+    assert (
+        "so far      2 ranks, 1 param [[2]], 1 step; to have it made smaller: zero-sim fuzz"
+        in done.output
+    )
     assert "smallest" not in done.output
 
 
@@ -105,7 +109,32 @@ def test_an_interrupt_is_130(tmp_path, pool):
     pool.outcome = {"complete": False, "cases": 2}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 130
-    assert "everything so far is kept" in done.output
+    assert f"Go on with:\n  zero-sim fuzz --corpus {tmp_path} --cases 10\n" in done.output
+
+
+def test_what_goes_on_after_an_interrupt_is_the_same_campaign(tmp_path, pool):
+    pool.outcome = {"complete": False, "cases": 2, "verdicts": {"pass": 2}}
+    options = ["--target", "torch-ddp", "--seed", "3", "--family", "2", "--shard", "1/2"]
+    options += ["--seconds", "50", "--option", "static_graph=1"]
+    done = fuzz(tmp_path, *options)
+    (command,) = [line for line in done.output.splitlines() if "zero-sim fuzz" in line]
+    pool.outcome = {}
+    again = CliRunner().invoke(main, [*shlex.split(command)[1:], "--cases", "100"])
+    assert again.exit_code == 0, again.output
+    assert (pool.job.target, pool.job.family, pool.job.options) == (
+        "torch-ddp",
+        2,
+        (("static_graph", "1"),),
+    )
+
+
+def test_where_no_corpus_was_given_the_command_names_the_one_that_was_begun(
+    tmp_path, pool, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    pool.outcome = {"complete": False, "cases": 2}
+    done = CliRunner().invoke(main, ["fuzz", "--cases", "10"])
+    assert "zero-sim fuzz --corpus .zero-sim/corpus/zero_sim-0-1 --cases 10\n" in done.output
 
 
 def test_a_lost_batch_is_3(tmp_path, pool):

@@ -49,7 +49,7 @@ def test_a_shard_at_the_place_of_another(judged, monkeypatch):
     model = ModelSpec(name="params", shapes=((12,),))
     finding = first_of(judged(model=model), "equality.params")
     assert finding.message.endswith(
-        "what came begins with what elements 8 to 12 of param 'p0' should have"
+        "what came begins with what elements [8, 12) of param 'p0' should have"
     )
 
 

@@ -91,3 +91,8 @@ def test_a_folder_that_cannot_be_written_costs_no_verdict(pytester, run):
     result = run(str(path), "--zero-sim-bundles=kept.txt")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["*expect.finding*", "*no bundle in kept.txt*"])
+
+
+def test_a_path_of_the_ini_file_that_is_not_there_is_refused(pytester, run):
+    pytester.makeini("[pytest]\nzero_sim_scenarios = casse\n")
+    assert "expected zero_sim_scenarios to name files and folders" in "\n".join(run().errlines)

@@ -118,7 +118,7 @@ class TestMissing:
     def test_no_reduction_of_the_bucket(self, even_strip):
         said = self.missing(even_strip(), ("all_reduce", 3), ("all_gather", 24))
         assert said == (
-            "no call of this step reduces 24 elements, as one for bucket 0, elements 0 to 24, "
+            "no call of this step reduces 24 elements, as one for bucket 0, elements [0, 24), "
             "would; was it issued?"
         )
 
@@ -128,7 +128,7 @@ class TestMissing:
         said = self.missing(strip, ("all_reduce", 12), flat_offset=13)
         assert said == (
             "1 call of this step reduces 12 elements, and 2 buckets have as many; was one issued "
-            "for bucket 1, elements 12 to 24?"
+            "for bucket 1, elements [12, 24)?"
         )
 
     def test_nothing_is_missing(self, even_strip):

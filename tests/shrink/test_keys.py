@@ -63,10 +63,10 @@ def test_a_key_of_an_earlier_version_has_fewer_parts():
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("elements 0 to 3 of 7 belong to no rank", "elements 2 to 9 of 11 belong to no rank"),
+        ("elements [0, 3) of 7 belong to no rank", "elements [2, 9) of 11 belong to no rank"),
         (
-            "data race on rank 1: aten::add_ at /home/me/a.py:12 reads elements 0 to 4",
-            "data race on rank 3: aten::add_ at /tmp/a.py:12 reads elements 3 to 9",
+            "data race on rank 1: aten::add_ at /home/me/a.py:12 reads elements [0, 4)",
+            "data race on rank 3: aten::add_ at /tmp/a.py:12 reads elements [3, 9)",
         ),
         (
             "all_reduce #3 of group 'grid0' (ranks 0 2) was never waited for",

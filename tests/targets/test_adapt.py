@@ -279,6 +279,18 @@ def test_names_that_are_no_mapping_are_an_error(pool):
     assert "expected `names` of Wrong to be a mapping of its own names" in result.error
 
 
+@pytest.mark.parametrize("names", [{1: "a"}, {"a": 1}])
+def test_names_that_are_no_strings_are_told_of(pool, names):
+    class Wrong(OfOtherNames):
+        def __init__(self, module, scenario, group):
+            super().__init__(module, scenario, group)
+            self.names = names
+
+    result = judge(pool, Target(Wrong))
+    assert result.verdict == "error"
+    assert "got a dict with 1 (int), which is no string. Rename the attribute" in result.error
+
+
 class Sharded(torch.Tensor):
     """Has of a DTensor what tells it from other tensors."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from zero_sim.backends.pool import is_lost
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.fuzz.batch_pool import BatchPool
-from zero_sim.fuzz.corpus import Corpus, Head, counted, open_corpus
+from zero_sim.fuzz.corpus import SHARDS_MAX, Corpus, Head, counted, open_corpus
 from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.recheck import Rechecked, recheck
 from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
@@ -53,9 +53,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         number, count = self.shard
-        if not 1 <= number <= count:
+        if not 1 <= number <= count <= SHARDS_MAX:
             raise UsageError(
-                f"expected a shard of 1/{count} to {count}/{count}, got {number}/{count}"
+                f"expected a shard of 1/N to N/N, with N of at most {SHARDS_MAX:,}, "
+                f"got {number}/{count}."
             )
         if self.family < 1:
             raise UsageError(f"expected a family of at least 1, got {self.family}")

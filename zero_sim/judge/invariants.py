@@ -86,14 +86,14 @@ def _check_cover(
                 yield _ownership(
                     name,
                     reached,
-                    f"elements {reached} to {start} of {numel} belong to no rank",
+                    f"elements [{reached}, {start}) of {numel} belong to no rank",
                     stop=start,
                 )
             elif start < reached and start < stop:
                 yield _ownership(
                     name,
                     start,
-                    f"elements {start} to {min(stop, reached)} belong to ranks "
+                    f"elements [{start}, {min(stop, reached)}) belong to ranks "
                     f"{last_rank} and {rank}",
                     stop=min(stop, reached),
                 )

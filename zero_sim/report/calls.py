@@ -174,7 +174,7 @@ def _missing(
     if verb is None or not elems:
         return ""
     seen = sum(elems in (record.elems, record.output_elems) for record in carrying)
-    what = f"bucket {bucket.index}, elements {bucket.start} to {bucket.stop}"
+    what = f"bucket {bucket.index}, elements [{bucket.start}, {bucket.stop})"
     if not seen:
         return (
             f"no call of this step {verb} {elems} elements, as one for {what}, would; was it "

@@ -289,15 +289,16 @@ def check_names(answer: object, *, engine: object) -> Mapping[str, str]:
     """
     if answer is None:
         return {}
-    fine = isinstance(answer, Mapping) and all(
-        isinstance(own, str) and isinstance(name, str) for own, name in answer.items()
+    got = shown(answer)
+    if isinstance(answer, Mapping):
+        others = [each for pair in answer.items() for each in pair if not isinstance(each, str)]
+        if not others:
+            return answer
+        got = f"a {_type(answer)} with {shown(others[0])}, which is no string"
+    raise ProtocolError(
+        f"expected `names` of {_type(engine)} to be a mapping of its own names of params to those "
+        f"of the bare model, got {got}. Rename the attribute if it is something else."
     )
-    if not fine:
-        wanted = "a mapping of its own names of params to those of the bare model"
-        raise ProtocolError(
-            f"expected `names` of {_type(engine)} to be {wanted}, got {shown(answer)}."
-        )
-    return answer  # pyrefly: ignore
 
 
 def check_saving(answer: object, *, engine: object) -> Saving:
@@ -367,6 +368,8 @@ def check_numbers(answer: object, *, engine: object, method: str) -> Mapping[str
     if not isinstance(answer, Mapping):
         raise _wrong(engine, method, "a mapping of names to numbers", answer)
     for name, value in answer.items():
+        if not isinstance(name, str):
+            raise _wrong(engine, method, "strings as names", name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise _wrong(engine, method, f"a number for {name!r}", value)
     return answer

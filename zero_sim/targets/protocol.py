@@ -324,7 +324,8 @@ class Target(Protocol):
     What it declares besides, in attributes of these names, is read where it is there:
     `capabilities` (`Capabilities`; None for all that a scenario can say), `numerics` (`Numerics`,
     or a function of the case), `options` of its own (`Option` by name), and a method
-    `refuses(scenario)` that gives more `Problem`s than the capabilities can say; and
+    `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
+    `Problem`s; and
     `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. Of a case
     that reloads, capabilities and `refuses` are asked once more about the world and the layout
     after the checkpoint.

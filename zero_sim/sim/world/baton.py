@@ -311,9 +311,7 @@ def _as_failure(rank: int, error: BaseException) -> WorldFailure:
     if isinstance(error, TimedOut):
         return error.deadlock
     hide_simulator(error)
-    failure = RankFailed(rank, error, "".join(traceback.format_exception(error)))
-    failure.__cause__ = error
-    return failure
+    return RankFailed(rank, error, "".join(traceback.format_exception(error)))
 
 
 class PausedClock:

@@ -559,9 +559,10 @@ def check_settings(
 
 def _for_the_caller(failure: WorldFailure) -> WorldFailure:
     """A failure as the caller of `World.run` is to see it: its message and the program's frames."""
-    # A rank's traceback stands in the message; Python must not print it a second time.
-    failure.__context__, failure.__cause__ = failure.__cause__ or failure.__context__, None
-    failure.__suppress_context__ = True
+    if not isinstance(failure, RankFailed):
+        # The message has all that matters of the error that led to it.
+        failure.__context__, failure.__cause__ = failure.__cause__ or failure.__context__, None
+        failure.__suppress_context__ = True
     return failure.with_traceback(program_traceback(failure))
 
 
