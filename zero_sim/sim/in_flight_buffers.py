@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from zero_sim.sim.callsite import site_of
+from zero_sim.sim.undefined import UndefinedMemory
 
 Role = Literal["input", "output"]
 """An input may still be read by the program, but not written; an output neither."""
@@ -27,6 +28,8 @@ class InFlightBuffer:
     """Where it was issued."""
     whole: Tensor | None = None
     """The tensor that the operation was given, where `tensor` may be only a part of it."""
+    undefined: bool = False
+    """True if what the operation leaves in it is undefined; see `zero_sim.sim.undefined`."""
 
     @property
     def site(self) -> str:
@@ -43,6 +46,9 @@ class InFlightBuffers:
         """How often what is in flight has changed."""
         self.watcher: Callable[[], None] | None = None
         """Called when the first one takes off and when the last one has landed."""
+        self.undefined = UndefinedMemory()
+        """Landed outputs with undefined content. Empty without a watcher, since nobody would note
+        that the program overwrites them."""
 
     def __iter__(self) -> Iterator[InFlightBuffer]:
         return iter(self._buffers.values())
@@ -54,6 +60,8 @@ class InFlightBuffers:
         """Note that its memory is lent from now on."""
         self._buffers[id(buffer)] = buffer
         self.changes += 1
+        if buffer.role == "output":
+            self.undefined.define(buffer.tensor)
         if self.watcher is not None and len(self._buffers) == 1:
             self.watcher()
 
@@ -61,10 +69,16 @@ class InFlightBuffers:
         """Note that its rank has waited for it; landing twice is fine."""
         if self._buffers.pop(id(buffer), None) is not None:
             self.changes += 1
-            if self.watcher is not None and not self._buffers:
+            if self.watcher is None:
+                return
+            if buffer.undefined:
+                origin = f"output of {buffer.what}, issued at {buffer.site}"
+                self.undefined.mark(buffer.tensor, origin=origin)
+            if not self._buffers:
                 self.watcher()
 
     def clear(self) -> None:
         """Forget all, between two programs."""
         self._buffers.clear()
+        self.undefined.clear()
         self.changes += 1

@@ -56,7 +56,7 @@ class World:
             random numbers; rank `r` starts every program as after `manual_seed(seed + r)`.
         depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
         races: Whether every tensor operation of a rank is checked against the memory that the rank
-            has lent to operations and not waited for.
+            has lent to operations and not waited for, and against outputs with undefined content.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
         strict: Whether what gloo would accept and NCCL not is an error, too: tensors that are not
@@ -406,7 +406,7 @@ class World:
     def _watch(self, rank: int) -> AbstractContextManager[object]:
         if not self.races:
             return nullcontext()
-        return RaceDetector(rank, buffers=self.in_flight[rank], fail=self._baton.fail)
+        return RaceDetector(rank, buffers=self.in_flight[rank], fail=self._run.fail)
 
     def _leave(self, rank: int, status: int) -> None:
         """End the world in place of the process, since a rank called os._exit."""
