@@ -297,7 +297,8 @@ class World:
     def pause_clock(self, pause: bool = True) -> AbstractContextManager[None]:
         """Do not count against `stall_seconds` what the calling rank does inside this block.
 
-        For a harness that runs code of its own in a rank's turn.
+        For a harness that runs code of its own in a rank's turn. The log marks calls inside as the
+        harness's, those of blocks within it too.
 
         Args:
             pause: False counts again what is done inside, within a block that does not.
