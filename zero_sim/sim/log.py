@@ -128,12 +128,7 @@ class EventLog:
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def add(self, record: CollectiveRecord, *, of_harness: bool = False) -> None:
-        """Note a call.
-
-        Args:
-            record: The call.
-            of_harness: Whether its rank is in a block of `World.pause_clock`.
-        """
+        """Note a call, marked if its rank is in a block of `World.pause_clock`."""
         if of_harness:
             self.harness.add(len(self.collectives))
         self.collectives.append(record)
