@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +50,16 @@ def test_everything_comes_back(path, scenario, failed):
             assert read.evidence.start == wrote.evidence.start
             assert torch.equal(read.evidence.got, wrote.evidence.got)
             assert torch.equal(read.evidence.expected, wrote.evidence.expected)
+
+
+def test_marks_of_a_harness_come_back(scenario, failed, folder):
+    log = copy.copy(failed.logs[0])
+    log.harness = {1, 4}
+    marked = replace(failed, logs=(log, *failed.logs[1:]))
+    written = write_bundle(scenario, marked, folder=folder)
+    assert [each.harness for each in read_bundle(written).logs] == [
+        {1, 4}, *(each.harness for each in failed.logs[1:]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", ["turns.json", "events.jsonl", "tensors.safetensors"])

@@ -181,7 +181,7 @@ class CaseResult:
     unobserved: tuple[str, ...] = ()
     """What the target does not tell, so that nothing is said of it."""
     collectives: int = 0
-    """Collectives that the world recorded."""
+    """Collectives that the world recorded, without those that only the judge caused."""
     log_digest: str = ""
     """Digest of the event log: equal for two runs of one seed."""
     error: str = ""

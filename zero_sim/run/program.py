@@ -27,7 +27,12 @@ from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
 from zero_sim.judge.given_back import Hook, ModuleNote, hooks_of, note_module
-from zero_sim.judge.harness import PauseClock, engine_time, harness_time
+from zero_sim.judge.harness import (
+    PauseClock,
+    caused_by_harness,
+    engine_time,
+    harness_time,
+)
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
 from zero_sim.run.dp_cp_groups import DpCpGroup
@@ -153,7 +158,8 @@ def build_program(
         group, context = dist.group.WORLD, contexts[0]
         if len(contexts) > 1:
             # Every rank makes every group, in one order, as torch.distributed demands.
-            groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
+            with caused_by_harness(pause_clock):
+                groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
             mine = next(
                 i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
             )
@@ -338,7 +344,8 @@ def _train(
     deferred = overlaps_params(scenario.system)
     if dist.get_world_size() > group.size():
         # Judges of all dp-cp groups step together, which they can once every engine is there.
-        dist.barrier()
+        with caused_by_harness(pause_clock):
+            dist.barrier()
     saving: Saving | None = None
     for step in range(segment.start, segment.stop):
         if step == segment.save_step:
@@ -378,7 +385,8 @@ def _train(
         _end_save(segment, segment.save, engine, saving)
         return
     # On every rank: where params are sharded, a forward is one of them all.
-    accuracy = workload.accuracy(engine.module)
+    with caused_by_harness(pause_clock):
+        accuracy = workload.accuracy(engine.module)
     if context.dp_cp_group.ranks[rank] == 0:
         outcome.accuracy = accuracy
         outcome.notes.extend(engine.notes())
@@ -408,7 +416,8 @@ def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: P
     """Have the module given back, last of all, and let the judge look at it."""
     with harness_time(pause_clock):
         held = {name: param.clone() for name, param in built.engine.params().items()}
-    module = built.engine.unwrap()
+    with caused_by_harness(pause_clock):
+        module = built.engine.unwrap()
     with harness_time(pause_clock):
         judge.observe_given_back(
             rank, step, module, before=built.note, held=held, not_its_own=built.own_hooks

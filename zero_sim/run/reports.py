@@ -132,7 +132,7 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         accuracy=next((each.accuracy for each in ran.reports if each.accuracy is not None), None),
         said=said,
         notes=ran.notes,
-        collectives=sum(len(log.collectives) for log in ran.logs),
+        collectives=sum(len(log.collectives) - len(log.harness) for log in ran.logs),
         log_digest="+".join(log.digest() for log in ran.logs) if with_digest else "",
         buffer_maps=[buffer_map for report in ran.reports for buffer_map in report.buffer_maps],
     )
