@@ -53,7 +53,7 @@ from zero_sim.judge.working_params import check_casts, check_scales, check_untra
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
-from zero_sim.targets.adapt import GRADIENTS, PARTS
+from zero_sim.targets.adapt import PARTS
 from zero_sim.targets.costs import CostCase, Costs, form_of
 
 _LAGGING = (DigestComparison, TrajectoryComparison)
@@ -104,6 +104,8 @@ class Judge:
         self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
+        self.can_unwrap = True
+        """False if the engine of any rank has no `unwrap`; then none is asked for its module."""
         self.has_stepped = False
         """Whether any step was taken, and on finite gradients: others prove nothing."""
         self.owed: Counter[Guarantee] = Counter()
@@ -211,6 +213,7 @@ class Judge:
         """
         self._ownership.note_facts(rank, facts)
         self._group.unobserved.update(facts.unreported)
+        self.can_unwrap &= facts.can_unwrap
         if self.has_started:
             self._comparison.set_addresses(self._ownership.addresses)
             tell_parts = PARTS not in self._group.unobserved
@@ -237,7 +240,12 @@ class Judge:
             rank: The rank, within the group.
             engine: Its engine; params can be read.
         """
-        self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
+        with engine.asked_once():
+            # On every rank, whether or not the reference still stands where the load left it.
+            engine.parts()
+            engine.params()
+            engine.settings()
+            self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
 
     def hold_to_costs(
         self,
@@ -323,11 +331,25 @@ class Judge:
             result: What its engine said of the step.
             engine: Its engine; params may still be in flight.
         """
-        if self._bad_step is not None and step > self._bad_step:
-            return
-        with self.aside(rank):
+        with self.aside(rank), engine.asked_once():
+            self._query_after_step(step, engine)
+            if self._bad_step is not None and step > self._bad_step:
+                return
             self._observe(rank, step, losses, result, engine)
         self._close_window(rank, step)
+
+    def _query_after_step(self, step: int, engine: CompletedEngine) -> None:
+        """Query an engine for everything that may be compared after a step.
+
+        Its answers may take collectives. So the queries follow from the case alone: no finding,
+        and nothing that one rank reports, decides whether another rank is queried.
+        """
+        engine.parts()
+        engine.stray_gradients(padding_only=True)
+        if self._group.shows_grads_of_params:
+            engine.gradients()
+        if self.costs.held is not None and step == self.weighed_step:
+            engine.held_bytes()
 
     def _observe(
         self,
@@ -343,7 +365,7 @@ class Judge:
             self._expected(step)
             if self._comparison.uncertified_step is None:
                 compare = partial(self._compare, rank, step, losses, result, engine)
-                self._hold(step, engine, compare)
+                self._hold(step, compare)
                 if self.costs.held is not None and step == self.weighed_step:
                     self._report(step, self._compare_memory(rank, step, engine))
             else:
@@ -363,11 +385,9 @@ class Judge:
 
     def _note_silence(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Note before the reference's first step whether gradients are told, which explain it."""
-        is_first = step == self.first_step and step not in self._comparison.steps
-        if is_first and PARTS not in self._group.unobserved:
+        if step == self.first_step and step not in self._comparison.steps:
             parts = engine.parts()
             if parts and all(part.grad is None for part in parts):
-                self._group.unobserved.add(GRADIENTS)
                 self._comparison.watch_updates()
 
     def _close_window(self, rank: int, step: int) -> None:
@@ -388,11 +408,14 @@ class Judge:
 
     def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
-        if self._bad_step is None or step <= self._bad_step:
-            if self._comparison.uncertified_step is None:
-                compare = partial(self._compare_params, rank, step, engine)
-                self._hold(step, engine, compare, agreed=self._parts[rank])
-            with self.aside(rank):
+        with self.aside(rank), engine.asked_once():
+            # On every rank, whatever was found: see `_query_after_step`.
+            engine.params()
+            engine.stray_padding()
+            if self._bad_step is None or step <= self._bad_step:
+                if self._comparison.uncertified_step is None:
+                    compare = partial(self._compare_params, rank, step, engine)
+                    self._hold(step, compare, agreed=self._parts[rank])
                 found = check_untrained(engine, group=self._group, step=step, rank=rank)
                 self._report(step, found)
         self._observed[rank] = step
@@ -446,21 +469,18 @@ class Judge:
     def _hold(
         self,
         step: int,
-        engine: CompletedEngine,
         compare: Callable[[], Iterator[Finding]],
         *,
         agreed: Sequence[OwnedPart] = (),
     ) -> None:
         """Report what a comparison finds, with a reference of this case's own from then on."""
         if isinstance(self._comparison, _LAGGING) and not self._comparison.is_alone:
-            with engine.asked_once():
-                noted = self._group.noted()
-                with suppress(DigestsDiffer):
-                    if next(compare(), None) is None:
-                        return
-                self._group.go_back(noted)
-                self._go_alone(agreed)
-                return self._report(step, compare())
+            noted = self._group.noted()
+            with suppress(DigestsDiffer):
+                if next(compare(), None) is None:
+                    return
+            self._group.go_back(noted)
+            self._go_alone(agreed)
         self._report(step, compare())
 
     def _go_alone(self, agreed: Sequence[OwnedPart] = ()) -> None:
@@ -563,8 +583,7 @@ class Judge:
             yield Known(what=what, values=loss)
 
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
-        with self.aside(rank):
-            params, held = engine.params(), self._ownership.held[rank]
+        params, held = engine.params(), self._ownership.held[rank]
         expected = self._comparison.scales(step)
         scales = engine.scales([name for name in expected if name in held])
         at: dict[str, Any] = {"comparer": self._group.comparer, "step": step, "rank": rank}

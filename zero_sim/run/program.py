@@ -379,10 +379,11 @@ def _train(
         return
     # On every rank: where params are sharded, a forward is one of them all.
     accuracy = workload.accuracy(engine.module)
+    notes = engine.notes()
     if context.dp_cp_group.ranks[rank] == 0:
         outcome.accuracy = accuracy
-        outcome.notes.extend(engine.notes())
-    if engine.can_unwrap:
+        outcome.notes.extend(notes)
+    if judge.can_unwrap:
         _unwrap(built, judge, rank=rank, step=segment.stop - 1, pause_clock=pause_clock)
 
 

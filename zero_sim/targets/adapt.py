@@ -263,6 +263,9 @@ class CompletedEngine:
         Raises:
             ProtocolError: They are of another type.
         """
+        return self._once("settings", self._ask_settings)
+
+    def _ask_settings(self) -> Settings | None:
         settings = getattr(self._engine, "settings", None)
         if settings is None:
             return None
@@ -330,6 +333,9 @@ class CompletedEngine:
         Raises:
             ProtocolError: They are no numbers by name.
         """
+        return self._once("held_bytes", self._ask_held_bytes)
+
+    def _ask_held_bytes(self) -> Mapping[str, int]:
         if self.costed is None:
             return {}
         with self._asking():

@@ -1,0 +1,205 @@
+"""Every query that the harness makes of an engine is made on all ranks, whatever one rank shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_sim.judge.exact import ExactComparison
+from zero_sim.scenario.spec import (
+    FreezeSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ReloadSpec,
+    RunSpec,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import Capabilities, Numerics, OwnedPart, Place
+from zero_sim.targets.own import ZeroSimEngine
+
+UNKNOWN = WorldSpec(size=2, order="tree", order_known=False)
+TWO_PARAMS = ModelSpec(name="params", shapes=((2,), (2,)))
+FROZEN = ModelSpec(
+    name="params", shapes=((2,), (2,)), freeze=(FreezeSpec(param="p1", start=0, stop=1),)
+)
+QUERIES = ("parts", "params", "stray_gradients", "stray_padding", "notes", "settings")
+
+
+class OwnerEngine:
+    """ZeRO-1 by owner, whose every answer takes a collective of another length.
+
+    Args:
+        hides: `(step, rank, param)` of the gradients that are reported as None.
+        spoils: `(step, rank)` after which the rank's first param is wrong.
+    """
+
+    def __init__(self, module, group, *, hides=(), spoils=()):
+        self.module, self.group, self.rank = module, group, dist.get_rank(group)
+        self.named = dict(module.named_parameters())
+        self.hides, self.spoils, self.steps = hides, spoils, 0
+        self.own = {
+            name: torch.nn.Parameter(param.detach().clone())
+            for index, (name, param) in enumerate(self.named.items())
+            if index % dist.get_world_size(group) == self.rank
+        }
+        lr = OptimizerSpec().lr
+        self.adam = torch.optim.AdamW(self.own.values(), lr=lr, weight_decay=0.0, foreach=False)
+        self.reduced = {}
+
+    def _answer(self, query):
+        dist.all_reduce(torch.zeros(20 + QUERIES.index(query)), group=self.group)
+
+    def zero_grad(self):
+        self.module.zero_grad()
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        self.reduced = {}
+        for name, param in self.named.items():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(grad, group=self.group)
+            if name in self.own:
+                is_shown = param.requires_grad and (self.steps, self.rank, name) not in self.hides
+                self.reduced[name] = grad.reshape(-1).clone() if is_shown else None
+                mean = grad / dist.get_world_size(self.group)
+                self.own[name].grad = mean if param.requires_grad else None
+        self.adam.step()
+        for index, (name, param) in enumerate(self.named.items()):
+            if name in self.own:
+                param.data.copy_(self.own[name].detach())
+            owner = index % dist.get_world_size(self.group)
+            dist.broadcast(param.data, group_src=owner, group=self.group)
+        if (self.steps, self.rank) in self.spoils:
+            next(iter(self.named.values())).data.view(-1)[0] += 1
+        self.steps += 1
+
+    def params(self):
+        self._answer("params")
+        return self.named
+
+    def parts(self):
+        self._answer("parts")
+        for name, master in self.own.items():
+            state = self.adam.state[master]
+            yield OwnedPart(
+                place=Place(param=name, start=0, stop=master.numel()),
+                grad=self.reduced.get(name),
+                master=master.detach().reshape(-1),
+                state={
+                    key: each.reshape(-1) if each.dim() else each for key, each in state.items()
+                },
+            )
+
+    def stray_gradients(self, *, padding_only):
+        self._answer("stray_gradients")
+        return ""
+
+    def stray_padding(self):
+        self._answer("stray_padding")
+        return ""
+
+    def notes(self):
+        self._answer("notes")
+        return [f"rank {self.rank} ran"]
+
+
+def target(engine=OwnerEngine, *, follows=(), **wrong):
+    return SimpleNamespace(
+        name="by-owner",
+        capabilities=Capabilities(models=("params", "unusual"), stages=(1,), follows=follows),
+        numerics=Numerics(divide="post"),
+        build=lambda module, *, scenario, group: engine(module, group, **wrong),
+    )
+
+
+def judge(judged, system, **parts):
+    case = {"model": TWO_PARAMS, "world": UNKNOWN, "system": SystemSpec(stage=1), **parts}
+    return judged(system, **{"run": RunSpec(steps=3), **case})
+
+
+ORDERS = pytest.mark.parametrize("known", [True, False], ids=["known order", "unknown order"])
+
+
+@ORDERS
+def test_none_for_a_frozen_param_is_what_is_expected(judged, known):
+    world = WorldSpec(size=2, order="tree", order_known=known)
+    result = judge(judged, target(follows=("model.freeze",)), model=FROZEN, world=world)
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert "reduced gradients" not in result.unobserved
+
+
+def test_none_for_a_trained_param_leaves_the_case_undecided_and_all_ranks_queried(judged):
+    # The only gradient that the rank owns, so that it may be an engine that reports none.
+    result = judge(judged, target(hides=[(0, 1, "p1")]))
+    assert [finding.check for finding in result.findings] == ["guard.not-followed"]
+    assert "reduced gradients" in result.unobserved
+
+
+@ORDERS
+def test_none_beside_gradients_that_the_rank_reports_is_a_finding(judged, known):
+    world = WorldSpec(size=2, order="tree", order_known=known)
+    model = ModelSpec(name="params", shapes=((2,), (2,), (2,)))
+    result = judge(judged, target(hides=[(1, 0, "p2")]), model=model, world=world)
+    assert result.findings[0].check == "equality.grad"
+    assert "the system has no gradient of this param" in result.findings[0].message
+
+
+@ORDERS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_finding_on_one_rank_ends_the_queries_of_none(judged, known, rank):
+    world = WorldSpec(size=2, order="tree", order_known=known)
+    result = judge(judged, target(spoils=[(0, rank)]), world=world)
+    assert result.verdict == "fail"
+    assert {finding.step for finding in result.findings} == {0}
+    assert not [each for each in result.findings if each.check.startswith("world.")]
+
+
+def test_notes_are_asked_of_all_ranks_and_taken_from_the_first(judged):
+    notes = judge(judged, target()).notes
+    assert "rank 0 ran" in notes
+    assert "rank 1 ran" not in notes
+
+
+def test_after_a_load_a_rank_is_queried_though_the_reference_is_ahead_of_it(judged, monkeypatch):
+    asked = []
+    for query in ("params", "parts", "settings"):
+        right = getattr(ZeroSimEngine, query)
+
+        def noted(engine, *, right=right, query=query):
+            asked.append((query, dist.get_rank()))
+            return right(engine)
+
+        monkeypatch.setattr(ZeroSimEngine, query, noted)
+
+    def is_ahead(self, engine, *, rank):
+        asked.append(("compared", rank))
+        return iter(())
+
+    monkeypatch.setattr(ExactComparison, "compare_loaded", is_ahead)
+    judged(world=WorldSpec(size=2), reload=ReloadSpec(step=1, world_size=2))
+    for rank in range(2):
+        of_rank = [query for query, other in asked if other == rank]
+        at = of_rank.index("compared")
+        assert of_rank[at - 3 : at] == ["parts", "params", "settings"]
+
+
+class UnwrapsOnSomeRanks(OwnerEngine):
+    """Only the engine of rank 0 has `unwrap`."""
+
+    def __init__(self, module, group, **wrong):
+        super().__init__(module, group, **wrong)
+        if self.rank == 0:
+            self.unwrap = self._unwrap
+
+    def _unwrap(self):
+        raise AssertionError("not to be asked")
+
+
+def test_no_rank_is_asked_for_its_module_unless_all_can_be(judged):
+    assert judge(judged, target(UnwrapsOnSomeRanks)).verdict == "pass"
