@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_sim.cost.checkpoints import CheckpointWatch
 from zero_sim.cost.forms import ParamSize
@@ -38,7 +38,6 @@ from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
 from zero_sim.judge.by_trajectory import TrajectoryComparison
 from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.given_back import Hook, ModuleNote, check_given_back
 from zero_sim.judge.guarantee import Guarantee
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
@@ -49,7 +48,12 @@ from zero_sim.judge.step_result import check_result
 from zero_sim.judge.step_teller import StepTeller
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.judge.trajectory import LateReference, Trajectory
-from zero_sim.judge.working_params import check_casts, check_scales, check_untrained
+from zero_sim.judge.working_params import (
+    check_casts,
+    check_repeated,
+    check_scales,
+    check_untrained,
+)
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
@@ -191,13 +195,8 @@ class Judge:
         """The flat buffer of the first finding that lies in one."""
         judged = self.judge_report()
         for first in judged.merged():
-            reported = self._ownership.places
-            sharing = (ranks for ranks, names in self._ownership.sharings if first.param in names)
-            places = {
-                self.world_ranks[rank]: reported[rank]
-                for rank in next(sharing, ())
-                if rank in reported
-            }
+            sharing = self._ownership.places_beside(first.param)
+            places = {self.world_ranks[rank]: places for rank, places in sharing.items()}
             found = [finding for finding in judged.findings if finding.check == first.check]
             buffer_map = build_buffer_map(first, found=found, places=places)
             if buffer_map is not None:
@@ -421,34 +420,13 @@ class Judge:
         self._observed[rank] = step
         self._forget_shown(step)
 
-    def observe_given_back(
-        self,
-        rank: int,
-        step: int,
-        module: nn.Module,
-        *,
-        before: ModuleNote,
-        held: Mapping[str, Tensor],
-        not_its_own: frozenset[Hook],
-    ) -> None:
-        """Judge the module that a rank's engine gave back after its last step.
+    def note_findings(self, step: int, found: Iterator[Finding]) -> None:
+        """Note what a check found that needs nothing of the judge.
 
         Args:
-            rank: The rank, within the group.
-            step: That step.
-            module: What it gave back.
-            before: The module that the engine was built with.
-            held: What its params were in the engine, by name.
-            not_its_own: Hooks on it that are the harness's.
+            step: After which step.
+            found: Its findings.
         """
-        found = check_given_back(
-            module,
-            before,
-            held=held,
-            not_its_own=not_its_own,
-            step=step,
-            rank=rank,
-        )
         self._report(step, found)
 
     def step_unseen(self) -> None:
@@ -589,6 +567,7 @@ class Judge:
         at: dict[str, Any] = {"comparer": self._group.comparer, "step": step, "rank": rank}
         yield from check_scales(scales, expected, **at)
         yield from check_casts(self._parts[rank], params, scales, **at)
+        yield from check_repeated(engine.repeated(), params, **at)
         yield from self._comparison.compare_params(params, rank=rank, step=step)
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 

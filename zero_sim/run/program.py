@@ -26,7 +26,13 @@ from zero_sim.cost.staging import StagingWatch, staged_bytes
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
-from zero_sim.judge.given_back import Hook, ModuleNote, hooks_of, note_module
+from zero_sim.judge.given_back import (
+    Hook,
+    ModuleNote,
+    check_given_back,
+    hooks_of,
+    note_module,
+)
 from zero_sim.judge.harness import PauseClock, engine_time, harness_time
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
@@ -411,9 +417,10 @@ def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: P
         held = {name: param.clone() for name, param in built.engine.params().items()}
     module = built.engine.unwrap()
     with harness_time(pause_clock):
-        judge.observe_given_back(
-            rank, step, module, before=built.note, held=held, not_its_own=built.own_hooks
+        found = check_given_back(
+            module, built.note, held=held, not_its_own=built.own_hooks, step=step, rank=rank
         )
+        judge.note_findings(step, found)
 
 
 def _between(built: _Built, step: int) -> Callable[[], None] | None:
