@@ -306,7 +306,7 @@ class BoundedComparison:
             rank: The rank, within the judged group.
             step: Index of the step, from 0.
         """
-        for name, like in self.steps[step].params.items():
+        for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)
             if got is None:

@@ -31,13 +31,13 @@ from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.phase import Phase
-from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge import invariants
 from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
 from zero_sim.judge.by_trajectory import TrajectoryComparison
 from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
+from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.guarantee import Guarantee
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
@@ -123,6 +123,8 @@ class Judge:
         self.costs = Costs()
         """What is declared of the ranks' costs; alike for all of them."""
         self.hook_traces: dict[int, HookTrace] = {}
+        self.forward_reads: dict[int, ForwardReads] = {}
+        """By rank: the params that its forwards read, if they are recorded."""
         self._held_by_form: dict[int, Mapping[str, int]] = {}
         """What ranks are to hold by a form of their target's own, by rank."""
         self._peaks: dict[int, Sequence[_Watch]] = {}
@@ -538,11 +540,15 @@ class Judge:
         yield from check_result(
             result, expected, optimizer=spec, unobserved=unobserved, step=step, rank=rank
         )
-        for micro, loss in enumerate(losses):
-            if self._group.comparer.differs(expected.losses[rank, micro], loss):
-                at = findings.loss(step, rank, micro)
-                known = partial(self._other_losses, expected)
-                yield self._group.differing(at, expected.losses[rank, micro], loss, known=known)
+        yield from compare_losses(
+            losses,
+            expected.losses,
+            params={} if isinstance(expected, StepDigests) else expected.params_before,
+            reads=self.forward_reads.get(rank),
+            group=self._group,
+            step=step,
+            rank=rank,
+        )
         # Views of live state, looked at once more when the params are there.
         self._parts[rank] = list(engine.parts())
         owned = [part.place for part in self._parts[rank]]
@@ -554,11 +560,6 @@ class Judge:
             yield from self._comparison.compare_part(part, rank=rank, step=step)
         yield from invariants.check_padding(engine, step=step, rank=rank)
         yield from self._comparison.compare_reported(engine, rank=rank, step=step)
-
-    def _other_losses(self, expected: AnyStep) -> Iterator[Known]:
-        for (rank, micro), loss in expected.losses.items():
-            what = f"the loss of rank {self.world_ranks[rank]}, micro-batch {micro}"
-            yield Known(what=what, values=loss)
 
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
         params, held = engine.params(), self._ownership.held[rank]

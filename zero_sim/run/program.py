@@ -26,6 +26,7 @@ from zero_sim.cost.staging import StagingWatch, staged_bytes
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
+from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.given_back import (
     Hook,
     ModuleNote,
@@ -141,6 +142,7 @@ def build_program(
     pause_clock: PauseClock = _never_timed,
     share_facts: ShareFacts | None = None,
     clock: Clock | None = None,
+    read_step: int | None = None,
 ) -> Callable[[int], None]:
     """The program of one segment.
 
@@ -153,6 +155,7 @@ def build_program(
             counts any.
         share_facts: Gives judges the facts of a rank; left out where ranks share their judges.
         clock: The time of the world's log; left out where there is none.
+        read_step: The step in which the params that forwards read are recorded; None for none.
     """
 
     def program(world_rank: int) -> None:
@@ -166,7 +169,13 @@ def build_program(
             group, context = groups[mine], contexts[mine]
         assert isinstance(group, dist.ProcessGroup)
         built = _build(
-            segment, context, target=target, group=group, pause_clock=pause_clock, clock=clock
+            segment,
+            context,
+            target=target,
+            group=group,
+            pause_clock=pause_clock,
+            clock=clock,
+            read_step=read_step,
         )
         engine = built.engine
         with harness_time(pause_clock):
@@ -183,6 +192,8 @@ def build_program(
             with harness_time(pause_clock):
                 context.judge.observe_load(group.rank(), engine)
         _hold_to_costs(context.judge, built, rank=group.rank())
+        if built.reads is not None:
+            context.judge.forward_reads[group.rank()] = built.reads
         _train(
             segment,
             context,
@@ -234,6 +245,8 @@ class _Built:
     """What its optimizer is given in a step, where that goes through a buffer."""
     checkpoints: CheckpointWatch | None
     """What it keeps of activations, where it keeps checkpoints."""
+    reads: ForwardReads | None
+    """The params that its forwards read, if they are recorded."""
 
 
 def _build(
@@ -244,6 +257,7 @@ def _build(
     group: dist.ProcessGroup,
     pause_clock: PauseClock,
     clock: Clock | None,
+    read_step: int | None,
 ) -> _Built:
     """Build a rank's engine, from a checkpoint where the segment starts with one."""
     scenario = context.dp_cp_group.scenario
@@ -260,6 +274,9 @@ def _build(
         sizes, held_sizes = sizes_of(module), held_sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         note = note_module(module)
+        reads = None
+        if read_step is not None:
+            reads = ForwardReads(module, step=read_step, pause_clock=pause_clock)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
     engine = complete(system, model=model, asking=lambda: engine_time(pause_clock))
@@ -278,7 +295,8 @@ def _build(
     peaks: PeakWatch | GradPeakWatch | None = None
     with harness_time(pause_clock):
         # Those of the engine, among others.
-        before = hooks_of(module) if traces is not None or watch is not None else frozenset[Hook]()
+        hooked = (traces, watch, reads) != (None, None, None)
+        before = hooks_of(module) if hooked else frozenset[Hook]()
         if traces is not None:
             hook_trace = record_hooks(module, names=names, clock=traces)
         if watch is not None and isinstance(costed, PeakEngine):
@@ -289,7 +307,9 @@ def _build(
                 rank=group.rank(),
                 look=costed.whole_bytes,
             )
-        if hook_trace is not None or peaks is not None:
+        if reads is not None:
+            reads.watch()
+        if (hook_trace, peaks, reads) != (None, None, None):
             own_hooks = hooks_of(module) - before
     return _Built(
         engine=engine,
@@ -303,6 +323,7 @@ def _build(
         peaks=peaks,
         staging=_watch_staging(sizes, scenario=scenario, costed=costed, rank=group.rank()),
         checkpoints=_watch_checkpoints(scenario, costed=costed, rank=group.rank()),
+        reads=reads,
     )
 
 
@@ -494,6 +515,8 @@ def _take_part(
         return []
     with harness_time(pause_clock):
         batch = draw_batch(workload, scenario, step, rank, micro)
+    if built.reads is not None:
+        built.reads.start(step, micro)
     between = _between(built, step) if step == context.judge.weighed_step else None
     return [_micro_batch(engine, workload, batch, last_micro=last, between=between)]
 

@@ -59,11 +59,18 @@ class Simulated:
     """What is done for ranks, in place of what the target declares."""
     trajectories: Trajectories | None = None
     """What references of cases before it took, to which it adds."""
+    read_step: int | None = None
+    """The step in which the params that forwards read are recorded; None for none."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
-        ranks = _AllRanks(self.worlds, turns=self.turns, trajectories=self.trajectories)
+        ranks = _AllRanks(
+            self.worlds,
+            turns=self.turns,
+            trajectories=self.trajectories,
+            read_step=self.read_step,
+        )
         kept = ExitStack()
 
         def find() -> Target:
@@ -97,6 +104,7 @@ class _AllRanks:
     own: RankLocalState | None = None
     """What is done for ranks of a target that declares rank-local state."""
     trajectories: Trajectories | None = None
+    read_step: int | None = None
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
@@ -118,6 +126,7 @@ class _AllRanks:
             outcome=trial.outcome,
             pause_clock=world.pause_clock,
             clock=lambda: len(world.log.moments),
+            read_step=self.read_step,
         )
 
         def on_device(rank: int) -> None:
