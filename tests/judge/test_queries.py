@@ -98,3 +98,25 @@ class UnwrapsOnSomeRanks(OwnerEngine):
 
 def test_no_rank_is_asked_for_its_module_unless_all_can_be(judged):
     assert judge(judged, target(UnwrapsOnSomeRanks)).verdict == "pass"
+
+
+class SkipsWhatRequiresNoGradient(OwnerEngine):
+    def backward(self, loss, *, last_micro, rows):
+        self.losses = [*getattr(self, "losses", ()), loss.requires_grad]
+        if loss.requires_grad:
+            loss.backward()
+
+    def notes(self):
+        super().notes()
+        return [f"losses require gradients: {self.losses}"]
+
+
+@ORDERS
+def test_a_loss_requires_no_gradient_if_all_that_is_read_is_frozen(judged, known):
+    world = WorldSpec(size=2, order="tree", order_known=known)
+    freeze = tuple(FreezeSpec(param=name, start=1, stop=2) for name in ("p0", "p1"))
+    model = ModelSpec(name="params", shapes=((2,), (2,)), freeze=freeze)
+    system = target(SkipsWhatRequiresNoGradient, follows=("model.freeze",))
+    result = judge(judged, system, model=model, world=world)
+    assert (result.verdict, result.findings) == ("pass", ())
+    assert "losses require gradients: [True, False, True]" in result.notes

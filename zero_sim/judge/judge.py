@@ -108,8 +108,7 @@ class Judge:
         self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
-        self.can_unwrap = True
-        """False if the engine of any rank has no `unwrap`; then none is asked for its module."""
+        self.can_unwrap = True  # False if the engine of any rank has no `unwrap`.
         self.has_stepped = False
         """Whether any step was taken, and on finite gradients: others prove nothing."""
         self.owed: Counter[Guarantee] = Counter()
@@ -120,11 +119,9 @@ class Judge:
         """What each rank trains, by rank."""
         self.held_sizes: dict[int, Sequence[HeldSize]] = {}
         """What the module of each rank has, trained or not, by rank."""
-        self.costs = Costs()
-        """What is declared of the ranks' costs; alike for all of them."""
+        self.costs = Costs()  # As declared; the same for all ranks.
         self.hook_traces: dict[int, HookTrace] = {}
-        self.forward_reads: dict[int, ForwardReads] = {}
-        """By rank: the params that its forwards read, if they are recorded."""
+        self.forward_reads: dict[int, ForwardReads] = {}  # By rank, if they are recorded.
         self._held_by_form: dict[int, Mapping[str, int]] = {}
         """What ranks are to hold by a form of their target's own, by rank."""
         self._peaks: dict[int, Sequence[_Watch]] = {}

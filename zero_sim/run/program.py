@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_sim.cost.checkpoints import CheckpointWatch, checkpoint_bytes
 from zero_sim.cost.forms import ParamSize, sizes_of
@@ -73,6 +73,8 @@ class Segment:
     """Checkpoint to end with."""
     save_step: int | None = None
     """The step before which it is begun, where training goes on meanwhile."""
+    read_step: int | None = None
+    """The step in which the params that forwards read are recorded; None for none."""
 
 
 @dataclass(slots=True)
@@ -142,7 +144,6 @@ def build_program(
     pause_clock: PauseClock = _never_timed,
     share_facts: ShareFacts | None = None,
     clock: Clock | None = None,
-    read_step: int | None = None,
 ) -> Callable[[int], None]:
     """The program of one segment.
 
@@ -155,7 +156,6 @@ def build_program(
             counts any.
         share_facts: Gives judges the facts of a rank; left out where ranks share their judges.
         clock: The time of the world's log; left out where there is none.
-        read_step: The step in which the params that forwards read are recorded; None for none.
     """
 
     def program(world_rank: int) -> None:
@@ -169,13 +169,7 @@ def build_program(
             group, context = groups[mine], contexts[mine]
         assert isinstance(group, dist.ProcessGroup)
         built = _build(
-            segment,
-            context,
-            target=target,
-            group=group,
-            pause_clock=pause_clock,
-            clock=clock,
-            read_step=read_step,
+            segment, context, target=target, group=group, pause_clock=pause_clock, clock=clock
         )
         engine = built.engine
         with harness_time(pause_clock):
@@ -257,7 +251,6 @@ def _build(
     group: dist.ProcessGroup,
     pause_clock: PauseClock,
     clock: Clock | None,
-    read_step: int | None,
 ) -> _Built:
     """Build a rank's engine, from a checkpoint where the segment starts with one."""
     scenario = context.dp_cp_group.scenario
@@ -274,9 +267,8 @@ def _build(
         sizes, held_sizes = sizes_of(module), held_sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         note = note_module(module)
-        reads = None
-        if read_step is not None:
-            reads = ForwardReads(module, step=read_step, pause_clock=pause_clock)
+        step = segment.read_step
+        reads = step if step is None else ForwardReads(module, step=step, pause_clock=pause_clock)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
     engine = complete(system, model=model, asking=lambda: engine_time(pause_clock))
@@ -285,11 +277,7 @@ def _build(
         engine.load(segment.load, weights_only=segment.weights_only)
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     traces = clock if overlaps and costs.in_flight == "textbook" else None
-    watch = None
-    if scenario.system.reduce_buffer_elems is not None:
-        watch = watch_grad_peaks
-    elif scenario.system.stage >= 2:
-        watch = partial(watch_peaks, module)
+    watch = _watch_of_peaks(scenario, module)
     costed = engine.costed if costs.held == "textbook" else None
     hook_trace, own_hooks = None, frozenset[Hook]()
     peaks: PeakWatch | GradPeakWatch | None = None
@@ -325,6 +313,15 @@ def _build(
         checkpoints=_watch_checkpoints(scenario, costed=costed, rank=group.rank()),
         reads=reads,
     )
+
+
+def _watch_of_peaks(
+    scenario: Scenario, module: nn.Module
+) -> Callable[..., PeakWatch | GradPeakWatch] | None:
+    """How to watch what is whole within a step; None at stages that shard no gradients."""
+    if scenario.system.reduce_buffer_elems is not None:
+        return watch_grad_peaks
+    return partial(watch_peaks, module) if scenario.system.stage >= 2 else None
 
 
 def _watch_staging(

@@ -65,12 +65,7 @@ class Simulated:
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
         trial = Trial(device=self.device)
-        ranks = _AllRanks(
-            self.worlds,
-            turns=self.turns,
-            trajectories=self.trajectories,
-            read_step=self.read_step,
-        )
+        ranks = _AllRanks(self.worlds, turns=self.turns, trajectories=self.trajectories)
         kept = ExitStack()
 
         def find() -> Target:
@@ -84,7 +79,10 @@ class Simulated:
         torch.set_num_threads(1)
         try:
             with kept, folder_for(scenario) as folder:
-                segments = tuple(segments_of(scenario, folder=Path(folder)))
+                segments = tuple(
+                    replace(segment, read_step=self.read_step)
+                    for segment in segments_of(scenario, folder=Path(folder))
+                )
                 threads_max = max(segment.scenario.world.size for segment in segments)
                 trial.run(segments, ranks, find=find, rank_threads=threads_max)
             report = trial.report(with_buffer_maps=True)
@@ -104,7 +102,6 @@ class _AllRanks:
     own: RankLocalState | None = None
     """What is done for ranks of a target that declares rank-local state."""
     trajectories: Trajectories | None = None
-    read_step: int | None = None
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """As `Ranks` says; a world that ends otherwise than by a rank that raised is found."""
@@ -126,7 +123,6 @@ class _AllRanks:
             outcome=trial.outcome,
             pause_clock=world.pause_clock,
             clock=lambda: len(world.log.moments),
-            read_step=self.read_step,
         )
 
         def on_device(rank: int) -> None:
