@@ -35,7 +35,7 @@ from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Followe
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.copies import state_copies
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
-from zero_sim.targets.adapt import PARTS
+from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 _NOT_TOLD = (
     "the order of addition is not known, so that an update can only be followed from the gradient "
@@ -222,25 +222,32 @@ class BoundedComparison:
         """
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
-        if part.grad is None:
-            self._unfollowed = _NOT_TOLD.format(what="reduced gradients")
-            self.uncertified_step = step
-            return
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
         wanted = expected.grads[name].reshape(-1)[start:stop]
-        self._comparer.elems += wanted.numel()
-        if part.grad.dtype != wanted.dtype or part.grad.numel() != wanted.numel():
-            yield findings.differing(at, wanted, part.grad)
+        bound, grad = expected.bounds[name].cut(start, stop), part.grad
+        if grad is None and bool(((bound.low == 0) & (bound.high == 0)).all()):
+            # None stands for zeros, as of a param that is frozen or that no rank used.
+            grad, part = wanted, replace(part, grad=wanted)
+        if grad is None:
+            if self._group.telling[rank] and bool(bound.signed.any()):
+                yield findings.missing(at, "the system has no gradient of this param")
+                return
+            self._group.unobserved.add(GRADIENTS)
+            self._unfollowed = _NOT_TOLD.format(what=GRADIENTS)
+            self.uncertified_step = step
             return
-        bound = expected.bounds[name].cut(start, stop)
+        self._comparer.elems += wanted.numel()
+        if grad.dtype != wanted.dtype or grad.numel() != wanted.numel():
+            yield findings.differing(at, wanted, grad)
+            return
         if self._tells_divided(expected):
             bound = bound.divided_by(expected.divisor)
-        inside = bound.holds(part.grad)
+        inside = bound.holds(grad)
         if not bool(inside.all()):
-            yield findings.outside(at, bound, inside, part.grad)
+            yield findings.outside(at, bound, inside, grad)
         if self._replica_count > 1:
             yield from self._compare_copies(
-                "grad", part.grad, step=step, rank=rank, param=name, start=start
+                "grad", grad, step=step, rank=rank, param=name, start=start
             )
         follower = self._follow(rank, part, expected)
         yield from self._group.compare_update(
@@ -299,7 +306,7 @@ class BoundedComparison:
             rank: The rank, within the judged group.
             step: Index of the step, from 0.
         """
-        for name, like in self.steps[step].params.items():
+        for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)
             if got is None:

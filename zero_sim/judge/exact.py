@@ -56,6 +56,7 @@ class ExactComparison:
         is_certified = isinstance(reference, LateReference) or reference.certified
         self.uncertified_step: int | None = None if is_certified else group.first_step
         self._told: Tensor | None = None
+        self._watches_updates = False
         self._rules = RulesTrial()
         self._grad_rules = RulesTrial("gradient")
 
@@ -77,13 +78,14 @@ class ExactComparison:
         """
         self._reference.set_addresses(addresses)
         self._reference.set_holdings(self._group.ownership.holdings)
-        self.watch_updates()
+        silent = PARTS in self._group.unobserved and not self._group.numerics.grads_in_params
+        if silent or self._watches_updates:
+            self._reference.tells_grads = False
 
     def watch_updates(self) -> None:
-        """Let updates be explained by rules for gradients, where these are not told."""
-        silent = PARTS in self._group.unobserved and not self._group.numerics.grads_in_params
-        if silent or GRADIENTS in self._group.unobserved:
-            self._reference.tells_grads = False
+        """Let updates be explained by rules for gradients, because these are not told."""
+        self._watches_updates = True
+        self._reference.tells_grads = False
 
     def note_told(self, norm: Tensor | None) -> None:
         """Note the norm that a rank tells of the step that is about to be compared.
@@ -267,7 +269,8 @@ class ExactComparison:
         grad = cut(wanted)
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, part.place)
         if part.grad is None:
-            if not self._group.telling[rank]:
+            # None stands for zeros, as of a param that is frozen or that no rank used.
+            if grad.any() and not self._group.telling[rank]:
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
                 yield findings.missing(at, "the system has no gradient of this param")

@@ -51,16 +51,19 @@ class Observations:
         return (*with_rules(sort_and_merge(found), rules), *self.failures)
 
     def buffer_map(self) -> BufferMap | None:
-        """The buffer of the first finding, or of another one where that lies in none."""
-        found, drawn = (
-            self.findings(),
-            [buffer_map for buffer_map in self.buffer_maps if buffer_map is not None],
-        )
-        for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False):
-            identities = [finding.identity for finding in judged.findings]
-            if buffer_map is not None and found and found[0].identity in identities:
-                return buffer_map
-        return next(iter(drawn), None)
+        """The buffer of the first finding that lies in one."""
+        drawn = [
+            (judged, buffer_map)
+            for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False)
+            if buffer_map is not None
+        ]
+        for finding in self.findings():
+            for judged, buffer_map in drawn:
+                identities = [each.identity for each in judged.findings]
+                # Another group has another buffer, though the same check finds something there.
+                if buffer_map.check == finding.check and finding.identity in identities:
+                    return buffer_map
+        return None
 
 
 def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:

@@ -42,7 +42,10 @@ class CollectiveRecord(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size of the contribution in bytes."""
+        """Size of the contribution in bytes, not of what a backend sends.
+
+        Of a `broadcast` or `reduce` the whole tensor on every rank, root or not.
+        """
         return self.elems * self.elem_bytes
 
     @property

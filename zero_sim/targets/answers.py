@@ -60,6 +60,8 @@ class Model:
     """Type of the device that they are on."""
     untrained: Mapping[str, Untrained] = field(default_factory=dict)
     """What those that are never trained were."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """First name of each tied param, by its other names."""
 
 
 def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
@@ -70,12 +72,15 @@ def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
         known: Names of params of other ranks' models.
     """
     params = dict(module.named_parameters())
+    first = {param: name for name, param in params.items()}
+    names = module.named_parameters(remove_duplicate=False)
     return Model(
         shapes={name: tuple(param.shape) for name, param in params.items()},
         trained=frozenset(name for name, param in params.items() if param.requires_grad),
         known=frozenset({*params, *known}),
         device=next((param.device.type for param in params.values()), "cpu"),
         untrained=untrained_of(params),
+        tied={name: first[param] for name, param in names if name not in params},
     )
 
 

@@ -70,6 +70,18 @@ def test_a_wrong_element_is_found_where_the_simulated_world_finds_it(
     )
 
 
+def test_a_finding_on_one_rank_does_not_end_the_gathers_of_its_judge_alone(
+    on_gloo, judged, targets
+):
+    # The judge of rank 0 finds nothing and goes on to gather params, for which it needs rank 1.
+    parts = {"run": RunSpec(steps=4), "system": SystemSpec(stage=3)}
+    real, simulated = on_gloo("misreads", **parts), judged(targets.misreads, **parts)
+    assert real.verdict == "fail"
+    assert real.findings == tuple(
+        replace(finding, call_start=None, call_stop=None) for finding in simulated.findings
+    )
+
+
 def test_guards_hold(on_gloo):
     data = DataSpec(ranks="same")
     result = on_gloo(data=replace(data, rows=2), model=ModelSpec(name="params", shapes=((3,),)))
