@@ -169,7 +169,11 @@ class Session:
             again = replay_command(
                 bundle, bundles=self.bundles, target=self.target, device=self.device
             )
-        said = {"case": to_chosen_toml(case.scenario), "reproduce": command, "replay": again}
+        said = {
+            "case": to_chosen_toml(result.twin or case.scenario),
+            "reproduce": command,
+            "replay": again,
+        }
         if self.junit is not None:
             self.texts.append(render_case(result, **said))
         if not self.as_json:
@@ -262,7 +266,7 @@ class Session:
         from zero_sim.bundle import Ran, write_bundle
 
         try:
-            scenario = self._in_world_asked(case.scenario)
+            scenario = result.twin or self._in_world_asked(case.scenario)
             ran = Ran(target=self._imported or "", device=self.device)
             return write_bundle(scenario, result, folder=self.bundles, ran=ran).name
         except OSError as error:

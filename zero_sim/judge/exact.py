@@ -310,9 +310,8 @@ class ExactComparison:
             step: Index of the step, from 0.
         """
         group = self._group
+        group.note_unreported(divisor=self.steps[step].divisor)
         if not group.shows_grads_of_params:
-            if PARTS in group.unobserved:
-                group.unobserved.add(GRADIENTS)
             return
         reported = engine.gradients()
         # In the order of the params: that of a set is another one in every process.

@@ -79,7 +79,7 @@ def _run() -> Node:
     problem = dict.fromkeys(("source", "path", "message", "suggestion"), _TEXT)
     case = _object(
         {
-            **_fields(_records().CaseResult, without=("logs",)),
+            **_fields(_records().CaseResult, without=_NOT_TOLD),
             "source": _described(_TEXT, "The scenario file."),
             "reproduce": _described(_TEXT, "The command that runs this case alone."),
             "bundle": _described(_or_null(_TEXT), "Id of its bundle, where there is one."),
@@ -458,8 +458,8 @@ def _object(properties: Mapping[str, Node]) -> Node:
     }
 
 
-_NOT_TOLD = ("evidence", "logs")
-"""Tensors and event logs, which are no JSON."""
+_NOT_TOLD = ("evidence", "logs", "twin")
+"""Tensors, event logs and cases, which are no JSON."""
 
 
 def _record(cls: type) -> Node:
@@ -479,7 +479,7 @@ def _fields(cls: type, *, without: Collection[str] = ()) -> dict[str, Node]:
 
 def _hints(cls: type) -> Mapping[str, object]:
     # Names that a module has for type checkers only: of fields that are not told.
-    missing = dict.fromkeys(("Tensor", "EventLog"), object)
+    missing = dict.fromkeys(("Tensor", "EventLog", "Scenario"), object)
     return typing.get_type_hints(cls, localns=missing)
 
 

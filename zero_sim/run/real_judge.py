@@ -17,9 +17,11 @@ from zero_sim.run.real import judge_rank, processes_of
 from zero_sim.run.reports import CaseRun, Failure, Report
 from zero_sim.run.runner import judge_case
 from zero_sim.run.setup import OWN_ORDERS, Setup, judge_drifted
+from zero_sim.run.sgd_twin import with_twin
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import import_target
 
 _LATE = "torch._dynamo"
 """What torch's optimizers import when the first one is made, which takes seconds."""
@@ -84,6 +86,14 @@ class RealJudge:
             EnvironmentProblem: Processes cannot be started, or lack something that the case needs;
                 or the case is one that `Setup.why_left_out` names.
         """
+        return with_twin(
+            self._judge(scenario),
+            scenario,
+            judge=self._judge,
+            find=lambda: import_target(self._target or scenario.system.target),
+        )
+
+    def _judge(self, scenario: Scenario) -> CaseResult:
         self.setup.check(scenario)
         started = time.perf_counter()
         try:
