@@ -184,6 +184,7 @@ class Session:
 
     def finish(self) -> int:
         """Show the summary; the exit status."""
+        from zero_sim.findings.records import taken_notes
         from zero_sim.report.text import render_observed, render_summary
 
         self._write_junit()
@@ -199,6 +200,9 @@ class Session:
             )
             if len(self.results) > 1 and (observed := render_observed(self.results)):
                 click.echo(observed)
+            if len(self.results) > 1:
+                for taken in sorted({note for each in self.results for note in taken_notes(each)}):
+                    click.echo(taken)
             click.echo(summary)
             for line in left_out_lines(self.passed_over):
                 click.echo(line)

@@ -25,6 +25,10 @@ Scope = Literal["full", "params-only"]
 most optimizers hide a wrong factor of the gradient from params."""
 
 
+TAKEN = "not declared, so taken: "
+"""Beginning of a note on a rule that was worked out."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Evidence:
     """What was compared around the first element that differs."""
@@ -206,6 +210,11 @@ class CaseResult:
             "findings": [finding.as_dict() for finding in self.findings],
             "strip": None if self.strip is None else self.strip.as_dict(),
         }
+
+
+def taken_notes(result: CaseResult) -> tuple[str, ...]:
+    """Notes on rules that were worked out because the target declares none."""
+    return tuple(note for note in result.notes if note.startswith(TAKEN))
 
 
 def not_judged(

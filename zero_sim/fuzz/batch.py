@@ -14,7 +14,7 @@ from pathlib import Path
 from zero_sim.backends import Stop, WorldPool, interrupts_ask
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ScenarioError, ZeroSimError
-from zero_sim.findings.records import CaseResult, unforeseen
+from zero_sim.findings.records import CaseResult, taken_notes, unforeseen
 from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
@@ -130,6 +130,7 @@ class _Batch:
     keys: Counter[Key] = field(default_factory=Counter)
     unproved: Counter[str] = field(default_factory=Counter)
     unobserved: Counter[str] = field(default_factory=Counter)
+    taken: set[str] = field(default_factory=set)
     cases_with: dict[str, int] = field(default_factory=dict)
     """By feature, which cases had it."""
     failed: list[tuple[int, Scenario, Key]] = field(default_factory=list)
@@ -173,6 +174,7 @@ class _Batch:
             keys={str(key): count for key, count in self.keys.items()},
             unproved=dict(self.unproved),
             unobserved=dict(self.unobserved),
+            taken=tuple(sorted(self.taken)),
             found=(*self.found.values(), *self._as_met()),
             complete=self.complete,
             start=self.job.start,
@@ -214,6 +216,7 @@ class _Batch:
             scenario = result.twin or scenario
         self.verdicts[result.verdict] += 1
         self.unobserved.update(result.unobserved)
+        self.taken.update(taken_notes(result))
         if result.verdict == "inconclusive" and result.findings:
             self.unproved[str(result.findings[0].check)] += 1
         note_features(self.cases_with, features_of(drawn), case=self.cases)

@@ -71,13 +71,13 @@ class JudgedGroup:
     @property
     def tells_divided(self) -> bool:
         """Whether the gradients that are told are divided already, where that comes after a sum."""
-        return self.numerics.grads_told != "before-division"
+        return self.numerics.told_at != "before-division"
 
     @property
     def shows_grads_of_params(self) -> bool:
         """Whether gradients of whole params are to be seen as they were summed."""
         spec = self.scenario.optimizer
-        changed = (spec.clip_norm or spec.clip_value) and self.numerics.grads_told != "after-clip"
+        changed = (spec.clip_norm or spec.clip_value) and self.numerics.told_at != "after-clip"
         return bool(self.numerics.grads_in_params and not changed and not spec.loss_scale)
 
     def note_unreported(self, *, divisor: float) -> None:

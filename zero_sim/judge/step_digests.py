@@ -250,7 +250,7 @@ class _Hashed:
         if name not in self._told:
             numerics = self.group.numerics
             self._told[name] = told_as(
-                self.taken, name, point=numerics.grads_told, dtype=numerics.told_dtype
+                self.taken, name, point=numerics.told_at, dtype=numerics.told_dtype
             )
         told = self._told[name]
         if told is None:

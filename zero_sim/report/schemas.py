@@ -159,6 +159,9 @@ def _fuzz() -> Node:
         "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
         "inconclusive_cases": _described(_COUNTS, "Cases by the check that says why."),
         "unobserved": _described(_COUNTS, "By what the target does not tell, cases without it."),
+        "taken": _described(
+            _list(_TEXT), "Rules that were worked out because the target declares none."
+        ),
         "findings": _list(_object(finding)),
         "coverage": _coverage(),
         "lost": _list(lost),

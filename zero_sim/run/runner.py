@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.host import supervisor
 from zero_sim.judge.trajectory import Trajectories
+from zero_sim.run.grads_told import Known, ToldAt, judge_as_told
 from zero_sim.run.reports import CaseRun, result_of
 from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target
+from zero_sim.targets.numerics import GradsTold
+
+_KNOWN: WeakKeyDictionary[WorldPool, Known] = WeakKeyDictionary()
 
 
 class Backend(Protocol):
@@ -86,7 +91,18 @@ def run_case(
         EnvironmentProblem: This machine lacks something that the case needs.
     """
     with WorldPool() if pool is None else nullcontext(pool) as worlds:
-        backend = Simulated(
-            worlds=worlds, target=target, turns=turns, device=device, trajectories=trajectories
-        )
-        return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
+
+        def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
+            told = target if target is None or point is None else ToldAt(target, point)
+            if case is not scenario:
+                backend = Simulated(worlds=worlds, target=told, device=device)
+                return judge_case(case, backend, with_digest=False)
+            backend = Simulated(
+                worlds=worlds, target=told, turns=turns, device=device, trajectories=trajectories
+            )
+            return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
+
+        if target is None:
+            return judge(scenario, None)  # Registered targets declare it.
+        known = _KNOWN.setdefault(worlds, [])
+        return judge_as_told(scenario, target, judge=judge, known=known)
