@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zero_sim.sim import EventLog
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
-"""`pass`: all that is owed was observed and holds. `fail`: the system under test is wrong.
+"""`pass`: all that was observed is right; see `Scope`. `fail`: the system under test is wrong.
 `inconclusive`: nothing was wrong, but the case could not have shown it. `error`: it was not
 judged."""
 Scope = Literal["full", "params-only"]
