@@ -91,3 +91,14 @@ def test_a_folder_that_cannot_be_written_costs_no_verdict(pytester, run):
     result = run(str(path), "--zero-sim-bundles=kept.txt")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["*expect.finding*", "*no bundle in kept.txt*"])
+
+
+def test_the_scope_of_a_pass_is_a_property(pytester, run):
+    """The printed system reports params only, and steps with AdamW alone."""
+    text = SCENARIO.replace('name = "sgd"', 'name = "adamw"')
+    path = pytester.makefile(
+        ".toml", printed=f'{text}\n[system]\ntarget = "printed-zero1-mended"\n'
+    )
+    run(str(path), "--junitxml=out.xml").assert_outcomes(passed=2)
+    found = _properties(pytester.path.joinpath("out.xml").read_text())
+    assert {each["zero_sim.scope"] for each in found.values()} == {"params-only"}

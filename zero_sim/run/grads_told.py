@@ -23,8 +23,8 @@ from zero_sim.workloads import EXACT_MODELS
 
 _CLIP_NORM = 0.01
 
-Known = MutableSequence[tuple[Target, GradsTold | None]]
-"""Targets whose point was worked out, with the point; None if no point fits."""
+Point = MutableSequence[GradsTold | None]
+"""The point that was worked out for a target, None if none fits; empty before."""
 Judge = Callable[[Scenario, GradsTold | None], CaseResult]
 
 
@@ -53,36 +53,30 @@ class ToldAt:
         return replace(numerics_of(self._target, scenario), grads_told=self._point)
 
 
-def judge_as_told(scenario: Scenario, target: Target, *, judge: Judge, known: Known) -> CaseResult:
+def judge_as_told(
+    scenario: Scenario, *, judge: Judge, find: Callable[[], Target], known: Point
+) -> CaseResult:
     """Judge a case by the point that the target declares, or that fits it.
 
     Args:
         scenario: The case.
-        target: The system under test.
         judge: Judges any case with the target by a point; by the declared one if None.
-        known: What was worked out so far; grows.
+        find: Returns the target; called if a gradient differs.
+        known: What was worked out for the target, if anything; filled in here.
 
     Returns:
         The result, with a note on the point if one was worked out.
     """
-    points = [point for each, point in known if each is target]
-    if not points:
+    if not known:
         result = judge(scenario, None)
-        if not _may_be_told_elsewhere(result, target, scenario):
+        differs = bool(result.findings) and result.findings[0].check == Check.EQUALITY_GRAD
+        if not differs or numerics_of(find(), scenario).grads_told is not None:
             return result
-        points = [_work_out(target, judge=judge)]
-        known.append((target, points[0]))
-        if points[0] is None:
+        known.append(_work_out(find(), judge=judge))
+        if known[0] is None:
             return result
-    (point,) = points
-    result = judge(scenario, point)
-    return result if point is None else _with_note(result, point)
-
-
-def _may_be_told_elsewhere(result: CaseResult, target: Target, scenario: Scenario) -> bool:
-    """True if a gradient differs and the target declares no point."""
-    differs = bool(result.findings) and result.findings[0].check == Check.EQUALITY_GRAD
-    return differs and numerics_of(target, scenario).grads_told is None
+    result = judge(scenario, known[0])
+    return result if known[0] is None else _with_note(result, known[0])
 
 
 def _work_out(target: Target, *, judge: Judge) -> GradsTold | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from zero_sim.backends import Ending, RealRank, Teams
 from zero_sim.backends import torchrun as launched
 from zero_sim.backends.transports import find_transport
 from zero_sim.findings.records import CaseResult, Finding
-from zero_sim.run.grads_told import Known, judge_as_told
+from zero_sim.run.grads_told import Point, judge_as_told
 from zero_sim.run.probing import OrderDrift
 from zero_sim.run.program import folder_for
 from zero_sim.run.real import judge_rank, processes_of
@@ -23,7 +24,7 @@ from zero_sim.run.sgd_twin import with_twin
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import Target, import_target
+from zero_sim.targets import import_target
 from zero_sim.targets.numerics import GradsTold
 
 _LATE = "torch._dynamo"
@@ -75,8 +76,8 @@ class RealJudge:
         self.setup = setup
         self._processes = processes
         self._target = target
-        self._imported: Target | None = None
-        self._known: Known = []
+        self._points: defaultdict[str, Point] = defaultdict(list)
+        """By name of a target."""
 
     def __enter__(self) -> Self:
         return self
@@ -95,21 +96,18 @@ class RealJudge:
             self._judge_as_told(scenario),
             scenario,
             judge=self._judge_as_told,
-            find=lambda: self._find(scenario),
+            find=lambda: import_target(self._target or scenario.system.target),
         )
-
-    def _find(self, scenario: Scenario) -> Target:
-        if not self._target:
-            return import_target(scenario.system.target)
-        if self._imported is None:
-            self._imported = import_target(self._target)
-        return self._imported
 
     def _judge_as_told(self, scenario: Scenario) -> CaseResult:
         if not self._target:
             return self._judge(scenario)  # Registered targets declare where they tell gradients.
-        found = self._find(scenario)
-        return judge_as_told(scenario, found, judge=self._judge, known=self._known)
+        return judge_as_told(
+            scenario,
+            judge=self._judge,
+            find=lambda: import_target(self._target),
+            known=self._points[self._target],
+        )
 
     def _judge(self, scenario: Scenario, point: GradsTold | None = None) -> CaseResult:
         self.setup.check(scenario)

@@ -13,14 +13,15 @@ from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.host import supervisor
 from zero_sim.judge.trajectory import Trajectories
-from zero_sim.run.grads_told import Known, ToldAt, judge_as_told
+from zero_sim.run.grads_told import Point, ToldAt, judge_as_told
 from zero_sim.run.reports import CaseRun, result_of
 from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target
 from zero_sim.targets.numerics import GradsTold
 
-_KNOWN: WeakKeyDictionary[WorldPool, Known] = WeakKeyDictionary()
+_POINTS: WeakKeyDictionary[WorldPool, list[tuple[Target, Point]]] = WeakKeyDictionary()
+"""By the worlds that are kept from case to case: targets, which need not be hashable."""
 
 
 class Backend(Protocol):
@@ -104,5 +105,15 @@ def run_case(
 
         if target is None:
             return judge(scenario, None)  # Registered targets declare it.
-        known = _KNOWN.setdefault(worlds, [])
-        return judge_as_told(scenario, target, judge=judge, known=known)
+        known = _point_of(target, worlds)
+        return judge_as_told(scenario, judge=judge, find=lambda: target, known=known)
+
+
+def _point_of(target: Target, pool: WorldPool) -> Point:
+    """The point that was worked out for a target in these worlds, if it was."""
+    points = _POINTS.setdefault(pool, [])
+    known = next((point for each, point in points if each is target), None)
+    if known is None:
+        known = []
+        points.append((target, known))
+    return known
