@@ -59,7 +59,7 @@ def judge_as_told(
     """Judge a case by the point that the target declares, or that fits it.
 
     Args:
-        scenario: The case.
+        scenario: A case of the target.
         judge: Judges any case with the target by a point; by the declared one if None.
         find: Returns the target; called if a gradient differs.
         known: What was worked out for the target, if anything; filled in here.

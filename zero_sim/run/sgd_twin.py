@@ -24,8 +24,6 @@ _LR = 1.0
 _NAME_CHARS_MAX = 900
 _WITH_SGD = re.compile(r" (with SGD in place of \w+)$")
 
-_FOUND = "found"
-
 Judge = Callable[[Scenario], CaseResult]
 
 
@@ -36,7 +34,7 @@ def with_twin(
 
     Args:
         result: Result of the case.
-        scenario: The case.
+        scenario: The case as commands are given it.
         judge: Judges a case without its twin.
         find: Returns the system under test; called if a twin is needed.
 
@@ -55,6 +53,8 @@ def with_twin(
     problems = [*check_scenario(twin), *refusals(find(), twin)]
     if problems:
         why = f"{problems[0].path}: {problems[0].message}"
+        if problems[0].path == "optimizer.name":
+            why += " If the engine has SGD, add 'sgd' to Capabilities.optimizers"
         return _noted(result, f"no variant {_how(twin)} was judged: {why}")
     judged = judge(twin)
     if judged.verdict == "pass":
@@ -102,13 +102,13 @@ def marked(result: CaseResult, scenario: Scenario) -> CaseResult:
     if not result.findings or not _WITH_SGD.search(scenario.name):
         return result
     first, *others = result.findings
-    if first.detail.startswith(_FOUND):
-        return result
     # In the detail, because the message decides which findings are the same.
     line = (
-        f"{_FOUND} {_how(scenario)}, which hides the size of a gradient from params. If the "
+        f"found {_how(scenario)}, which hides the size of a gradient from params. If the "
         "engine has no SGD, leave 'sgd' out of Capabilities.optimizers"
     )
+    if first.detail.startswith(line):
+        return result
     detail = f"{line}\n{first.detail}".rstrip()
     return replace(result, findings=(replace(first, detail=detail), *others))
 
