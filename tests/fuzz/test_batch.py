@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from hypothesis import strategies as st
 
 from zero_sim.bundle import read_bundle
 from zero_sim.findings.records import Finding
@@ -17,8 +18,10 @@ from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host import signals
 from zero_sim.report.text import render_case
 from zero_sim.run import CaseResult, run_case
+from zero_sim.run.sgd_twin import TWIN_EVERY
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.shrink import key_of
 from zero_sim.targets import import_target
 
@@ -318,3 +321,40 @@ def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
     )
     models = [(case.model, case.run.seed) for case in judged]
     assert len(set(models)) < len(models)
+
+
+OF_PARAMS = st.integers(0, 2**20).map(
+    lambda seed: Scenario(
+        schema=1,
+        name="drawn",
+        model=ModelSpec(name="params", shapes=((1,),)),
+        world=WorldSpec(size=3),
+        system=SystemSpec(stage=0),
+        run=RunSpec(seed=seed),
+    )
+)
+
+
+def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
+    asked = job(tmp_path, cases=2 * TWIN_EVERY, target="tests.run.summing:Undivided")
+    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    assert report.verdicts == {"fail": 2, "pass": 2 * TWIN_EVERY - 2}
+    (one,) = report.found
+    assert "found with SGD in place of AdamW" in one.text
+    bundle = read_bundle(tmp_path / one.bundle)
+    assert bundle.scenario.optimizer.name == one.case_again().optimizer.name == "sgd"
+    assert run_case(bundle.scenario, target=import_target(asked.target)).verdict == "fail"
+
+
+def test_the_rest_of_a_batch_has_the_same_variants(tmp_path):
+    asked = job(tmp_path, cases=TWIN_EVERY, start=1, target="tests.run.summing:Undivided")
+    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    assert report.verdicts == {"pass": TWIN_EVERY - 1}
+
+
+def test_a_rule_that_was_worked_out_is_reported(tmp_path):
+    asked = job(tmp_path, cases=3, target="tests.run.summing:ShowsMeans")
+    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    assert report.verdicts == {"pass": 3}
+    assert "grads_told = 'after-division'" in report.taken[0]
+    assert BatchReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report

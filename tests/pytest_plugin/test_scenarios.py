@@ -96,3 +96,14 @@ def test_a_folder_that_cannot_be_written_costs_no_verdict(pytester, run):
 def test_a_path_of_the_ini_file_that_is_not_there_is_refused(pytester, run):
     pytester.makeini("[pytest]\nzero_sim_scenarios = casse\n")
     assert "expected zero_sim_scenarios to name files and folders" in "\n".join(run().errlines)
+
+
+def test_the_scope_of_a_pass_is_a_property(pytester, run):
+    """The printed system reports params only, and steps with AdamW alone."""
+    text = SCENARIO.replace('name = "sgd"', 'name = "adamw"')
+    path = pytester.makefile(
+        ".toml", printed=f'{text}\n[system]\ntarget = "printed-zero1-mended"\n'
+    )
+    run(str(path), "--junitxml=out.xml").assert_outcomes(passed=2)
+    found = _properties(pytester.path.joinpath("out.xml").read_text())
+    assert {each["zero_sim.scope"] for each in found.values()} == {"params-only"}

@@ -146,7 +146,7 @@ def test_a_norm_that_an_engine_clips_by_and_does_not_tell_is_not_observed(pool):
 
 def test_gradients_that_are_shown_are_compared_in_the_order_of_the_params(pool):
     """Or each process would have another finding of one case, and another bundle."""
-    shown = Numerics(grads_in_params=True)
+    shown = Numerics(grads_in_params=True, grads_told="before-division")
     (finding,) = judge(pool, Target(numerics=shown)).findings
     ends = [f"{block}.{layer}.{kind}" for block in (0, 1) for layer in ("up", "down")
             for kind in ("weight", "bias")]  # fmt: skip

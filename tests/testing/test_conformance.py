@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,15 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 
 from tests.judge.ruled import Target as Ruled
+from tests.run.summing import Undivided
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
+from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
-from zero_sim.scenario.spec import OptimizerName
+from zero_sim.scenario.spec import ModelSpec, OptimizerName, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import find_target, import_target, refusals, target_names
 from zero_sim.testing import NotConformant, conformance, scenarios
 
@@ -250,3 +252,20 @@ def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
     (scenario,) = parse_cases(text, source="text", stem="drawn")
     assert scenario.world.size == 2
     assert scenario.model.shapes in (((),), ((1,),))
+
+
+def test_a_case_that_passes_by_params_only_is_judged_with_sgd(monkeypatch):
+    """What fails is shown as a case with SGD, which fails by itself."""
+    adamw = Scenario(
+        schema=1,
+        name="drawn",
+        model=ModelSpec(name="params", shapes=((3,), (5,))),
+        world=WorldSpec(size=3),
+        system=SystemSpec(stage=0),
+    )
+    monkeypatch.setattr(conformance_module, "draws", lambda *_, **__: repeat(adamw))
+    with pytest.raises(NotConformant) as failed:
+        conformance(Undivided(), cases=1, shrink_seconds=AMPLE)()
+    assert "found with SGD in place of AdamW" in str(failed.value)
+    assert failed.value.scenario.optimizer.name == "sgd"
+    assert run_case(failed.value.scenario, target=Undivided()).verdict == "fail"

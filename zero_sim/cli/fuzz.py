@@ -350,6 +350,8 @@ def _show_silent(totals: CampaignTotals) -> None:
             for what, count in sorted(totals.unobserved.items())
         )
         click.echo(printable(f"Not observed, since the target does not tell it: {silent}"))
+    for taken in sorted(totals.taken):
+        click.echo(printable(taken))
 
 
 def _case_of(found: Found) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from zero_sim.backends import Stop, WorldPool, interrupts_ask
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ScenarioError, ZeroSimError
-from zero_sim.findings.records import CaseResult, unforeseen
+from zero_sim.findings.records import CaseResult, taken_notes, unforeseen
 from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
@@ -28,6 +28,7 @@ from zero_sim.host.files import write_whole
 from zero_sim.host.garbage import settle_memory
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run import run_case
+from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import (
@@ -93,6 +94,7 @@ def run_batch(
                 seed=f"{job.seed}/{place}",
                 then=lambda scenario: with_options(scenario, options),
             ),
+            target=target,
             judge=lambda scenario: _judge(
                 scenario,
                 pool=pool,
@@ -116,6 +118,7 @@ class _Batch:
     cases_from: ValuesFrom[Scenario]
     siblings: Callable[[Scenario, int], Iterator[Scenario]]
     """Other members of the family of a case, the one in this place of those that were drawn."""
+    target: Target
     judge: Judge
     may_ask: Callable[[Scenario], bool]
     """Whether the target is there for a case; drawn ones are."""
@@ -127,6 +130,7 @@ class _Batch:
     keys: Counter[Key] = field(default_factory=Counter)
     unproved: Counter[str] = field(default_factory=Counter)
     unobserved: Counter[str] = field(default_factory=Counter)
+    taken: set[str] = field(default_factory=set)
     cases_with: dict[str, int] = field(default_factory=dict)
     """By feature, which cases had it."""
     failed: list[tuple[int, Scenario, Key]] = field(default_factory=list)
@@ -170,6 +174,7 @@ class _Batch:
             keys={str(key): count for key, count in self.keys.items()},
             unproved=dict(self.unproved),
             unobserved=dict(self.unobserved),
+            taken=tuple(sorted(self.taken)),
             found=(*self.found.values(), *self._as_met()),
             complete=self.complete,
             start=self.job.start,
@@ -201,14 +206,20 @@ class _Batch:
             if self.job.family > 1 and has_family(first):
                 yield from self.siblings(first, place)
 
-    def _explore(self, scenario: Scenario) -> None:
+    def _explore(self, drawn: Scenario) -> None:
+        scenario = drawn
         result = self.judge(scenario)
         case = self.job.start + self.cases
+        if case % TWIN_EVERY == 0:
+            result = with_twin(result, scenario, judge=self.judge, find=lambda: self.target)
+            # What fails is made smaller, kept and judged again by itself.
+            scenario = result.twin or scenario
         self.verdicts[result.verdict] += 1
         self.unobserved.update(result.unobserved)
+        self.taken.update(taken_notes(result))
         if result.verdict == "inconclusive" and result.findings:
             self.unproved[str(result.findings[0].check)] += 1
-        note_features(self.cases_with, features_of(scenario), case=self.cases)
+        note_features(self.cases_with, features_of(drawn), case=self.cases)
         self.cases += 1
         key = key_of(result)
         if key is None:
@@ -251,7 +262,7 @@ class _Batch:
     def _shrunk(self, key: Key, case: int, scenario: Scenario) -> Found:
         """Shrink a case and write what is left as a bundle."""
         # Not kept from before: event logs are large. What is drawn fails again as it did.
-        result = self.judge(scenario)
+        result = marked(self.judge(scenario), scenario)
         if not may_shrink(key) or key_of(result) != key:
             return self._written(key, case, scenario, result, complete=False)
         others = self.known.others(key, scenario)
@@ -268,6 +279,7 @@ class _Batch:
             is_over=lambda: self.stop.asked,
             right=self.right,
         )
+        best = marked(best, scenario)
         one = self._written(key, case, reduced.scenario, best, complete=reduced.complete)
         return replace(one, as_met=self.stop.asked and not reduced.complete)
 

@@ -105,6 +105,8 @@ class CampaignTotals:
     """Inconclusive cases by the check that says why."""
     unobserved: Counter[str] = field(default_factory=Counter)
     """By what the target does not tell, cases of which nothing is said of that."""
+    taken: set[str] = field(default_factory=set)
+    """Rules that were worked out because the target declares none."""
     found: list[Found] = field(default_factory=list)
     """Distinct findings, in the order in which they came."""
     coverage: Coverage = field(default_factory=Coverage)
@@ -133,6 +135,7 @@ class CampaignTotals:
         self.keys.update(report.keys)
         self.unproved.update(report.unproved)
         self.unobserved.update(report.unobserved)
+        self.taken.update(report.taken)
         self.coverage.take(report.cases_with, cases=report.cases)
 
     def note(self, found: Iterable[Found]) -> None:
@@ -177,6 +180,7 @@ class CampaignTotals:
             "failing_cases": dict(self.keys),
             "inconclusive_cases": dict(self.unproved),
             "unobserved": dict(self.unobserved),
+            "taken": sorted(self.taken),
             "findings": [
                 {
                     "check": found.key.check,

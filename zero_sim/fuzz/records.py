@@ -147,6 +147,8 @@ class BatchReport:
     """Inconclusive cases by the check that says why."""
     unobserved: dict[str, int] = field(default_factory=dict)
     """By what the target does not tell, cases of which nothing is said of that."""
+    taken: tuple[str, ...] = ()
+    """Rules that were worked out because the target declares none."""
     found: tuple[Found, ...] = ()
     """New ones."""
     complete: bool = True
@@ -169,6 +171,7 @@ class BatchReport:
         """
         fields = dict(data)
         fields["found"] = tuple(map(Found.from_dict, data["found"]))
+        fields["taken"] = tuple(data.get("taken", ()))
         # Of an earlier form, from which which case had what cannot be told any more.
         fields.pop("layouts", None)
         report = cls(**fields)

@@ -31,6 +31,7 @@ from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, with_digests
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rank_digests import RankDigests
+from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.copies import state_copies
@@ -240,11 +241,15 @@ class BoundedComparison:
         if grad.dtype != wanted.dtype or grad.numel() != wanted.numel():
             yield findings.differing(at, wanted, grad)
             return
+        of_sum = bound
         if self._tells_divided(expected):
-            bound = bound.divided_by(expected.divisor)
+            bound = of_sum.divided_by(expected.divisor)
         inside = bound.holds(grad)
         if not bool(inside.all()):
-            yield findings.outside(at, bound, inside, grad)
+            found = findings.outside(at, bound, inside, grad)
+            divided, divisor = self._group.tells_divided, expected.divisor
+            hint = told_within_bounds(of_sum, grad, divisor=divisor, divided=divided)
+            yield replace(found, detail=hint)
         if self._replica_count > 1:
             yield from self._compare_copies(
                 "grad", grad, step=step, rank=rank, param=name, start=start

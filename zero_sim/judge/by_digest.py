@@ -180,8 +180,11 @@ class DigestComparison:
         Raises:
             DigestsDiffer: They are not as owed.
         """
-        if self.is_alone or not self._group.shows_grads_of_params:
+        if self.is_alone:
             yield from self._exact.compare_reported(engine, rank=rank, step=step)
+            return
+        self._group.note_unreported(divisor=self._heard[step].divisor)
+        if not self._group.shows_grads_of_params:
             return
         reported = engine.gradients()
         for name, grad in self._heard[step].grads_of_params.items():

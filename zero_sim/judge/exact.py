@@ -313,9 +313,8 @@ class ExactComparison:
             step: Index of the step, from 0.
         """
         group = self._group
+        group.note_unreported(divisor=self.steps[step].divisor)
         if not group.shows_grads_of_params:
-            if PARTS in group.unobserved:
-                group.unobserved.add(GRADIENTS)
             return
         reported = engine.gradients()
         # In the order of the params: that of a set is another one in every process.
@@ -355,7 +354,7 @@ class ExactComparison:
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
         """A reduced gradient as the target is to tell it; None where it is given none."""
         numerics = self._group.numerics
-        return told_as(expected, name, point=numerics.grads_told, dtype=numerics.told_dtype)
+        return told_as(expected, name, point=numerics.told_at, dtype=numerics.told_dtype)
 
     def _look_at_grad(
         self,
@@ -367,7 +366,7 @@ class ExactComparison:
         agrees: bool,
     ) -> None:
         """Let other rules explain a gradient that differs, at the point where it is told."""
-        if self._group.numerics.grads_told != "after-clip":
+        if self._group.numerics.told_at != "after-clip":
             pick, shown = grad_picked(name, got, cut=cut)
             sums = OtherGrads.of(expected, self._group.numerics)
             self._grad_rules.look(expected.step, sums, pick=pick, got=shown, agrees=agrees)

@@ -16,6 +16,7 @@ from zero_sim.judge.ownership import Ownership
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Numerics, OwnedPart
+from zero_sim.targets.adapt import DIVISION, GRADIENTS, PARTS
 
 Guesses = Callable[[], Iterable[Known]]
 """Gives what may have come in place of what was expected."""
@@ -70,14 +71,31 @@ class JudgedGroup:
     @property
     def tells_divided(self) -> bool:
         """Whether the gradients that are told are divided already, where that comes after a sum."""
-        return self.numerics.grads_told != "before-division"
+        return self.numerics.told_at != "before-division"
 
     @property
     def shows_grads_of_params(self) -> bool:
         """Whether gradients of whole params are to be seen as they were summed."""
         spec = self.scenario.optimizer
-        changed = (spec.clip_norm or spec.clip_value) and self.numerics.grads_told != "after-clip"
+        changed = (spec.clip_norm or spec.clip_value) and self.numerics.told_at != "after-clip"
         return bool(self.numerics.grads_in_params and not changed and not spec.loss_scale)
+
+    def note_unreported(self, *, divisor: float) -> None:
+        """Note that the gradient or its division is unobserved if no optimizer state shows them.
+
+        Only SGD's params show the size of a gradient: other optimizers step by a gradient over its
+        own length.
+
+        Args:
+            divisor: Divisor of the sum over ranks, 1 for none.
+        """
+        if PARTS not in self.unobserved:
+            return
+        if not self.shows_grads_of_params:
+            self.unobserved.add(GRADIENTS)
+        shows_mean = self.shows_grads_of_params and (self.tells_divided or divisor == 1)
+        if not shows_mean and self.scenario.optimizer.name != "sgd":
+            self.unobserved.add(DIVISION)
 
     def noted(self) -> Noted:
         """What was noted so far, to be gone back to where a comparison begins again."""

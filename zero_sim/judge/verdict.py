@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_sim.findings.dataflow import of_first_step, sort_and_merge
-from zero_sim.findings.records import BufferMap, CaseResult, Finding
+from zero_sim.findings.records import BufferMap, CaseResult, Finding, Scope
 from zero_sim.judge import guards
 from zero_sim.judge.expected import settle
 from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
@@ -16,6 +16,7 @@ from zero_sim.judge.rules import rules_together, with_rules
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
+from zero_sim.targets.adapt import DIVISION, GRADIENTS, PARTS
 from zero_sim.workloads import EXACT_MODELS
 
 
@@ -81,6 +82,7 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
     verdict, findings, reached = settle(
         scenario.expect.finding, found=found, doubts=doubts, faults=observations.faults
     )
+    unobserved = _unobserved(observations)
     owed = sum((judged.owed for judged in observations.judged), start=Counter[Guarantee]())
     notes = [*reached, *_notes(observations, agreed=not found), *observations.notes]
     if scenario.model.name in EXACT_MODELS or not scenario.world.order_known:
@@ -95,7 +97,8 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
         notes=tuple(notes),
         owed={str(row): count for row, count in sorted(owed.items())},
         compared_elems=sum(judged.compared_elems for judged in observations.judged),
-        unobserved=_unobserved(observations),
+        unobserved=unobserved,
+        scope=_scope(unobserved),
         collectives=observations.collectives,
         log_digest=observations.log_digest,
         strip=observations.buffer_map() if findings else None,
@@ -118,6 +121,11 @@ def _unobserved(observations: Observations) -> tuple[str, ...]:
     return tuple(
         sorted(frozenset[str]().union(*(judged.unobserved for judged in observations.judged)))
     )
+
+
+def _scope(unobserved: Collection[str]) -> Scope:
+    is_hidden = PARTS in unobserved and not {GRADIENTS, DIVISION}.isdisjoint(unobserved)
+    return "params-only" if is_hidden else "full"
 
 
 def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:

@@ -79,7 +79,7 @@ def _run() -> Node:
     problem = dict.fromkeys(("source", "path", "message", "suggestion"), _TEXT)
     case = _object(
         {
-            **_fields(_records().CaseResult, without=("logs",)),
+            **_fields(_records().CaseResult, without=_NOT_TOLD),
             "source": _described(_TEXT, "The scenario file."),
             "reproduce": _described(_TEXT, "The command that runs this case alone."),
             "bundle": _described(_or_null(_TEXT), "Id of its bundle, where there is one."),
@@ -159,6 +159,9 @@ def _fuzz() -> Node:
         "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
         "inconclusive_cases": _described(_COUNTS, "Cases by the check that says why."),
         "unobserved": _described(_COUNTS, "By what the target does not tell, cases without it."),
+        "taken": _described(
+            _list(_TEXT), "Rules that were worked out because the target declares none."
+        ),
         "findings": _list(_object(finding)),
         "coverage": _coverage(),
         "lost": _list(lost),
@@ -458,8 +461,8 @@ def _object(properties: Mapping[str, Node]) -> Node:
     }
 
 
-_NOT_TOLD = ("evidence", "logs")
-"""Tensors and event logs, which are no JSON."""
+_NOT_TOLD = ("evidence", "logs", "twin")
+"""Tensors, event logs and cases, which are no JSON."""
 
 
 def _record(cls: type) -> Node:
@@ -479,7 +482,7 @@ def _fields(cls: type, *, without: Collection[str] = ()) -> dict[str, Node]:
 
 def _hints(cls: type) -> Mapping[str, object]:
     # Names that a module has for type checkers only: of fields that are not told.
-    missing = dict.fromkeys(("Tensor", "EventLog"), object)
+    missing = dict.fromkeys(("Tensor", "EventLog", "Scenario"), object)
     return typing.get_type_hints(cls, localns=missing)
 
 

@@ -508,14 +508,16 @@ _NEEDED = {
     "orders": "world.order",
 }
 """Capabilities of which every system has one, and the field of a case that asks for it."""
-_DEFAULTS = {each.name: each.default for each in fields(Numerics)}
+_DEFAULTS = {each.name: each.default for each in fields(Numerics)} | {
+    "grads_told": Numerics().told_at
+}
 
 
 def _plain(numerics: Numerics) -> dict[str, Any]:
     return {
         name: getattr(numerics, name)
         for name, default in _DEFAULTS.items()
-        if getattr(numerics, name) != default
+        if getattr(numerics, name) not in (None, default)
     }
 
 

@@ -121,8 +121,11 @@ class RuleSearch:
         """
         self.cases += 1
         try:
-            numerics = Numerics(**(self.numerics if said is None else said))
-            result = run_case(case, pool=self.pool, target=Asked(self.target, numerics))
+            # Declared, because this search tries the others.
+            rules: dict[str, Any] = {"grads_told": "before-division"}
+            rules |= self.numerics if said is None else said
+            asked = Asked(self.target, Numerics(**rules))
+            result = run_case(case, pool=self.pool, target=asked)
         except (UsageError, EnvironmentProblem) as error:
             # Of several problems the first.
             return " ".join(line.strip() for line in str(error).splitlines()[:2])

@@ -36,6 +36,7 @@ _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
 
 PARTS = "masters and optimizer state"
 GRADIENTS = "reduced gradients"
+DIVISION = "division of gradients"
 STRAY_GRADIENTS = "gradients between steps and their padding"
 STRAY_PADDING = "padding of params and masters"
 UNTRAINED = "params that are never trained"

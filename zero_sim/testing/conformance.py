@@ -19,6 +19,7 @@ from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case
 from zero_sim.run.said_rules import Asked, declared_by, with_change
+from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
@@ -95,14 +96,16 @@ def conformance(
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
-            for scenario in islice(draws(drawn, seed=_series(seed)), cases):
+            for index, scenario in enumerate(islice(draws(drawn, seed=_series(seed)), cases)):
                 result = judge(scenario)
+                if index % TWIN_EVERY == 0:
+                    result = with_twin(result, scenario, judge=judge, find=lambda: judged)
                 verdicts[result.verdict] += 1
                 if result.verdict not in ("pass", "inconclusive"):
                     limits = Limits(seconds=shrink_seconds)
                     name = target if isinstance(target, str) else name_of(judged)
                     asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
-                    failed = _shrunk(scenario, result, asked)
+                    failed = _shrunk(result.twin or scenario, result, asked)
                     break
         if failed is not None:
             raise failed
@@ -148,6 +151,7 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
         limits=asked.limits,
         right=right_judge(asked.target, pool=asked.pool),
     )
+    result = marked(result, scenario)
     led = _led(reduced.scenario, result, asked)
     said = (
         f"{render_case(result)}\n{render_reduced(reduced)}\n\n{led}\n\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.run.summing import ShowsMeans, Undivided
 from zero_sim.errors import UsageError
 from zero_sim.reference import Reference
 from zero_sim.targets import find_target
@@ -213,3 +214,4 @@ hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)
 misreads = _Target(_Misreads)
 hangs_in_a, dies_in_a = _Target(_HangsInA), _Target(_DiesInA)
 hides, slow = _Target(_Hides), _Target(_Slow)
+shows_means, undivided = ShowsMeans(), Undivided()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from zero_sim.findings.records import taken_notes
 from zero_sim.run import setup as setups
 from zero_sim.run.setup import Setup
 from zero_sim.scenario.spec import (
@@ -280,3 +281,21 @@ class TestLeftOut:
     def test_natively_what_depends_on_another_order(self, make_case):
         assert "not gloo's own" in self.why(make_case(), native=True)
         assert self.why(make_case(world=WorldSpec(size=3, order="gloo")), native=True) == ""
+
+
+OF_PARAMS = {"model": ModelSpec(name="mlp", hidden=5), "system": SystemSpec(stage=0)}
+
+
+@pytest.mark.usefixtures("targets")
+def test_a_point_that_is_not_declared_is_worked_out_on_the_processes(on_gloo):
+    result = on_gloo("shows_means", **OF_PARAMS)
+    assert result.verdict == "pass"
+    assert "grads_told = 'after-division'" in taken_notes(result)[0]
+
+
+@pytest.mark.usefixtures("targets")
+def test_a_case_that_passes_by_params_only_is_judged_with_sgd(on_gloo):
+    shapes = ModelSpec(name="params", shapes=((3,), (5,)))
+    result = on_gloo("undivided", model=shapes, system=SystemSpec(stage=0))
+    assert (result.verdict, result.twin.optimizer.name) == ("fail", "sgd")
+    assert "found with SGD in place of AdamW" in result.findings[0].detail

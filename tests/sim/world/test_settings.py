@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zero_sim.errors import UsageError
 from zero_sim.sim import Deadlock, Fault, World
-from zero_sim.testing.explore import explore
+from zero_sim.testing import explore
 
 
 def refusal_of(make):

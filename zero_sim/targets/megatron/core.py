@@ -45,6 +45,7 @@ class MegatronCore:
         divide_by="ranks",
         sync="last",
         grad_dtype="param",
+        grads_told="before-division",
     )
 
     def build(
