@@ -145,7 +145,7 @@ class TestNoWaits:
             x.add_(1)
             future.wait()
 
-        with pytest.raises(DataRace, match="writes elements \[0, 4\) of the input"):
+        with pytest.raises(DataRace, match=r"writes elements \[0, 4\) of the input"):
             world_of(2, timing=timing, races=True).run(program)
 
     def test_the_future_of_a_coalesced_all_reduce_counts_too(self, world_of, timing):
