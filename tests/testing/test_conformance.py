@@ -18,11 +18,12 @@ from tests.judge.ruled import Target as Ruled
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
 from zero_sim.findings.records import CaseResult
+from zero_sim.fuzz import drawing
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import OptimizerName
-from zero_sim.targets import find_target, import_target, refusals, target_names
+from zero_sim.targets import Capabilities, find_target, import_target, refusals, target_names
 from zero_sim.testing import NotConformant, conformance, scenarios
 
 # The function of the same name hides the module in its package.
@@ -197,6 +198,16 @@ def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
     monkeypatch.setattr(conformance_module, "run_case", judge)
     with pytest.raises(AssertionError, match="nothing was shown"):
         conformance(Idle(), cases=2)()
+
+
+def test_what_excludes_all_cases_is_named(monkeypatch):
+    monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
+
+    class Excluded(Idle):
+        capabilities = Capabilities(only=(("world.strict", (False,)),))
+
+    with pytest.raises(AssertionError, match=r"no case fits target 'idle': Capabilities\.only = "):
+        conformance(Excluded(), cases=2)()
 
 
 @pytest.mark.parametrize("name", target_names())

@@ -15,6 +15,7 @@ from hypothesis import settings
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case
@@ -106,6 +107,8 @@ def conformance(
                     break
         if failed is not None:
             raise failed
+        if not verdicts and cases:
+            raise AssertionError(f"{why_none_fits(judged)}.")
         if not verdicts["pass"]:
             raise AssertionError(
                 f"expected target {judged.name!r} to pass in some of {cases} cases, got "
