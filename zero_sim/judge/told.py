@@ -84,8 +84,8 @@ def told_otherwise(
             where += f" by {expected.divisor:g}" if point != "after-clip" else ""
             where += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
             return (
-                f"these are its bits {where}: where the system shows gradients so, declare "
-                f"Numerics({', '.join(said)})"
+                f"these are its bits {where}.\n"
+                f"If this is intended, declare Numerics({', '.join(said)})"
             )
     return ""
 
