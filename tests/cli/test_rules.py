@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from zero_sim.cli.rules import rules
 from zero_sim.run import found_rules
-from zero_sim.run.found_rules import FoundRules
+from zero_sim.run.rule_report import FoundRules
 
 
 @pytest.fixture

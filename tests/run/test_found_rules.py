@@ -9,7 +9,7 @@ import torch
 from tests.judge.ruled import Engine, Target
 from zero_sim.backends import WorldPool
 from zero_sim.errors import Problem, UsageError
-from zero_sim.run import found_rules, rule_cases
+from zero_sim.run import found_rules, norm_rules
 from zero_sim.run.found_rules import find_rules
 from zero_sim.run.rule_cases import BASE, changed
 from zero_sim.targets import Capabilities, Numerics
@@ -22,7 +22,8 @@ def quick(monkeypatch):
     kept = ("optimizer.weight_decay", "optimizer.warmup_steps")
     monkeypatch.setattr(found_rules, "FOLLOWED", {p: found_rules.FOLLOWED[p] for p in kept})
     # Many gradients take seconds; a test of its own has them all.
-    monkeypatch.setattr(rule_cases, "_NORM_CASES", 2)
+    monkeypatch.setattr(norm_rules, "_NORM_CASES", 2)
+    monkeypatch.setattr(norm_rules, "NORMS_MIN", 20)
     monkeypatch.setattr(found_rules, "NORMS_MIN", 20)
     few = ("divide",)
     monkeypatch.setattr(
@@ -93,6 +94,7 @@ def test_a_norm_rule_holds_on_200_random_gradients_half_of_them_long(norm, rule)
 
 
 def test_a_norm_that_too_few_gradients_show_is_taken_as_told(quick, monkeypatch):
+    monkeypatch.setattr(norm_rules, "NORMS_MIN", 1000)
     monkeypatch.setattr(found_rules, "NORMS_MIN", 1000)
     found = find_rules(Target({}))
     assert found.numerics["norm"] == "told"

@@ -15,7 +15,7 @@ from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from zero_sim.run.found_rules import FoundRules
+    from zero_sim.run.rule_report import FoundRules
 
 EXIT_WRONG = 1
 

@@ -15,16 +15,16 @@ from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS
+from zero_sim.run.norm_rules import NORMS_MIN, confirm_norm, norms_passed
 from zero_sim.run.rule_cases import (
     BASE,
+    DIVISOR,
     FOLLOWED,
-    NORMS_MIN,
     SECOND,
     Vary,
     changed,
     clip_cases,
     in_ranks,
-    norm_cases,
     of_optimizer,
     overflow_case,
     rule_cases,
@@ -32,6 +32,7 @@ from zero_sim.run.rule_cases import (
     unused_cases,
     with_model,
 )
+from zero_sim.run.rule_report import FoundRules
 from zero_sim.run.rule_search import RuleSearch
 from zero_sim.run.said_rules import Asked, in_words
 from zero_sim.scenario.spec import (
@@ -47,12 +48,10 @@ from zero_sim.targets.declared import followed, refusals
 
 _ALIKE_CASES = 8
 """Most cases that rules have to pass alike to be called the same here."""
-_DIVISOR = 12
-"""By which sizes can be divided for 1, 2, 3, 4 and 6 ranks."""
 _PLAIN_MODELS: Mapping[str, Any] = {
     "": {},
-    f", sizes that {_DIVISOR} divides": {"hidden": _DIVISOR},
-    f", params that {_DIVISOR} divides": ModelSpec(name="params", shapes=((12,), (24, 2))),
+    f", sizes that {DIVISOR} divides": {"hidden": DIVISOR},
+    f", params that {DIVISOR} divides": ModelSpec(name="params", shapes=((12,), (24, 2))),
 }
 """Models of the plain case, by what its name ends with: the next one if sizes are refused."""
 _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
@@ -72,42 +71,6 @@ _ALTERNATIVES: Mapping[str, Sequence[object]] = {
     "norm": tuple(norm for norm in NORMS if norm != "told"),
     "clip": CLIP_FORMS,
 }
-
-
-@dataclass(kw_only=True, slots=True)
-class FoundRules:
-    """What was found of a target."""
-
-    target: str
-    numerics: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Numerics` that are not as by default."""
-    capabilities: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Capabilities` that are not as by default."""
-    unclear: list[str] = field(default_factory=list)
-    """What could not be told, and why."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """What it cannot be asked for, and what came of asking."""
-    contradicted: list[str] = field(default_factory=list)
-    """What it declares otherwise."""
-    limits: dict[str, list[str]] = field(default_factory=dict)
-    """By a check of its own by which it refuses sizes: names of the cases."""
-    alarms: list[str] = field(default_factory=list)
-    """What a right system has not: what is found beside it is not to be declared."""
-    cases: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "target": self.target,
-            "numerics": dict(self.numerics),
-            "capabilities": dict(self.capabilities),
-            "unclear": list(self.unclear),
-            "left_out": dict(self.left_out),
-            "contradicted": list(self.contradicted),
-            "limits": {why: list(cases) for why, cases in self.limits.items()},
-            "alarms": list(self.alarms),
-            "cases": self.cases,
-        }
 
 
 def find_rules(target: Target) -> FoundRules:
@@ -282,38 +245,19 @@ class _Search:
             return
 
     def _settle_clip(self) -> None:
-        why = self.search.settle(*clip_cases(self.base)) or self._confirm_norm()
+        why = self.search.settle(*clip_cases(self.base)) or self._confirm_norm_rule()
         if why:
             self.found.left_out["optimizer.clip_norm"] = why
             self.misclips = self.search.nearest is not None
 
-    def _confirm_norm(self) -> str:
-        """Find rules for norms of many random gradients; why no rule fits them all, if none does.
-
-        A few cases do not tell apart rules whose norms mostly round to the same bits.
-        """
-        params = changed(with_model(self.base, "params"), "params")
-        model: ModelName = "params" if _is_pass(self.search.judge(params)) else "mlp"
-        why = ""
-        for divisor in (1, _DIVISOR):
-            ranks_max = min(4, capabilities_of(self.target).world_size_max or 4)
-            ranks_max = ranks_max if self.base.world.size > 1 else 1
-            cases = [
-                case
-                for case in norm_cases(self.base, model=model, ranks_max=ranks_max, divisor=divisor)
-                if not self._refuses(case)
-            ]
-            why = self.search.settle(*cases)
-            if not why and self._norms_passed() >= NORMS_MIN:
-                return ""
-            if why and not all(case in self.search.limited for case in cases):
-                break
-        self.search.numerics["norm"] = "told"
-        return why
-
-    def _norms_passed(self) -> int:
-        clipped = (case for case in self.search.passed if case.optimizer.clip_norm is not None)
-        return sum(case.run.steps for case in clipped)
+    def _confirm_norm_rule(self) -> str:
+        ranks_max = min(4, capabilities_of(self.target).world_size_max or 4)
+        return confirm_norm(
+            self.search,
+            self.base,
+            ranks_max=ranks_max if self.base.world.size > 1 else 1,
+            refuses=self._refuses,
+        )
 
     def _settle_overflow(self) -> None:
         case = overflow_case(self.base)
@@ -342,7 +286,7 @@ class _Search:
             name
             for name in get_args(ModelName)
             if self._passes_in_some_size(
-                (with_model(base, name, divisor=divisor) for divisor in (1, _DIVISOR)),
+                (with_model(base, name, divisor=divisor) for divisor in (1, DIVISOR)),
                 f"model.name = {name!r}",
             )
         )
@@ -360,7 +304,7 @@ class _Search:
         able["stages"] = (*stages, *higher)
         shapes = {"empty_params": ((3,), (0,), (2,)), "scalar_params": ((3,), (), (2,))}
         for name, shape in shapes.items():
-            sizes = (shape, tuple(tuple(_DIVISOR * n for n in each) for each in shape))
+            sizes = (shape, tuple(tuple(DIVISOR * n for n in each) for each in shape))
             bare = (changed(base, model={"name": "params", "shapes": each}) for each in sizes)
             what = f"a shape in {shape}"
             able[name] = "params" in able["models"] and self._passes_in_some_size(bare, what)
@@ -510,7 +454,7 @@ class _Search:
                 self.found.unclear.append(f"{name} = {said}: the same bits in all of these cases")
         self._take_the_rest(declared, passed[:_ALIKE_CASES])
         if self.search.numerics.get("norm") == "told" != declared.get("norm"):
-            count = self._norms_passed()
+            count = norms_passed(self.search)
             why = f"no known form has the bits of all norms of {count} random gradients"
             if count < NORMS_MIN:
                 why = f"{count} random gradients passed, and forms are told apart by {NORMS_MIN}"
@@ -630,10 +574,6 @@ def _plain(numerics: Numerics) -> dict[str, Any]:
         for name, default in _DEFAULTS.items()
         if getattr(numerics, name) != default
     }
-
-
-def _is_pass(result: CaseResult | str) -> bool:
-    return not isinstance(result, str) and result.verdict == "pass"
 
 
 def _longest(cases: Sequence[Scenario]) -> list[Scenario]:

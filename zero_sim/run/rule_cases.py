@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,10 @@ BASE = Scenario(
 )
 
 
+DIVISOR = 12
+"""Sizes that it divides can be divided among 1, 2, 3, 4 and 6 ranks."""
+
+
 def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
     """The case with fields of its tables replaced.
 
@@ -67,9 +71,9 @@ def with_model(base: Scenario, name: ModelName, *, divisor: int = 1) -> Scenario
         name: Of the model.
         divisor: Number of which the sizes that a case can choose are multiples.
     """
-    bare = ((_rounded(3, divisor),), (_rounded(2, divisor), 2))
+    bare = ((rounded(3, divisor),), (rounded(2, divisor), 2))
     shapes = bare if name in ("params", "lattice", "bit-hash") else None
-    hidden = _rounded(ModelSpec(name=name).hidden, divisor)
+    hidden = rounded(ModelSpec(name=name).hidden, divisor)
     if name in EXACT_MODELS:
         # What is divided by three before the sum is no exact number any more.
         base = changed(base, world={"size": min(2, base.world.size)})
@@ -136,60 +140,8 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
 
 
-NORMS_MIN = 200
-"""Random gradients whose norms must have the bits of a rule before it is declared."""
-_NORM_STEPS = 10
-"""Steps of each case: each brings another gradient."""
-_NORM_CASES = 22
-"""More than `NORMS_MIN` needs: a norm that is within rounding of another order is not compared."""
-_SHAPES: Sequence[tuple[tuple[int, ...], ...]] = (
-    ((2, 2),),
-    ((1201,),),
-    ((3,), (2,)),
-    ((33, 40), (5,)),
-    ((7, 5), (3,)),
-    ((64, 32), (7,)),
-    ((17,), (5, 4)),
-    ((700,), (31, 17)),
-    ((40,), (31, 3)),
-    ((1025,), (2,)),
-)
-"""Shapes of params; every second one has more than 1,000 elements."""
-_WIDTHS = (2, 12, 3, 13, 4, 14, 5, 15, 6, 16)
-"""Widths of `mlp` in place of these shapes."""
-
-
-def norm_cases(
-    base: Scenario, *, model: ModelName, ranks_max: int, divisor: int = 1
-) -> Iterator[Scenario]:
-    """Cases that clip by the norms of `NORMS_MIN` random gradients and more, half of them long.
-
-    Args:
-        base: A case that passes.
-        model: `params`, or `mlp` for a system that does not take that.
-        ranks_max: Most ranks.
-        divisor: Number of which first dimensions of params are multiples.
-    """
-    sizes = [size for size in (2, 3, 4) if size <= ranks_max] or [ranks_max]
-    for index in range(_NORM_CASES):
-        turn, place = divmod(index, len(_SHAPES))
-        if model == "params":
-            shapes = tuple((_rounded(first, divisor), *rest) for first, *rest in _SHAPES[place])
-            spec = ModelSpec(name="params", dtype=base.model.dtype, shapes=shapes)
-        else:
-            width = _rounded(_WIDTHS[place], divisor)
-            spec = ModelSpec(name="mlp", dtype=base.model.dtype, hidden=width, blocks=1)
-        yield changed(
-            base,
-            f"norms of gradients {index + 1}",
-            model=spec,
-            optimizer={"clip_norm": 0.01 * (1 + index % 4), "lr": 0.1},
-            world={"size": sizes[(place + turn) % len(sizes)]},
-            run={"steps": _NORM_STEPS, "seed": index},
-        )
-
-
-def _rounded(number: int, divisor: int) -> int:
+def rounded(number: int, divisor: int) -> int:
+    """The least multiple of a divisor that is at least a number."""
     return -(-number // divisor) * divisor
 
 
