@@ -16,7 +16,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
-from zero_sim.judge.rules import RulesTrial, grad_picked, param_picked, part_picked
+from zero_sim.judge.rules import RulesTrial, grad_picked, param_picked, part_picked, why_blind
 from zero_sim.judge.told import OtherGrads, in_told_dtype, told_as, told_otherwise
 from zero_sim.judge.trajectory import LateReference, frozen
 from zero_sim.reference import (
@@ -57,8 +57,8 @@ class ExactComparison:
         self.uncertified_step: int | None = None if is_certified else group.first_step
         self._told: Tensor | None = None
         self._watches_updates = False
-        self._rules = RulesTrial()
-        self._grad_rules = RulesTrial("gradient")
+        self._rules = RulesTrial(scenario=group.scenario)
+        self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
 
     @property
     def _reference(self) -> Reference:
@@ -201,12 +201,24 @@ class ExactComparison:
         if norm is not None and self._comparer.differs(expected.norm, norm):
             found = self._group.differing(findings.norm(step, rank), expected.norm, norm)
             yield replace(
-                found, detail="\n".join(filter(None, [found.detail, _norm_rule(expected, norm)]))
+                found,
+                detail="\n".join(filter(None, [found.detail, self._norm_rule(expected, norm)])),
             )
         if result.zeros is not None and result.zeros != expected.zeros:
             yield findings.misreported(
                 "zeros", step, rank, expected=expected.zeros, got=result.zeros
             )
+
+    def _norm_rule(self, expected: ReferenceStep, norm: Tensor) -> str:
+        """Name the known rules that give a norm, and how to declare the first one."""
+        others = {} if expected.otherwise is None else expected.otherwise.norms()
+        fitting = [said for said, other in others.items() if same_bits(other, norm)]
+        if not fitting:
+            return ""
+        advice = why_blind(self._group.scenario, shows_factor=True) or (
+            f"If this is intended, declare Numerics({fitting[0].replace(' = ', '=')})"
+        )
+        return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare a part's gradient, master and optimizer state.
@@ -407,18 +419,6 @@ class ExactComparison:
         bad = judged.bad_step
         rules = self._grad_rules.of_step(bad) or self._rules.of_step(bad)
         return replace(judged, rules=rules)
-
-
-def _norm_rule(expected: ReferenceStep, norm: Tensor) -> str:
-    """What to declare, if a norm is what another known rule gives."""
-    others = {} if expected.otherwise is None else expected.otherwise.norms()
-    fitting = [said for said, other in others.items() if same_bits(other, norm)]
-    if not fitting:
-        return ""
-    return (
-        f"these are the bits of {' or '.join(fitting)}: declare "
-        f"Numerics({fitting[0].replace(' = ', '=')}), if that is the rule of the system"
-    )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from zero_sim.findings.compare import same_bits
 from zero_sim.findings.records import Finding
 from zero_sim.reference import OtherUpdate
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.spec import OptimizerName, Scenario
 from zero_sim.targets import OwnedPart
 
 _UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
@@ -27,6 +28,9 @@ _AMBIGUOUS = (
     "a case that so many fit tells them hardly apart, and a fault may have these bits as well: "
     "`zero-sim rules` asks more of them"
 )
+
+SEES_FACTORS: tuple[OptimizerName, ...] = ("sgd", "asgd")
+"""Optimizers whose steps are as long as the gradient."""
 
 What = Literal["update", "gradient"]
 
@@ -67,6 +71,8 @@ class RulesTried:
     """Those that give all bits that were observed."""
     what: What = "update"
     """What is computed by them."""
+    blind: str = ""
+    """Why the case does not tell rules apart, so that none is proposed; empty if it does."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -75,6 +81,7 @@ class RulesTried:
             "tried": self.tried,
             "fitting": list(self.fitting),
             "what": self.what,
+            "blind": self.blind,
         }
 
     @classmethod
@@ -85,6 +92,7 @@ class RulesTried:
             tried=data["tried"],
             fitting=tuple(data["fitting"]),
             what=data["what"],
+            blind=data["blind"],
         )
 
     def in_words(self) -> str:
@@ -106,12 +114,10 @@ class RulesTried:
         lead = f"{next(iter(names))} = " if is_one else ""
         others = [rule.removeprefix(lead) for rule in self.fitting]
         which = " or ".join(others)
-        advice = "if that is" if len(others) == 1 else "or whichever of them is"
+        intended = "this is" if len(others) == 1 else "one of these is"
         few = "" if len(others) < _MANY else f"; {_AMBIGUOUS}"
-        return (
-            f"{said}; these are the bits of {lead}{which}: declare Numerics({first}), {advice} "
-            f"the rule of the system{few}"
-        )
+        advice = self.blind or f"If {intended} intended, declare Numerics({first})"
+        return f"{said}; these are the bits of {lead}{which}{few}.\n{advice}"
 
 
 def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Finding, ...]:
@@ -143,7 +149,12 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
         return None
     alike = [each if each and each.what == first.what else None for each in reported]
     fitting = [set(each.fitting) if each else set[str]() for each in alike]
-    return replace(first, fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)))
+    return replace(
+        first,
+        fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)),
+        # One rank that shows enough is enough; empty text sorts first.
+        blind=min(each.blind for each in alike if each is not None),
+    )
 
 
 @dataclass(slots=True)
@@ -155,6 +166,8 @@ class _Step:
     updates: dict[str, object] | None = None
     """What each rule that fits so far gives; None as long as nothing differs."""
     tried: RulesTried | None = None
+    shows_state: bool = False
+    """True if optimizer state was observed, which shows a gradient's factor."""
 
     def keep(self, pick: Pick, got: Mapping[str, Tensor]) -> None:
         """Keep the rules that give what was observed."""
@@ -169,10 +182,12 @@ class RulesTrial:
 
     Args:
         what: What is computed by these rules.
+        scenario: The case, which may not tell rules apart.
     """
 
-    def __init__(self, what: What = "update") -> None:
+    def __init__(self, what: What = "update", *, scenario: Scenario | None = None) -> None:
         self._what: What = what
+        self._scenario = scenario
         self._steps: dict[int, _Step] = {}
 
     def look(
@@ -196,6 +211,7 @@ class RulesTrial:
         if otherwise is None:
             return
         state = self._steps.setdefault(step, _Step())
+        state.shows_state |= len(got) > 1
         if state.updates is None and agrees:
             state.agreed.append(pick)
             return
@@ -234,7 +250,26 @@ class RulesTrial:
         state = None if step is None else self._steps.get(step)
         if state is None or state.tried is None or state.updates is None:
             return None
-        return replace(state.tried, fitting=tuple(state.updates))
+        # Forms of the clip differ by a few units in the last place, no factor.
+        is_factor = self._what == "update" and not state.tried.assumed.startswith("clip")
+        shows_factor = state.shows_state or not is_factor
+        blind = "" if self._scenario is None else why_blind(self._scenario, shows_factor)
+        return replace(state.tried, fitting=tuple(state.updates), blind=blind)
+
+
+def why_blind(scenario: Scenario, shows_factor: bool) -> str:
+    """Say why a case does not tell rules apart; empty if it does.
+
+    Args:
+        scenario: Judged.
+        shows_factor: Whether a gradient, or state that is made of it, is observed.
+    """
+    name = scenario.optimizer.name
+    if scenario.world.size == 1:
+        return "No rule is proposed: a case of one rank does not tell rules apart"
+    if not shows_factor and name not in SEES_FACTORS:
+        return f"No rule is proposed: params that {name} stepped hardly show a gradient's factor"
+    return ""
 
 
 def part_picked(part: OwnedPart) -> tuple[Pick, Mapping[str, Tensor]]:

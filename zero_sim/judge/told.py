@@ -125,7 +125,7 @@ def _where(point: GradsTold, divisor: float) -> str:
 
 
 def _declare(what: str, said: str) -> str:
-    return f"these are {what}: where the system shows gradients so, declare Numerics({said})"
+    return f"these are {what}.\nIf this is intended, declare Numerics({said})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
