@@ -16,7 +16,8 @@ from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.records import Finding
-from zero_sim.reference import OtherUpdate
+from zero_sim.judge.factors import factor_of
+from zero_sim.reference import OtherSums, OtherUpdate
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import OwnedPart
 
@@ -27,8 +28,10 @@ _AMBIGUOUS = (
     "a case that so many fit tells them hardly apart, and a fault may have these bits as well: "
     "`zero-sim rules` asks more of them"
 )
+_READ_SETTINGS = "The engine has to read all settings from scenario.optimizer, and lr_factor"
 
-What = Literal["update", "gradient"]
+What = Literal["gradient", "mistake", "update"]
+"""Computed by the rules; a `mistake` is an update by no rule. Sorted by what is computed first."""
 
 Pick = Callable[[Any], Mapping[str, Tensor]]
 """Takes what is observed in one place, by what it is, from what a rule gives."""
@@ -67,6 +70,11 @@ class RulesTried:
     """Those that give all bits that were observed."""
     what: What = "update"
     """What is computed by them."""
+    factor: str = ""
+    """The factor between the gradient by the fitting rules and the expected one, and its cause;
+    empty if it is not the same by all of them."""
+    also: RulesTried | None = None
+    """Of a mistake: what came of trying rules."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -75,6 +83,8 @@ class RulesTried:
             "tried": self.tried,
             "fitting": list(self.fitting),
             "what": self.what,
+            "factor": self.factor,
+            "also": None if self.also is None else self.also.as_dict(),
         }
 
     @classmethod
@@ -85,10 +95,29 @@ class RulesTried:
             tried=data["tried"],
             fitting=tuple(data["fitting"]),
             what=data["what"],
+            factor=data["factor"],
+            also=None if data["also"] is None else cls.from_dict(data["also"]),
         )
+
+    @property
+    def cause(self) -> str:
+        """The cause, as the end of a message; empty if there is none or more than one."""
+        is_only = self.also is None or not self.also.fitting
+        if self.what == "mistake" and is_only and (len(self.fitting) == 1 or self._is_of_settings):
+            return f"what came is the step {self.fitting[0]}"
+        if self.what == "update" and self.factor:
+            return f"the gradient behind it is {self.factor}"
+        return ""
+
+    @property
+    def _is_of_settings(self) -> bool:
+        """True if several settings fit: of these the fewest explain what came."""
+        return bool(self.fitting) and all(" in place of " in each for each in self.fitting)
 
     def in_words(self) -> str:
         """A sentence for the reader of a finding; empty where there is nothing to say."""
+        if self.what == "mistake":
+            return self._mistakes_in_words()
         said = f"the reference computed the {self.what} with {self.assumed}"
         if not self.fitting:
             # Most gradients that are wrong are so by no rule, and the reader knows that.
@@ -106,12 +135,18 @@ class RulesTried:
         lead = f"{next(iter(names))} = " if is_one else ""
         others = [rule.removeprefix(lead) for rule in self.fitting]
         which = " or ".join(others)
-        advice = "if that is" if len(others) == 1 else "or whichever of them is"
+        intended = "this is" if len(others) == 1 else "one of these is"
         few = "" if len(others) < _MANY else f"; {_AMBIGUOUS}"
         return (
-            f"{said}; these are the bits of {lead}{which}: declare Numerics({first}), {advice} "
-            f"the rule of the system{few}"
+            f"{said}; these are the bits of {lead}{which}{few}.\n"
+            f"If {intended} intended, declare Numerics({first})"
         )
+
+    def _mistakes_in_words(self) -> str:
+        lines = [] if self.cause else [f"these are the bits of the step {' or '.join(self.fitting)}"]
+        lines += [_READ_SETTINGS] if self._is_of_settings else []
+        lines += [self.also.in_words()] if self.also is not None else []
+        return "\n".join(filter(None, lines)) if self.fitting else ""
 
 
 def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Finding, ...]:
@@ -123,11 +158,12 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
     """
     if tried is None or not found:
         return found
-    meant = _UPDATED if tried.what == "update" else (Check.EQUALITY_GRAD,)
-    if found[0].check not in meant or not tried.in_words():
+    meant = (Check.EQUALITY_GRAD,) if tried.what == "gradient" else _UPDATED
+    if found[0].check not in meant:
         return found
     detail = "\n".join(filter(None, [found[0].detail, tried.in_words()]))
-    return (replace(found[0], detail=detail), *found[1:])
+    message = f"{found[0].message}: {tried.cause}" if tried.cause else found[0].message
+    return (replace(found[0], message=message, detail=detail), *found[1:])
 
 
 def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
@@ -143,7 +179,12 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
         return None
     alike = [each if each and each.what == first.what else None for each in reported]
     fitting = [set(each.fitting) if each else set[str]() for each in alike]
-    return replace(first, fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)))
+    also = [each.also for each in alike if each is not None]
+    return replace(
+        first,
+        fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)),
+        also=rules_together(also),
+    )
 
 
 @dataclass(slots=True)
@@ -155,6 +196,8 @@ class _Step:
     updates: dict[str, object] | None = None
     """What each rule that fits so far gives; None as long as nothing differs."""
     tried: RulesTried | None = None
+    sums: OtherSums | None = None
+    """From which the gradients by other rules are."""
 
     def keep(self, pick: Pick, got: Mapping[str, Tensor]) -> None:
         """Keep the rules that give what was observed."""
@@ -218,6 +261,7 @@ class RulesTrial:
         state.tried = RulesTried(
             assumed=otherwise.assumed, tried=tried, fitting=(), what=self._what
         )
+        state.sums = getattr(otherwise, "sums", None)
         if state.updates:
             assumed = otherwise.update(otherwise.assumed)
             for earlier in state.agreed:
@@ -234,7 +278,10 @@ class RulesTrial:
         state = None if step is None else self._steps.get(step)
         if state is None or state.tried is None or state.updates is None:
             return None
-        return replace(state.tried, fitting=tuple(state.updates))
+        fitting = tuple(state.updates)
+        factors = {factor_of(rule, state.sums) for rule in fitting}
+        factor = factors.pop() if len(factors) == 1 else ""
+        return replace(state.tried, fitting=fitting, factor=factor)
 
 
 def part_picked(part: OwnedPart) -> tuple[Pick, Mapping[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
-from zero_sim.reference import Division, OtherSums, ReferenceStep
+from zero_sim.reference import Division, OtherSum, OtherSums, ReferenceStep
 from zero_sim.targets import Numerics
 from zero_sim.targets.numerics import GradsTold, ToldDtype
 
@@ -42,17 +42,19 @@ def told_as(
     return None if expected.skipped else torch.zeros_like(expected.masters[name])
 
 
-def in_told_dtype(grad: Tensor, expected: ReferenceStep, name: str, numerics: Numerics) -> Tensor:
-    """What a rank alone brought, as the target would tell it.
+def reported_sum(
+    other: OtherSum, expected: ReferenceStep, name: str, *, numerics: Numerics
+) -> Tensor:
+    """Return a sum at the point and in the dtype in which the target reports gradients.
 
     Args:
-        grad: What it brought.
+        other: Another sum than that of all ranks.
         expected: The step as the reference took it.
         name: The param.
-        numerics: What the target declares.
+        numerics: Declared by the target.
     """
-    like = expected.params[name].dtype
-    return _in_dtype(grad, expected.division, numerics.grads_told, numerics.told_dtype, like)
+    point, dtype = numerics.grads_told, numerics.told_dtype
+    return _in_dtype(other.total, other.division, point, dtype, expected.params[name].dtype)
 
 
 def told_otherwise(
@@ -84,8 +86,8 @@ def told_otherwise(
             where += f" by {expected.divisor:g}" if point != "after-clip" else ""
             where += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
             return (
-                f"these are its bits {where}: where the system shows gradients so, declare "
-                f"Numerics({', '.join(said)})"
+                f"these are its bits {where}.\n"
+                f"If this is intended, declare Numerics({', '.join(said)})"
             )
     return ""
 
@@ -147,8 +149,7 @@ class _Told:
             assert told is not None, "gradients after the clip are not explained"
             return told
         other = grads.sums.sum(self.rule, name)
-        like = expected.params[name].dtype
-        return _in_dtype(other.total, other.division, point, dtype, like)
+        return reported_sum(other, expected, name, numerics=grads.numerics)
 
 
 def _in_dtype(

@@ -24,10 +24,11 @@ from zero_sim.reference.gradient import (
     measure_together,
     unflatten,
 )
+from zero_sim.reference.mistakes import Mistakes, StepTaken
 from zero_sim.reference.norms import Holdings, Norm, measure_by
 from zero_sim.reference.one_device import OneDevice
 from zero_sim.reference.other_sums import OtherSums
-from zero_sim.reference.otherwise import Otherwise
+from zero_sim.reference.otherwise import Otherwise, WorkingParams
 from zero_sim.reference.placement import Addresses
 from zero_sim.reference.quantization import scale_for
 from zero_sim.reference.ranks import Adding, Contributions, Orders, Ranks
@@ -101,11 +102,11 @@ class ReferenceStep:
     """First NaN or infinity among the local gradients; None if there is none."""
     lost: str | None
     """Name of the first param whose master is not finite after the step; None if all are."""
-    brought: Sequence[Mapping[str, Tensor]]  # each ND, grad dtype
-    """By rank and param: what the rank brought to the last sum of the step; empty, as the next two,
-    where that is more than `KEPT_ELEMS_MAX` elements."""
+    mistakes: Mistakes | None
+    """What the update would have come to by known mistakes; None of more than `KEPT_ELEMS_MAX`."""
     masters_before: Mapping[str, Tensor]  # each ND, fp32
-    """What `masters` were before the step."""
+    """What `masters` were before the step; empty, as the next one, of more than `KEPT_ELEMS_MAX`
+    elements of all ranks."""
     params_before: Mapping[str, Tensor]  # each ND, working dtype
     """What `params` were before the step."""
 
@@ -192,6 +193,7 @@ class Reference:
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
         kept = self._elems * scenario.world.size * scenario.run.micro_batches
         self._keeps_micro = kept <= KEPT_ELEMS_MAX
+        self._begin_history()
         self.tells_grads = True
         """Whether reduced gradients are compared; where not, updates are explained from them."""
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
@@ -268,6 +270,7 @@ class Reference:
             on_host = scenario.system.offload_state
             self._stepper = Stepper(spec, params=self._stepper.masters, on_host=on_host)
             self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
+            self._begin_history()
         self._write_params()
 
     def standing(self) -> Standing:
@@ -425,7 +428,7 @@ class Reference:
             data_digests=local.data_digests,
             nonfinite=begun.nonfinite,
             lost=self._stepper.find_nonfinite(),
-            brought=local.brought() if keeps else (),
+            mistakes=self._mistakes(stepped, otherwise=otherwise),
             masters_before=masters_before,
             params_before=params_before,
         )
@@ -497,8 +500,39 @@ class Reference:
             followed=self._rules,
             order=self._scenario.world.order,
             factor=lr_factor(spec, step=step),
-            dtypes={name: param.dtype for name, param in self._ranks.params().items()},
-            scales=dict(self._scales),
+            working=self._working(),
+            holdings=self._holdings,
+        )
+
+    def _working(self) -> WorkingParams:
+        dtypes = {name: param.dtype for name, param in self._ranks.params().items()}
+        return WorkingParams(dtypes=dtypes, scales=dict(self._scales))
+
+    def _begin_history(self) -> None:
+        """Keep what later steps of another optimizer would start from."""
+        self._starts = _copied(self._stepper.masters) if self._elems <= KEPT_ELEMS_MAX else {}
+        self._history: tuple[StepTaken, ...] = ()
+
+    def _mistakes(
+        self, stepped: Mapping[str, Tensor], *, otherwise: Otherwise | None
+    ) -> Mistakes | None:
+        """Note what the optimizer was given, and keep all of that for what it may explain."""
+        if not self._starts or not stepped:
+            return None
+        self._history += (StepTaken(step=self._next_step - 1, grads=stepped),)
+        if len(self._history) * self._elems > KEPT_ELEMS_MAX:
+            self._starts, self._history = {}, ()
+            return None
+        system = self._scenario.system
+        return Mistakes(
+            spec=self._scenario.optimizer,
+            starts=self._starts,
+            steps=self._history,
+            working=self._working(),
+            on_host=system.offload_state,
+            shard_count=self._scenario.world.size // system.redundancy,
+            holdings=self._holdings,
+            otherwise=otherwise,
         )
 
     def _other_params(self, local: Contributions) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from zero_sim.findings.records import CaseResult
 from zero_sim.targets import Numerics, Target
 
 _DECLARE = re.compile(r"declare Numerics\((.*?)\)(?:,|$)", flags=re.MULTILINE)
-_FITTING = re.compile(r"these are the bits of (.*?): declare")
+_FITTING = re.compile(r"these are the bits of (?!the step)(.*?)(?:; a case .*)?\.$", re.MULTILINE)
 _DTYPE_FIELDS = ("accumulate_dtype", "reduce_dtype")
 
 
