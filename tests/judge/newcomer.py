@@ -6,12 +6,15 @@ import torch.distributed as dist
 from zero_sim.targets import Capabilities, Numerics, StepResult
 
 CAN = Capabilities(
-    optimizers=("adamw", "sgd", "rmsprop", "muon", "lamb"),
+    dtypes=("fp32", "bf16"),
+    optimizers=("adamw", "sgd", "muon", "lamb"),
     follows=(
         "optimizer.weight_decay",
         "optimizer.warmup_steps",
         "optimizer.groups",
         "optimizer.clip_norm",
+        "optimizer.momentum",
+        "optimizer.betas",
         "run.micro_batches",
     ),
 )

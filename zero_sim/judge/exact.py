@@ -82,7 +82,6 @@ class ExactComparison:
         """
         self._reference.set_addresses(addresses)
         self._reference.set_holdings(self._group.ownership.holdings)
-        self.watch_updates()
 
     def watch_updates(self) -> None:
         """Let updates be explained by rules for gradients, where these are not told."""
@@ -142,6 +141,8 @@ class ExactComparison:
 
     def _prepare(self) -> Orders | None:
         """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        # A rank that waits for no other one comes here before all have built their engines.
+        self.watch_updates()
         for earlier, kept in self.steps.items():
             self.steps[earlier] = frozen(kept)
         if self._group.scenario.world.order in POSITION_FREE:

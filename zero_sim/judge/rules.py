@@ -21,7 +21,7 @@ from zero_sim.reference import OtherSums, OtherUpdate
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import OwnedPart
 
-_UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
+UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks of what comes of an update; what differs before it has another cause."""
 _MANY = 3
 _AMBIGUOUS = (
@@ -158,7 +158,7 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
     """
     if tried is None or not found:
         return found
-    meant = (Check.EQUALITY_GRAD,) if tried.what == "gradient" else _UPDATED
+    meant = (Check.EQUALITY_GRAD,) if tried.what == "gradient" else UPDATED
     if found[0].check not in meant:
         return found
     detail = "\n".join(filter(None, [found[0].detail, tried.in_words()]))

@@ -44,7 +44,7 @@ class StepTaken:
 class Mistakes:
     """The steps so far, and how a faulty system would have taken them.
 
-    A mistake is named as a part of a sentence: `with weight_decay 0.01, ...`.
+    A mistake is named as a part of a sentence: `with torch's default lr 0.001 in place of 0.02`.
     """
 
     spec: OptimizerSpec
@@ -91,14 +91,14 @@ class Mistakes:
         for option, default in torch_defaults(spec.name).items():
             own = getattr(spec, option)
             if default != own:
-                name = f"{option} {default}, torch's default, in place of {own}"
+                name = f"torch's default {option} {default} in place of {own}"
                 single[name] = {option: default}
         if spec.groups:
-            single["the same settings for all params, in place of groups"] = {"groups": ()}
+            single["the same settings for all params in place of groups"] = {"groups": ()}
         if spec.warmup_steps:
-            single["a constant lr, in place of a warm-up"] = {"warmup_steps": 0}
+            single["a constant lr in place of a warm-up"] = {"warmup_steps": 0}
         return {
-            f"with {' and '.join(names)}": changes
+            f"with {', '.join(names)}": changes
             for count in range(1, len(single) + 1)
             for names in combinations(single, count)
             if _is_valid(changes := {k: v for name in names for k, v in single[name].items()}, spec)
@@ -111,17 +111,26 @@ class Mistakes:
         if name is None:
             return {}
         cuts: dict[str, Cut] = {}
-        if self.spec.name == "muon":
+        is_muon, count = self.spec.name == "muon", self.shard_count
+        if is_muon:
             cuts["with no param orthogonalised"] = lambda _, tensor: [tensor.reshape(-1)]
-        count = self.shard_count
         if spans := self._spans():
             cuts[name] = lambda param, tensor: _cut_at(tensor, spans.get(param, []))
         elif count > 1:
-            for form, rows in (("rows", torch.atleast_1d), ("elements", torch.flatten)):
+            forms = {"rows": torch.atleast_1d} | ({} if is_muon else {"elements": torch.flatten})
+            for form, rows in forms.items():
                 for how in (torch.chunk, torch.tensor_split):
                     key = f"{name}, {form} dealt out by torch.{how.__name__}"
                     cuts[key] = lambda _, t, how=how, rows=rows: how(rows(t), count)
-        return cuts
+        # Where shards come out alike, one way to deal them out is as good as another.
+        alike = {self._sizes(cut): key for key, cut in reversed(cuts.items())}
+        return {key: cuts[key] for key in reversed(alike.values())}
+
+    def _sizes(self, cut: Cut) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(piece.numel() for piece in cut(name, tensor) if piece.numel())
+            for name, tensor in self.starts.items()
+        )
 
     def _spans(self) -> dict[str, list[tuple[int, int]]]:
         spans: dict[str, list[tuple[int, int]]] = {}
