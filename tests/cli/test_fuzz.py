@@ -210,11 +210,24 @@ class TestNoCase:
         assert done.exit_code == 5
         assert "--seconds 1e-09 ran out before the first one. Try more." in done.output
 
+    def test_none_fits(self, tmp_path, pool):
+        pool.outcome = {"cases": 0, "verdicts": {}, "futile": "no case fits target 'mine': why"}
+        done = fuzz(tmp_path, "--cases", "200")
+        assert done.exit_code == 5
+        assert "No case was run: no case fits target 'mine': why." in done.output
+
     def test_all_ran_earlier(self, tmp_path, pool):
         fuzz(tmp_path, "--cases", "50")
         done = fuzz(tmp_path, "--cases", "50")
         assert done.exit_code == 5
         assert "all 50 were run earlier. Try more --cases" in done.output
+
+
+def test_a_campaign_that_is_stopped_says_why(tmp_path, pool):
+    pool.outcome = {"verdicts": {"error": 50}, "futile": "all end in the same error: no module"}
+    done = fuzz(tmp_path, "--cases", "200")
+    assert "\nStopped: all end in the same error: no module.\n" in done.output
+    assert done.output.startswith("50 cases") or "\n50 cases" in done.output
 
 
 def test_what_is_not_kept_is_shown_whole(tmp_path, pool):

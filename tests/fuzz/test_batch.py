@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.bundle import read_bundle
-from zero_sim.findings.records import Finding
-from zero_sim.fuzz import batch
+from zero_sim.findings.records import Finding, not_judged
+from zero_sim.fuzz import batch, drawing
 from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.records import BatchReport, Job, batch_seed
@@ -241,6 +241,29 @@ def test_a_system_that_raises_is_a_finding(tmp_path):
         cases_from=SMALL,
     )
     assert [one.key[0] for one in report.found] == ["world.rank-failed"]
+
+
+def test_a_batch_of_which_no_case_fits_says_what_excludes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
+    report = run_batch(job(tmp_path, target="broken:Excluded"), render_case)
+    assert (report.cases, report.complete) == (0, True)
+    assert "Capabilities.only = (('world.strict', (False,)),) excludes all" in report.futile
+
+
+@pytest.mark.parametrize(("errors", "cases"), [(1, 50), (2, 60)])
+def test_fifty_cases_that_end_in_one_error_end_the_batch(tmp_path, monkeypatch, errors, cases):
+    judged = []
+
+    def judge(scenario, **_):
+        judged.append(scenario)
+        return not_judged(scenario.name, f"no module {len(judged) % errors}")
+
+    monkeypatch.setattr(batch, "run_case", judge)
+    monkeypatch.setattr(batch, "may_shrink", lambda key: False)
+    report = run_batch(job(tmp_path, cases=60), render_case, cases_from=SMALL)
+    assert report.cases == cases
+    said = "all of its first 50 cases end in the same error: no module 0"
+    assert report.futile == (said if errors == 1 else "")
 
 
 def test_seeds_of_batches_differ():

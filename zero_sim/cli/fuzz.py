@@ -238,6 +238,8 @@ def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
     if not any(plan.batches()):
         shard = "" if plan.shard == (1, 1) else f" for shard {plan.shard[0]}/{plan.shard[1]}"
         return f"--cases {plan.cases} leaves none{shard}"
+    if totals.futile or plan.seconds is None:
+        return totals.futile or "none was left"
     return f"--seconds {plan.seconds:g} ran out before the first one. Try more"
 
 
@@ -388,6 +390,8 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
     click.echo(f"{totals.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
     if totals.is_empty and not totals.interrupted and totals.unkept is None:
         click.echo(f"No case was run: {_why_empty(totals, plan)}.")
+    elif totals.futile:
+        click.echo(printable(f"Stopped: {totals.futile}.", lines=True))
     if totals.interrupted:
         click.echo("Interrupted; everything so far is kept. Give --corpus to go on from it.")
     if totals.unkept is None:

@@ -18,10 +18,11 @@ from zero_sim.findings.records import CaseResult, unforeseen
 from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.families import has_family, siblings
 from zero_sim.fuzz.features import features_of
 from zero_sim.fuzz.known import KnownFindings
-from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
+from zero_sim.fuzz.records import BATCH_CASES, BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
@@ -86,6 +87,7 @@ def run_batch(
             job=job,
             render=render,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
+            why_none_fits=lambda: why_none_fits(target, options=options),
             siblings=lambda first, place: siblings(
                 first,
                 target=target,
@@ -122,8 +124,12 @@ class _Batch:
     right: Judge | None
     """Judges with a system that is right, where there is another one than the target."""
     stop: Stop
+    why_none_fits: Callable[[], str]
+    """Names the declarations of the target that exclude every case."""
     cases: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    """Cases that could not be judged, by why."""
     keys: Counter[Key] = field(default_factory=Counter)
     unproved: Counter[str] = field(default_factory=Counter)
     unobserved: Counter[str] = field(default_factory=Counter)
@@ -140,6 +146,7 @@ class _Batch:
     """New ones, shrunk."""
     seconds: float = 0.0
     complete: bool = False
+    futile: str = ""
 
     def __post_init__(self) -> None:
         for each in self.job.known:
@@ -151,6 +158,8 @@ class _Batch:
             self._take_up()
             self._explore_all()
             self.complete = not self.stop.now
+            if self.complete and not self.job.start and not self.cases:
+                self.futile = self.why_none_fits()
             self.seconds = time.monotonic() - started
             self._shrink_all()
         except KeyboardInterrupt:
@@ -173,6 +182,7 @@ class _Batch:
             found=(*self.found.values(), *self._as_met()),
             complete=self.complete,
             start=self.job.start,
+            futile=self.futile,
         )
 
     def _take_up(self) -> None:
@@ -191,6 +201,10 @@ class _Batch:
             if self.stop.now:
                 return
             self._explore(scenario)
+            if self.cases == BATCH_CASES and set(self.errors.values()) == {BATCH_CASES}:
+                (error,) = self.errors
+                self.futile = f"all of its first {BATCH_CASES} cases end in the same error: {error}"
+                return
 
     def _drawn(self) -> Iterator[Scenario]:
         """Case after case, each with its family behind it, if it has one."""
@@ -205,6 +219,8 @@ class _Batch:
         result = self.judge(scenario)
         case = self.job.start + self.cases
         self.verdicts[result.verdict] += 1
+        if result.verdict == "error":
+            self.errors[result.error] += 1
         self.unobserved.update(result.unobserved)
         if result.verdict == "inconclusive" and result.findings:
             self.unproved[str(result.findings[0].check)] += 1

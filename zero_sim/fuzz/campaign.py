@@ -16,10 +16,9 @@ from zero_sim.fuzz.batch_pool import BatchPool
 from zero_sim.fuzz.corpus import Corpus, Head, counted, open_corpus
 from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.recheck import Rechecked, recheck
-from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
+from zero_sim.fuzz.records import BATCH_CASES, BatchReport, Found, Job, batch_seed
 from zero_sim.host.files import unwritten
 
-BATCH_CASES = 50
 _FAMILIES = 8
 """Of the most members that there is room for in a batch: its last one may be cut short."""
 INTERRUPT_SECONDS = 30
@@ -114,6 +113,8 @@ class CampaignTotals:
     interrupted: bool = False
     unkept: ZeroSimError | None = None
     """Why no more was kept, and so no more was run."""
+    futile: str = ""
+    """Why no more was run, if further cases would show nothing."""
 
     @property
     def is_empty(self) -> bool:
@@ -133,6 +134,9 @@ class CampaignTotals:
         self.unproved.update(report.unproved)
         self.unobserved.update(report.unobserved)
         self.coverage.take(report.cases_with, cases=report.cases)
+        # Another batch may show something where this one did not.
+        is_futile = set(self.verdicts) <= {"error"}
+        self.futile = (report.futile or self.futile) if is_futile else ""
 
     def note(self, found: Iterable[Found]) -> None:
         """Add findings; two with one smallest case are one.
@@ -197,6 +201,7 @@ class CampaignTotals:
             "rechecked": [one.as_dict() for one in self.rechecked],
             "interrupted": self.interrupted,
             "unkept": None if self.unkept is None else str(self.unkept),
+            "futile": self.futile,
         }
 
 
@@ -277,6 +282,8 @@ class _Run:
             else:
                 self.totals.note(report.found)
         self.totals.earlier_cases = self.totals.cases
+        # It may be mended since.
+        self.totals.futile = ""
 
     def run(self) -> None:
         try:
@@ -311,7 +318,8 @@ class _Run:
 
     def _is_over(self) -> bool:
         left = self._seconds_left()
-        is_stopped = self.totals.interrupted or self.totals.unkept is not None
+        totals = self.totals
+        is_stopped = totals.interrupted or totals.unkept is not None or bool(totals.futile)
         return is_stopped or (left is not None and left <= 0)
 
     def _seconds_left(self) -> float | None:

@@ -13,6 +13,7 @@ from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key
 
+BATCH_CASES = 50
 _SEED_BYTES = 8
 _FEATURES_MAX = 1_000
 """Of a batch: what has more was not written by us."""
@@ -155,6 +156,8 @@ class BatchReport:
     """The first case that was run: those before are in an earlier report."""
     lost: str = ""
     """Why nothing is known of it, where its worker died."""
+    futile: str = ""
+    """Why further cases would show nothing: none fits the target, or all end in one error."""
 
     def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON."""

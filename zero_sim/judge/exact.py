@@ -17,7 +17,14 @@ from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
-from zero_sim.judge.rules import Pick, RulesTrial, grad_picked, param_picked, part_picked
+from zero_sim.judge.rules import (
+    Pick,
+    RulesTrial,
+    grad_picked,
+    param_picked,
+    part_picked,
+    why_blind,
+)
 from zero_sim.judge.told import OtherGrads, reported_sum, told_as, told_otherwise
 from zero_sim.judge.trajectory import LateReference, frozen
 from zero_sim.reference import (
@@ -60,8 +67,8 @@ class ExactComparison:
         is_certified = isinstance(reference, LateReference) or reference.certified
         self.uncertified_step: int | None = None if is_certified else group.first_step
         self._told: Tensor | None = None
-        self._rules = RulesTrial()
-        self._grad_rules = RulesTrial("gradient")
+        self._rules = RulesTrial(scenario=group.scenario)
+        self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
         self._mistakes = RulesTrial("mistake")
 
     @property
@@ -214,7 +221,7 @@ class ExactComparison:
             )
             # A norm of one shard may have the bits of a rule, too, where others are empty.
             is_known = any(same_bits(each.values, norm) for each in known)
-            rule = "" if is_known else _norm_rule(expected, norm)
+            rule = "" if is_known else self._norm_rule(expected, norm)
             yield replace(found, detail="\n".join(filter(None, [found.detail, rule])))
         if result.zeros is not None and result.zeros != expected.zeros:
             yield findings.misreported(
@@ -234,6 +241,16 @@ class ExactComparison:
         for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
             if not same_bits(norm, expected.norm):
                 yield Known(what=what, values=norm)
+    def _norm_rule(self, expected: ReferenceStep, norm: Tensor) -> str:
+        """Name the known rules that give a norm, and how to declare the first one."""
+        others = {} if expected.otherwise is None else expected.otherwise.norms()
+        fitting = [said for said, other in others.items() if same_bits(other, norm)]
+        if not fitting:
+            return ""
+        advice = why_blind(self._group.scenario, shows_factor=True) or (
+            f"If this is intended, declare Numerics({fitting[0].replace(' = ', '=')})"
+        )
+        return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare a part's gradient, master and optimizer state.
@@ -485,18 +502,6 @@ class ExactComparison:
         if mistakes is not None and mistakes.fitting:
             rules = replace(mistakes, also=rules)
         return replace(judged, rules=self._grad_rules.of_step(bad) or rules)
-
-
-def _norm_rule(expected: ReferenceStep, norm: Tensor) -> str:
-    """What to declare, if a norm is what another known rule gives."""
-    others = {} if expected.otherwise is None else expected.otherwise.norms()
-    fitting = [said for said, other in others.items() if same_bits(other, norm)]
-    if not fitting:
-        return ""
-    return (
-        f"these are the bits of {' or '.join(fitting)}.\n"
-        f"If this is intended, declare Numerics({fitting[0].replace(' = ', '=')})"
-    )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.judge.factors import factor_of
 from zero_sim.reference import OtherSums, OtherUpdate
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.spec import OptimizerName, Scenario
 from zero_sim.targets import OwnedPart
 
 UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
@@ -29,6 +30,9 @@ _AMBIGUOUS = (
     "`zero-sim rules` asks more of them"
 )
 _READ_SETTINGS = "The engine has to read all settings from scenario.optimizer, and lr_factor"
+
+SEES_FACTORS: tuple[OptimizerName, ...] = ("sgd", "asgd")
+"""Optimizers whose steps are as long as the gradient."""
 
 What = Literal["gradient", "mistake", "update"]
 """Computed by the rules; a `mistake` is an update by no rule. Sorted by what is computed first."""
@@ -70,6 +74,8 @@ class RulesTried:
     """Those that give all bits that were observed."""
     what: What = "update"
     """What is computed by them."""
+    blind: str = ""
+    """Why the case does not tell rules apart, so that none is proposed; empty if it does."""
     factor: str = ""
     """The factor between the gradient by the fitting rules and the expected one, and its cause;
     empty if it is not the same by all of them."""
@@ -83,6 +89,7 @@ class RulesTried:
             "tried": self.tried,
             "fitting": list(self.fitting),
             "what": self.what,
+            "blind": self.blind,
             "factor": self.factor,
             "also": None if self.also is None else self.also.as_dict(),
         }
@@ -95,6 +102,7 @@ class RulesTried:
             tried=data["tried"],
             fitting=tuple(data["fitting"]),
             what=data["what"],
+            blind=data["blind"],
             factor=data["factor"],
             also=None if data["also"] is None else cls.from_dict(data["also"]),
         )
@@ -137,10 +145,8 @@ class RulesTried:
         which = " or ".join(others)
         intended = "this is" if len(others) == 1 else "one of these is"
         few = "" if len(others) < _MANY else f"; {_AMBIGUOUS}"
-        return (
-            f"{said}; these are the bits of {lead}{which}{few}.\n"
-            f"If {intended} intended, declare Numerics({first})"
-        )
+        advice = self.blind or f"If {intended} intended, declare Numerics({first})"
+        return f"{said}; these are the bits of {lead}{which}{few}.\n{advice}"
 
     def _mistakes_in_words(self) -> str:
         lines = [] if self.cause else [f"these are the bits of the step {' or '.join(self.fitting)}"]
@@ -184,6 +190,8 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
         first,
         fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)),
         also=rules_together(also),
+        # One rank that shows enough is enough; empty text sorts first.
+        blind=min(each.blind for each in alike if each is not None),
     )
 
 
@@ -196,6 +204,8 @@ class _Step:
     updates: dict[str, object] | None = None
     """What each rule that fits so far gives; None as long as nothing differs."""
     tried: RulesTried | None = None
+    shows_state: bool = False
+    """True if optimizer state was observed, which shows a gradient's factor."""
     sums: OtherSums | None = None
     """From which the gradients by other rules are."""
 
@@ -212,10 +222,12 @@ class RulesTrial:
 
     Args:
         what: What is computed by these rules.
+        scenario: The case, which may not tell rules apart.
     """
 
-    def __init__(self, what: What = "update") -> None:
+    def __init__(self, what: What = "update", *, scenario: Scenario | None = None) -> None:
         self._what: What = what
+        self._scenario = scenario
         self._steps: dict[int, _Step] = {}
 
     def look(
@@ -239,6 +251,7 @@ class RulesTrial:
         if otherwise is None:
             return
         state = self._steps.setdefault(step, _Step())
+        state.shows_state |= len(got) > 1
         if state.updates is None and agrees:
             state.agreed.append(pick)
             return
@@ -278,10 +291,38 @@ class RulesTrial:
         state = None if step is None else self._steps.get(step)
         if state is None or state.tried is None or state.updates is None:
             return None
+        # Forms of the clip differ by a few units in the last place, no factor.
+        is_factor = self._what == "update" and not state.tried.assumed.startswith("clip")
+        shows_factor = state.shows_state or not is_factor
+        blind = "" if self._scenario is None else why_blind(self._scenario, shows_factor)
         fitting = tuple(state.updates)
         factors = {factor_of(rule, state.sums) for rule in fitting}
-        factor = factors.pop() if len(factors) == 1 else ""
-        return replace(state.tried, fitting=fitting, factor=factor)
+        return replace(
+            state.tried,
+            fitting=fitting,
+            blind=blind,
+            factor=factors.pop() if len(factors) == 1 and self._sees(shows_factor) else "",
+        )
+
+    def _sees(self, shows_factor: bool) -> bool:
+        return shows_factor or (
+            self._scenario is not None and self._scenario.optimizer.name in SEES_FACTORS
+        )
+
+
+def why_blind(scenario: Scenario, shows_factor: bool) -> str:
+    """Say why a case does not tell rules apart; empty if it does.
+
+    Args:
+        scenario: The case.
+        shows_factor: Whether a gradient, or state that is made of it, is observed.
+    """
+    name = scenario.optimizer.name
+    if scenario.world.size == 1:
+        return "No rule is proposed: a case of one rank does not tell rules apart"
+    if not shows_factor and name not in SEES_FACTORS:
+        return f"No rule is proposed: params that {name} stepped hardly show a gradient's factor"
+    return ""
 
 
 def part_picked(part: OwnedPart) -> tuple[Pick, Mapping[str, Tensor]]:

@@ -170,6 +170,7 @@ def _fuzz() -> Node:
         ),
         "interrupted": _FLAG,
         "unkept": _described(_or_null(_TEXT), "Why no more was kept, and so no more was run."),
+        "futile": _described(_TEXT, "Why further cases would show nothing, or empty."),
         "seconds": _SECONDS,
         "device": _described(_TEXT, "Where ranks and reference computed."),
         "corpus": _TEXT,

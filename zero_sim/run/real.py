@@ -159,7 +159,8 @@ class _OwnRank:
                 order_seed=scenario.run.seed,
             ):
                 try:
-                    with as_in_new_process(target, ranks_max=self.processes):
+                    notes = trial.outcome.notes if index == 0 else None
+                    with as_in_new_process(target, ranks_max=self.processes, notes=notes):
                         program(real_rank.rank)
                 except (Exception, SystemExit):
                     # Leaving the world is what makes others raise, too.

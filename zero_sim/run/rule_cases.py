@@ -133,6 +133,28 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
 
 
+def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
+    """Cases of several ranks, micro-batches and unequal rows, which tell rules apart.
+
+    Args:
+        like: A case whose dtype and stage they have.
+        optimizer: The optimizer.
+    """
+    base = changed(
+        BASE,
+        model={"dtype": like.model.dtype},
+        optimizer=optimizer,
+        system={"stage": like.system.stage},
+        run={"steps": 2},
+    )
+    for ranks, micro_batches in ((2, 1), (3, 1), (2, 2), (3, 2), (3, 3), (4, 3)):
+        name = f"{in_ranks(ranks)}, {micro_batches} micro-batches"
+        run = {"micro_batches": micro_batches, "seed": ranks * micro_batches}
+        case = changed(base, name, world={"size": ranks}, run=run)
+        yield case
+        yield changed(case, f"{name}, unequal rows", data={"uneven_rows": True})
+
+
 SETTINGS: Mapping[str, Any] = {
     "optimizer.betas": (0.5, 0.6),
     "optimizer.eps": 0.1,

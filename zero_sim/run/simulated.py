@@ -80,6 +80,8 @@ class Simulated:
                 segments = tuple(segments_of(scenario, folder=Path(folder)))
                 threads_max = max(segment.scenario.world.size for segment in segments)
                 trial.run(segments, ranks, find=find, rank_threads=threads_max)
+            if ranks.own is not None:
+                trial.outcome.notes.extend(ranks.own.notes())
             report = trial.report(with_buffer_maps=True)
         finally:
             torch.set_num_threads(threads)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from hypothesis import settings
 
 from zero_sim.backends import WorldPool
+from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.strategies import drawn_cases
+from zero_sim.judge.rules import SEES_FACTORS
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case
-from zero_sim.run.said_rules import Asked, declared_by, with_change
+from zero_sim.run.rule_cases import BASE, changed, clip_cases, telling_cases
+from zero_sim.run.said_rules import Asked, declared_by, with_change, without_advice
 from zero_sim.scenario.dump import to_chosen_toml
-from zero_sim.scenario.spec import Scenario, SystemSpec
+from zero_sim.scenario.spec import OptimizerSpec, Scenario, SystemSpec
 from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
 from zero_sim.targets import (
     Numerics,
@@ -33,6 +38,7 @@ from zero_sim.targets import (
     refusals,
     target_names,
 )
+from zero_sim.targets.adapt import PARTS
 
 PLAIN = Numerics()
 SHRINK_SECONDS = 60.0
@@ -106,6 +112,8 @@ def conformance(
                     break
         if failed is not None:
             raise failed
+        if not verdicts and cases:
+            raise AssertionError(f"{why_none_fits(judged)}.")
         if not verdicts["pass"]:
             raise AssertionError(
                 f"expected target {judged.name!r} to pass in some of {cases} cases, got "
@@ -150,14 +158,14 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
     )
     led = _led(reduced.scenario, result, asked)
     said = (
-        f"{render_case(result)}\n{render_reduced(reduced)}\n\n{led}\n\n"
+        f"{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
         "The smallest case that was found"
     )
     return _shown(reduced.scenario, asked, said)
 
 
 def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
-    """What was compared, by which rules, and which rules would make the case pass."""
+    """What was compared, by which rules, and the rule that would make the case pass."""
     declared = {
         field.name: getattr(numerics_of(asked.target, scenario), field.name)
         for field in fields(Numerics)
@@ -172,15 +180,62 @@ def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
         f"Rules that were assumed: Numerics({said})"
         + ("" if said else ", as nothing is declared; and what the case says"),
     ]
-    for change in declared_by(result):
-        now = with_change(other, change)
-        judged = run_case(scenario, pool=asked.pool, target=Asked(asked.target, Numerics(**now)))
-        if judged.verdict == "pass":
-            words = ", ".join(f"{name}={value!r}" for name, value in now.items())
-            lines.append(f"With these it passes: Numerics({words})")
-    if len(lines) == 2:
-        lines.append("No other known rule makes it pass.")
+    lines.append(_proposal(scenario, result, asked, other=other))
     return "\n".join(lines)
+
+
+def _proposal(
+    scenario: Scenario, result: CaseResult, asked: _Asked, *, other: Mapping[str, Any]
+) -> str:
+    """At most one declaration with which the case passes, and cases that tell rules apart."""
+    telling = _telling_cases(scenario, result, asked)
+    candidates = declared_by(result)
+    for change in candidates if telling else ():
+        now, cases = with_change(other, change), [scenario, *telling]
+        if "norm" in change or "clip" in change:
+            cases += _clipping_cases(scenario, asked)
+        if _all_pass(cases, now, asked):
+            words = ", ".join(f"{name}={value!r}" for name, value in now.items())
+            return (
+                f"If this is intended, declare Numerics({words}): with it this case passes, and "
+                f"so do {len(cases) - 1} others that tell rules apart."
+            )
+    if not candidates:
+        return "No other known rule makes it pass."
+    if telling:
+        return "No rule is proposed: those that fit this case do not fit others of several ranks."
+    return (
+        "No rule is proposed: the target takes no case that tells rules apart, of several ranks "
+        "and with sgd, or with optimizer state that is observed."
+    )
+
+
+def _telling_cases(scenario: Scenario, result: CaseResult, asked: _Asked) -> list[Scenario]:
+    """Cases that tell rules apart and that the target takes; none if it takes no such case."""
+    optimizers = [OptimizerSpec(name=name) for name in SEES_FACTORS]
+    if PARTS not in result.unobserved:
+        optimizers.append(scenario.optimizer)
+    for optimizer in optimizers:
+        cases = telling_cases(scenario, optimizer=replace(optimizer, lr=0.1))
+        if taken := [case for case in cases if not refusals(asked.target, case)]:
+            # Most candidates fail with several micro-batches, so those cases come first.
+            return sorted(taken, key=lambda case: -case.run.micro_batches)
+    return []
+
+
+def _clipping_cases(scenario: Scenario, asked: _Asked) -> list[Scenario]:
+    base = changed(
+        BASE, model={"dtype": scenario.model.dtype}, system={"stage": scenario.system.stage}
+    )
+    return [case for case in clip_cases(base) if not refusals(asked.target, case)]
+
+
+def _all_pass(cases: Sequence[Scenario], said: Mapping[str, Any], asked: _Asked) -> bool:
+    try:
+        target = Asked(asked.target, Numerics(**said))
+    except UsageError:
+        return False  # Rules that do not go together.
+    return all(run_case(case, pool=asked.pool, target=target).verdict == "pass" for case in cases)
 
 
 def _shown(scenario: Scenario, asked: _Asked, said: str) -> NotConformant:

@@ -29,7 +29,7 @@ from zero_sim.targets.rank_local import Library
 from zero_sim.targets.torch.ddp import TorchDDP
 from zero_sim.targets.torch.optim import OPTIMIZERS
 
-LIBRARY = Library(package="fairscale", extra="fairscale")
+LIBRARY = Library(package="fairscale", extra="fairscale", judged="fairscale==0.4.13")
 _FOLLOWS = (
     *OPTIMIZER_SETTINGS,
     "run.micro_batches",
