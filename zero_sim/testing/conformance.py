@@ -6,7 +6,7 @@ import secrets
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -26,7 +26,15 @@ from zero_sim.run.rule_cases import BASE, changed, clip_cases, telling_cases
 from zero_sim.run.said_rules import Asked, declared_by, with_change, without_advice
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import OptimizerSpec, Scenario, SystemSpec
-from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
+from zero_sim.shrink import (
+    BEYOND_VALUES,
+    Limits,
+    how_far_apart,
+    key_of,
+    may_shrink,
+    right_judge,
+    shrink_finding,
+)
 from zero_sim.targets import (
     Numerics,
     Target,
@@ -68,8 +76,10 @@ def conformance(
         test_mine = conformance(MyTarget())
 
     Every case runs on a simulated world and all that the target tells is compared, bit for bit,
-    with a reference on one device, after every step. The first case that fails is made as small as
-    it goes, as `zero-sim shrink` does it, as long as it has the same finding.
+    with a reference on one device, after every step. Of the cases that fail the one with the largest
+    difference is made as small as it goes, as `zero-sim shrink` does it, as long as it has the same
+    finding: smaller differences may be what is rounded on the way. A finding that is no difference
+    of values, such as a deadlock, ends the search for it at once.
 
     Args:
         target: What is judged; or its name, a registered one or `module:name`.
@@ -97,7 +107,8 @@ def conformance(
     def test_conformance() -> None:
         __tracebackhide__ = True
         verdicts: Counter[str] = Counter()
-        failed: NotConformant | None = None
+        failed = _Failed()
+        shown: NotConformant | None = None
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
@@ -105,13 +116,16 @@ def conformance(
                 result = judge(scenario)
                 verdicts[result.verdict] += 1
                 if result.verdict not in ("pass", "inconclusive"):
-                    limits = Limits(seconds=shrink_seconds)
-                    name = target if isinstance(target, str) else name_of(judged)
-                    asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
-                    failed = _shrunk(scenario, result, asked)
-                    break
-        if failed is not None:
-            raise failed
+                    failed.add(scenario, result)
+                    if failed.apart >= BEYOND_VALUES:
+                        break
+            if failed.worst is not None:
+                limits = Limits(seconds=shrink_seconds)
+                name = target if isinstance(target, str) else name_of(judged)
+                asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
+                shown = _shrunk(*failed.worst, asked, heading=failed.heading(verdicts.total()))
+        if shown is not None:
+            raise shown
         if not verdicts and cases:
             raise AssertionError(f"{why_none_fits(judged)}.")
         if not verdicts["pass"]:
@@ -131,6 +145,46 @@ def _series(seed: int | None) -> str:
     return str(seed or 0)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Failed:
+    """The cases that fail."""
+
+    worst: tuple[Scenario, CaseResult] | None = None
+    """The one whose values are furthest apart."""
+    apart: float = -1.0
+    """How far."""
+    manners: dict[str, Counter[str]] = field(default_factory=dict)
+    """By check: in how many cases values differ in which manner."""
+
+    def add(self, scenario: Scenario, result: CaseResult) -> None:
+        """Note one more.
+
+        Args:
+            scenario: The case.
+            result: Of it.
+        """
+        if (apart := how_far_apart(result)) > self.apart:
+            self.worst, self.apart = (scenario, result), apart
+        key = key_of(result)
+        if key is not None:
+            manner = key.manner if result.findings[:1] and result.findings[0].manner else ""
+            self.manners.setdefault(key.check, Counter())[manner] += 1
+
+    def heading(self, cases: int) -> str:
+        """Return how many cases fail and in which manners; empty if one does.
+
+        Args:
+            cases: How many were judged.
+        """
+        if sum(manners.total() for manners in self.manners.values()) < 2:
+            return ""
+        lines = []
+        for check, manners in self.manners.items():
+            how = ", ".join(f"{manner} {count}" for manner, count in manners.most_common() if manner)
+            lines.append(f"{check}: {manners.total()} of {cases} cases{how and f' ({how})'}")
+        return "\n".join([*lines, "The one with the largest difference, made smaller:", "", ""])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
     """What a test is of."""
@@ -143,7 +197,9 @@ class _Asked:
     limits: Limits
 
 
-def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConformant:
+def _shrunk(
+    scenario: Scenario, result: CaseResult, asked: _Asked, *, heading: str
+) -> NotConformant:
     """Make a case that fails smaller; one that could not be judged is shown as it is."""
     key = key_of(result)
     if key is None or result.verdict == "error" or not may_shrink(key):
@@ -158,7 +214,7 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
     )
     led = _led(reduced.scenario, result, asked)
     said = (
-        f"{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
+        f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
         "The smallest case that was found"
     )
     return _shown(reduced.scenario, asked, said)
@@ -167,8 +223,8 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
 def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
     """What was compared, by which rules, and the rule that would make the case pass."""
     declared = {
-        field.name: getattr(numerics_of(asked.target, scenario), field.name)
-        for field in fields(Numerics)
+        each.name: getattr(numerics_of(asked.target, scenario), each.name)
+        for each in fields(Numerics)
     }
     other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
     said = ", ".join(f"{name}={value!r}" for name, value in other.items())
