@@ -222,7 +222,9 @@ def _with_cause(
     return ": ".join(filter(None, [message, ratio_in_words(ratio) or hint]))
 
 
-def outside(at: Finding, interval: Interval, inside: Tensor, got: Tensor) -> Finding:
+def outside(
+    at: Finding, interval: Interval, inside: Tensor, got: Tensor, *, cause: str = ""
+) -> Finding:
     """Fill in the first element that no order of addition gives.
 
     Args:
@@ -230,16 +232,19 @@ def outside(at: Finding, interval: Interval, inside: Tensor, got: Tensor) -> Fin
         interval: 1D: what is owed of the part.
         inside: 1D, bool: which elements lie within it.
         got: 1D.
+        cause: Of a factor, as `explain` of `differing` gives it.
     """
     stray = ~inside
     first = int(stray.nonzero()[0])
     low, high = float(interval.low[first]), float(interval.high[first])
     is_one = low == high
     middle = ((interval.low + interval.high) / 2).to(got.dtype)
+    orders = "every order of addition gives" if is_one else "any order of addition can give"
     return replace(
         at,
-        message=f"{at.message} from what "
-        + ("every order of addition gives" if is_one else "any order of addition can give"),
+        message=f"{at.message.removesuffix(' differs')} is {cause}"
+        if cause
+        else f"{at.message} from what {orders}",
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
         expected=_hex(low) if is_one else f"[{_hex(low)}, {_hex(high)}]",

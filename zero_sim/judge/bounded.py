@@ -26,6 +26,7 @@ from torch import Tensor
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
+from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, with_digests
@@ -232,12 +233,14 @@ class BoundedComparison:
         if part.grad.dtype != wanted.dtype or part.grad.numel() != wanted.numel():
             yield findings.differing(at, wanted, part.grad)
             return
-        bound = expected.bounds[name].cut(start, stop)
-        if self._tells_divided(expected):
-            bound = bound.divided_by(expected.divisor)
+        bound = of_sum = expected.bounds[name].cut(start, stop)
+        divisor = expected.divisor if self._tells_divided(expected) else 1
+        if divisor != 1:
+            bound = of_sum.divided_by(divisor)
         inside = bound.holds(part.grad)
         if not bool(inside.all()):
-            yield findings.outside(at, bound, inside, part.grad)
+            cause = self._factors(expected).explain_within(of_sum, part.grad, divisor=divisor)
+            yield findings.outside(at, bound, inside, part.grad, cause=cause)
         if self._replica_count > 1:
             yield from self._compare_copies(
                 "grad", part.grad, step=step, rank=rank, param=name, start=start
@@ -245,6 +248,15 @@ class BoundedComparison:
         follower = self._follow(rank, part, expected)
         yield from self._group.compare_update(
             part, rank=rank, step=step, master=follower.master, state=follower.state
+        )
+
+    def _factors(self, expected: BoundedStep) -> FactorCauses:
+        division = expected.update.division
+        return FactorCauses.of(
+            expected.losses,
+            divisor=1 if division.how == "none" else division.count,
+            replicas=self._group.scenario.system.redundancy,
+            is_mean=division.rest == 1 or self._group.tells_divided,
         )
 
     def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:

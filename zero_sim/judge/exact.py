@@ -241,6 +241,7 @@ class ExactComparison:
         for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
             if not same_bits(norm, expected.norm):
                 yield Known(what=what, values=norm)
+
     def _norm_rule(self, expected: ReferenceStep, norm: Tensor) -> str:
         """Name the known rules that give a norm, and how to declare the first one."""
         others = {} if expected.otherwise is None else expected.otherwise.norms()
@@ -489,7 +490,9 @@ class ExactComparison:
                 known = partial(_known_params, self.steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
             pick, got = param_picked(name, params[name])
-            self._look_at_update(self.steps[step], pick=pick, got=got, rank=rank, agrees=not differs)
+            self._look_at_update(
+                self.steps[step], pick=pick, got=got, rank=rank, agrees=not differs
+            )
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen with the rules that would fit what differs.

@@ -7,10 +7,12 @@ ranks, its micro-batches, its replicas.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from zero_sim.findings.ratio import Ratio
-from zero_sim.reference import OtherSums
+from zero_sim.reference import Interval, OtherSums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +82,24 @@ class FactorCauses:
         times = "x" if ratio.is_multiple else "of"
         return f"{ratio} {times} {expected}{rounded}: {self._cause(name, ratio)}"
 
+    def explain_within(self, bound: Interval, got: Tensor, *, divisor: float) -> str:
+        """Return the same of a sum that is bounded; empty if not exactly one factor fits.
+
+        Args:
+            bound: 1D; of the sum.
+            got: 1D.
+            divisor: What that is yet to be divided by.
+        """
+        if not bool(got.any()):
+            return ""
+        factors = [(count, is_multiple) for count in self.counts.values() for is_multiple in (1, 0)]
+        fitting = [
+            Ratio(number=count, is_multiple=bool(is_multiple), is_rounded=False)
+            for count, is_multiple in factors
+            if _holds(bound, got, divisor=divisor / count if is_multiple else divisor * count)
+        ]
+        return self.explain(fitting[0]) if len(fitting) == 1 else ""
+
     def _cause(self, name: str, ratio: Ratio) -> str:
         is_divisor = ratio.number == self.divisor
         if not ratio.is_multiple:
@@ -94,6 +114,16 @@ class FactorCauses:
         if self.divisor % ratio.number == 0:
             return f"the sum was divided by {self.divisor / ratio.number:g}, not by the {name} too"
         return f"it counts the {name} twice, or was not divided by them"
+
+
+def _holds(bound: Interval, got: Tensor, *, divisor: float) -> bool:
+    """Return whether what came lies within the quotients, rounded to its dtype.
+
+    Rounding never changes which of two numbers is larger, so that rounded ends are ends.
+    """
+    quotients = bound.divided_by(divisor)
+    low, high = (end.to(got.dtype).double() for end in (quotients.low, quotients.high))
+    return bool(replace(quotients, low=low, high=high).holds(got).all())
 
 
 def factor_of(rule: str, sums: OtherSums | None) -> str:
@@ -114,6 +144,4 @@ def factor_of(rule: str, sums: OtherSums | None) -> str:
     if larger % smaller:
         return ""
     number = int(larger // smaller)
-    return causes.explain(
-        Ratio(number=number, is_multiple=divisor < expected, is_rounded=False)
-    )
+    return causes.explain(Ratio(number=number, is_multiple=divisor < expected, is_rounded=False))

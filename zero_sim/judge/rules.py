@@ -149,7 +149,9 @@ class RulesTried:
         return f"{said}; these are the bits of {lead}{which}{few}.\n{advice}"
 
     def _mistakes_in_words(self) -> str:
-        lines = [] if self.cause else [f"these are the bits of the step {' or '.join(self.fitting)}"]
+        lines = (
+            [] if self.cause else [f"these are the bits of the step {' or '.join(self.fitting)}"]
+        )
         lines += [_READ_SETTINGS] if self._is_of_settings else []
         lines += [self.also.in_words()] if self.also is not None else []
         return "\n".join(filter(None, lines)) if self.fitting else ""
@@ -314,7 +316,7 @@ def why_blind(scenario: Scenario, shows_factor: bool) -> str:
     """Say why a case does not tell rules apart; empty if it does.
 
     Args:
-        scenario: The case.
+        scenario: The case that was judged.
         shows_factor: Whether a gradient, or state that is made of it, is observed.
     """
     name = scenario.optimizer.name

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.norms import Holding
-from zero_sim.reference.otherwise import Otherwise, OtherUpdate, WorkingParams
+from zero_sim.reference.otherwise import OtherUpdate, Otherwise
 from zero_sim.reference.partial_sums import PartialSum, partial_sums
+from zero_sim.reference.quantization import WorkingParams
 from zero_sim.reference.replay import isolated
 from zero_sim.reference.stepping import Stepper, lr_factor, torch_defaults
-from zero_sim.scenario.spec import OptimizerSpec
+from zero_sim.scenario.spec import OptimizerSpec, Scenario
 
 _WHOLE_PARAM_OPTIMIZERS = {
     "muon": "with each shard orthogonalised by itself",
@@ -38,6 +39,60 @@ class StepTaken:
     step: int
     grads: Mapping[str, Tensor]  # each ND, fp32
     """What the optimizer was given, by param that it stepped."""
+
+
+class StepHistory:
+    """The steps of the reference's optimizer, as far as they are kept.
+
+    Args:
+        masters: Before the first step, copied.
+        elems_max: Elements to keep, of all steps; beyond that none are.
+    """
+
+    def __init__(self, masters: Mapping[str, Tensor], *, elems_max: int) -> None:
+        self._elems, self._elems_max = sum(each.numel() for each in masters.values()), elems_max
+        self._starts: dict[str, Tensor] = {}
+        if self._elems <= elems_max:
+            self._starts = {name: master.clone() for name, master in masters.items()}
+        self._steps: tuple[StepTaken, ...] = ()
+
+    def add(
+        self,
+        step: int,
+        grads: Mapping[str, Tensor],
+        *,
+        scenario: Scenario,
+        working: WorkingParams,
+        holdings: Callable[[], Sequence[Sequence[Holding]]],
+        otherwise: Otherwise | None,
+    ) -> Mistakes | None:
+        """Note a step, and return the mistakes that it can be taken with.
+
+        Args:
+            step: Its index, from 0.
+            grads: As `StepTaken` has them; none of a step that was skipped.
+            scenario: The case as it is from this step on.
+            working: The form of the working params in the step.
+            holdings: As `Mistakes` has them.
+            otherwise: As `Mistakes` has it.
+        """
+        if not self._starts or not grads:
+            return None
+        self._steps += (StepTaken(step=step, grads=grads),)
+        if len(self._steps) * self._elems > self._elems_max:
+            self._starts, self._steps = {}, ()
+            return None
+        system = scenario.system
+        return Mistakes(
+            spec=scenario.optimizer,
+            starts=self._starts,
+            steps=self._steps,
+            working=working,
+            on_host=system.offload_state,
+            shard_count=scenario.world.size // system.redundancy,
+            holdings=holdings,
+            otherwise=otherwise,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +126,16 @@ class Mistakes:
         """Mistakes in several settings, the fewest first."""
         return [name for name, changes in self._settings.items() if len(changes) > 1]
 
-    def update(self, mistake: str) -> Callable[[int], OtherUpdate]:
+    def update(self, rule: str) -> Callable[[int], OtherUpdate]:
         """Return what gives the update of a rank.
 
         Args:
-            mistake: One of `singles` or `pairs`, or `assumed`.
+            rule: One of `singles` or `pairs`, or `assumed`.
         """
-        if mistake in self._sums:
-            return _ByRank(mistakes=self, partial=self._sums[mistake])
-        spec = replace(self.spec, **self._settings.get(mistake, {}))
-        update = self._update(spec, cut=self._cuts.get(mistake, _uncut))
+        if rule in self._sums:
+            return _ByRank(mistakes=self, partial=self._sums[rule])
+        spec = replace(self.spec, **self._settings.get(rule, {}))
+        update = self._update(spec, cut=self._cuts.get(rule, _uncut))
         return lambda rank: update
 
     @cached_property

@@ -156,9 +156,7 @@ class OtherSums:
         if rule not in self._changes:
             return None
         rules = self.rules_of(rule)
-        division = self.ranks.contributions(
-            self.local.active, self.local.replays, rules
-        ).division
+        division = self.ranks.contributions(self.local.active, self.local.replays, rules).division
         return 1 if division.how == "none" else division.count
 
     def part_of_sum(

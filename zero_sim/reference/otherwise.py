@@ -15,7 +15,7 @@ from zero_sim.reference.division import quotient
 from zero_sim.reference.gradient import Measure, flatten_wide, unflatten
 from zero_sim.reference.norms import NORMS, ROOTED, Holdings
 from zero_sim.reference.other_sums import OtherSum, OtherSums
-from zero_sim.reference.quantization import encode, scale_for
+from zero_sim.reference.quantization import WorkingParams
 from zero_sim.reference.replay import isolated
 from zero_sim.reference.rules import ClipFunction, Rules, clip_by_rule_
 from zero_sim.reference.stepping import Stepper
@@ -29,30 +29,6 @@ class OtherUpdate:
     state: Mapping[str, Mapping[str, Tensor]]
     """By param and torch's key."""
     params: Mapping[str, Tensor]  # each ND, working dtype
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkingParams:
-    """The form of the working params."""
-
-    dtypes: Mapping[str, torch.dtype]
-    """By param."""
-    scales: Mapping[str, Tensor]
-    """Of params in fp8, before the step."""
-
-    def cast(self, name: str, master: Tensor, *, is_stepped: bool) -> Tensor:
-        """Return the working param of a master.
-
-        Args:
-            name: Of the param.
-            master: fp32.
-            is_stepped: Whether the step moved it, which gives a param in fp8 another scale.
-        """
-        dtype = self.dtypes[name]
-        if name not in self.scales:
-            return master.to(dtype)
-        scale = scale_for(master, dtype=dtype) if is_stepped else self.scales[name]
-        return encode(master, scale=scale, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

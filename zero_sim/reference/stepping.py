@@ -58,7 +58,7 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
 
 
 def torch_defaults(name: OptimizerName) -> dict[str, Any]:
-    """Return the defaults of the installed torch by field of the spec; none if it has no such class.
+    """Return the installed torch's defaults by field of the spec; none if it has no such class.
 
     Args:
         name: Of the optimizer.

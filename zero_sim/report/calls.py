@@ -34,7 +34,7 @@ _MARKED: dict[str, tuple[str, ...]] = {
 """What is in the name of the collectives that carry what is compared in a phase."""
 
 _NOT_TOLD = (
-    "the system reports its params alone, so the update itself may be wrong; parts() tells these apart"
+    "the system reports its params alone, so the update itself may be wrong; parts() shows which"
 )
 _VERBS: dict[str, str] = {Phase.REDUCE: "reduces", Phase.GATHER: "gathers"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
@@ -76,10 +76,10 @@ def conformance(
         test_mine = conformance(MyTarget())
 
     Every case runs on a simulated world and all that the target tells is compared, bit for bit,
-    with a reference on one device, after every step. Of the cases that fail the one with the largest
-    difference is made as small as it goes, as `zero-sim shrink` does it, as long as it has the same
-    finding: smaller differences may be what is rounded on the way. A finding that is no difference
-    of values, such as a deadlock, ends the search for it at once.
+    with a reference on one device, after every step. Of the cases that fail the one with the
+    largest difference is made as small as it goes, as `zero-sim shrink` does it, as long as it has
+    the same finding: smaller differences may be what is rounded on the way. A finding that is no
+    difference of values, such as a deadlock, ends the search at once.
 
     Args:
         target: What is judged; or its name, a registered one or `module:name`.
@@ -106,26 +106,19 @@ def conformance(
 
     def test_conformance() -> None:
         __tracebackhide__ = True
-        verdicts: Counter[str] = Counter()
-        failed = _Failed()
-        shown: NotConformant | None = None
+        failed: NotConformant | None = None
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
-            for scenario in islice(draws(drawn, seed=_series(seed)), cases):
-                result = judge(scenario)
-                verdicts[result.verdict] += 1
-                if result.verdict not in ("pass", "inconclusive"):
-                    failed.add(scenario, result)
-                    if failed.apart >= BEYOND_VALUES:
-                        break
-            if failed.worst is not None:
+            came = _judge_all(islice(draws(drawn, seed=_series(seed)), cases), judge)
+            if came.worst is not None:
                 limits = Limits(seconds=shrink_seconds)
                 name = target if isinstance(target, str) else name_of(judged)
                 asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
-                shown = _shrunk(*failed.worst, asked, heading=failed.heading(verdicts.total()))
-        if shown is not None:
-            raise shown
+                failed = _shrunk(*came.worst, asked, heading=came.heading())
+        verdicts = came.verdicts
+        if failed is not None:
+            raise failed
         if not verdicts and cases:
             raise AssertionError(f"{why_none_fits(judged)}.")
         if not verdicts["pass"]:
@@ -146,23 +139,27 @@ def _series(seed: int | None) -> str:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Failed:
-    """The cases that fail."""
+class _Came:
+    """Results of cases."""
 
+    verdicts: Counter[str] = field(default_factory=Counter)
     worst: tuple[Scenario, CaseResult] | None = None
-    """The one whose values are furthest apart."""
+    """The case that fails with values furthest apart."""
     apart: float = -1.0
-    """How far."""
+    """How far they are; see `how_far_apart`."""
     manners: dict[str, Counter[str]] = field(default_factory=dict)
     """By check: in how many cases values differ in which manner."""
 
     def add(self, scenario: Scenario, result: CaseResult) -> None:
-        """Note one more.
+        """Note a result.
 
         Args:
-            scenario: The case.
-            result: Of it.
+            scenario: A case.
+            result: What came of it.
         """
+        self.verdicts[result.verdict] += 1
+        if result.verdict in ("pass", "inconclusive"):
+            return
         if (apart := how_far_apart(result)) > self.apart:
             self.worst, self.apart = (scenario, result), apart
         key = key_of(result)
@@ -170,19 +167,29 @@ class _Failed:
             manner = key.manner if result.findings[:1] and result.findings[0].manner else ""
             self.manners.setdefault(key.check, Counter())[manner] += 1
 
-    def heading(self, cases: int) -> str:
-        """Return how many cases fail and in which manners; empty if one does.
-
-        Args:
-            cases: How many were judged.
-        """
+    def heading(self) -> str:
+        """Return how many cases fail and in which manners; empty if one does."""
         if sum(manners.total() for manners in self.manners.values()) < 2:
             return ""
         lines = []
         for check, manners in self.manners.items():
-            how = ", ".join(f"{manner} {count}" for manner, count in manners.most_common() if manner)
-            lines.append(f"{check}: {manners.total()} of {cases} cases{how and f' ({how})'}")
+            how = ", ".join(
+                f"{manner} {count}" for manner, count in manners.most_common() if manner
+            )
+            lines.append(
+                f"{check}: {manners.total()} of {self.verdicts.total()} cases{how and f' ({how})'}"
+            )
         return "\n".join([*lines, "The one with the largest difference, made smaller:", "", ""])
+
+
+def _judge_all(scenarios: Iterable[Scenario], judge: Judge) -> _Came:
+    """Judge cases, up to the first finding that is no difference of values."""
+    came = _Came()
+    for scenario in scenarios:
+        came.add(scenario, judge(scenario))
+        if came.apart >= BEYOND_VALUES:
+            break
+    return came
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
