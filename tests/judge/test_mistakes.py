@@ -192,6 +192,30 @@ class TestShards:
         assert "declare" not in finding.detail
 
 
+class TestToldShards:
+    """The same of the project's own system, which reports its shards."""
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            # A flat part of a matrix is none.
+            ("muon", "what came is the step with no param orthogonalised"),
+            ("lamb", "what came is the step with each shard scaled by its own norms"),
+        ],
+    )
+    def test_each_shard_by_itself(self, judged, broken, name, said):
+        broken("U02")
+        spec = OptimizerSpec(name=name, lr=0.02, momentum=0.9 if name == "muon" else 0.0)
+        result = judged(optimizer=spec, run=RunSpec(steps=1))
+        assert result.findings[0].message.endswith(said)
+
+    def test_the_norm_of_one_shard(self, judged, broken):
+        broken("M69")
+        (finding,) = (f for f in judged().findings if f.check == "equality.norm")
+        assert "the norm of this rank's shard alone" in finding.message
+        assert "declare" not in finding.detail
+
+
 class _ByPieces:
     """A textbook's optimizer over pieces of params."""
 
