@@ -91,6 +91,17 @@ def test_cases_that_may_be_of_another_finding_are_said_to_be(tmp_path, pool):
     assert done.output.count("met         in 4 cases, those of findings like it included") == 2
 
 
+def test_findings_of_one_check_share_a_heading_the_largest_difference_first(tmp_path, pool):
+    noise = replace(FOUND, key=FOUND.key._replace(manner="one-ulp"), text="NOISE", apart=1e-7)
+    large = replace(FOUND, text="LARGE", scenario="another", apart=0.7)
+    other = replace(FOUND, key=FOUND.key._replace(check="equality.loss"), text="OTHER")
+    pool.outcome = {"found": (noise, other, large)}
+    told = fuzz(tmp_path, "--cases", "10").output
+    assert told.count("findings, the largest difference first") == 1
+    places = [told.index(word) for word in ("equality.grad: 2 findings", "LARGE", "NOISE", "OTHER")]
+    assert places == sorted(places)
+
+
 def test_what_is_yet_to_be_made_smaller_is_not_called_the_smallest(tmp_path, pool):
     pool.outcome = {"found": (replace(FOUND, as_met=True),)}
     done = fuzz(tmp_path, "--cases", "10")

@@ -6,10 +6,11 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from zero_sim.bundle import read_bundle
-from zero_sim.findings.records import Finding, not_judged
+from zero_sim.findings.records import Evidence, Finding, not_judged
 from zero_sim.fuzz import batch, drawing
 from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.drawing import draws
@@ -95,6 +96,26 @@ def test_a_finding_does_not_end_the_batch(found):
     assert {tuple(key.split("|"))[:4] for key in report.keys} == {CUT}
     assert sum(report.keys.values()) == report.verdicts["fail"]
     assert all(map(report.found[0].is_met_by, report.keys))
+
+
+def test_of_one_finding_the_case_with_the_largest_difference_is_made_smaller(tmp_path, monkeypatch):
+    apart = iter((1e-7, 1e-6, 0.5, 1e-7))
+    known, begun = {}, []
+
+    def judge(scenario, **_):
+        by = known.setdefault(to_toml(scenario), next(apart, 1e-7))
+        sides = {"expected": torch.ones(2), "got": torch.ones(2) * (1 - by)}
+        at = Finding(check="a", message="m", manner="values", evidence=Evidence(start=0, **sides))
+        return CaseResult(id="x", verdict="fail", seconds=0.0, findings=(at,))
+
+    def interrupted(scenario, result, **_):
+        begun.append(result.findings[0].evidence.got[0].item())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "run_case", judge)
+    monkeypatch.setattr(batch, "shrink_finding", interrupted)
+    run_batch(job(tmp_path), render_case, cases_from=SMALL)
+    assert begun == [0.5]
 
 
 def test_an_off_by_one_shrinks_to_two_ranks_and_one_param(found):

@@ -36,7 +36,7 @@ def logged(*kinds, refused=None):
 
 
 def finding(**facts):
-    return Finding(check="c.d", message="", **{"rank": 1, "phase": "reduce", **facts})
+    return Finding(**{"check": "c.d", "message": "", "rank": 1, "phase": "reduce", **facts})
 
 
 LOG = logged("broadcast", "barrier", "barrier", "reduce_scatter", "all_gather", "barrier", "x", "y")
@@ -78,6 +78,16 @@ def test_of_a_system_that_tells_params_alone_whatever_carries_data_is_suspect():
         "all_reduce",
         "all_gather",
     ]
+
+
+def test_a_param_that_differs_makes_no_call_a_suspect_where_no_gradient_was_observed():
+    """Settings of the optimizer may be wrong, and every call right."""
+    log = logged("barrier", "all_reduce", "all_gather", "barrier")
+    at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
+    assert calls_near(log, at).suspects == ()
+    lines = render_calls(log, at)
+    assert "none of them a suspect: the system reports its params alone" in lines[0]
+    assert not any(">" in line for line in lines[1:])
 
 
 def test_only_calls_of_the_size_of_what_differs_are_suspect(even_strip):

@@ -1,9 +1,17 @@
 """When two findings are one, and which may be shrunk."""
 
 import pytest
+import torch
 
-from zero_sim.findings.records import BufferMap, CaseResult, Finding, MappedBucket, MappedShard
-from zero_sim.shrink import Key, key_of, may_become, may_shrink
+from zero_sim.findings.records import (
+    BufferMap,
+    CaseResult,
+    Evidence,
+    Finding,
+    MappedBucket,
+    MappedShard,
+)
+from zero_sim.shrink import BEYOND_VALUES, Key, how_far_apart, key_of, may_become, may_shrink
 
 
 def result(verdict="fail", strip=None, message="m", **finding):
@@ -37,6 +45,20 @@ def test_two_values_of_one_finding_have_one_key():
     one = result(check="a", phase="p", manner="values", rank=1, param="0.weight", expected="1")
     other = result(check="a", phase="p", manner="values", rank=2, param="1.bias", step=3)
     assert key_of(one) == key_of(other) == Key("a", "p", "dense", "values", "")
+
+
+def test_values_are_as_far_apart_as_a_part_of_the_largest():
+    """What cancels to nearly nothing is no large difference for that."""
+    sides = torch.tensor([4.0, 1e-9]), torch.tensor([3.0, 3e-9])
+    evidence = Evidence(start=0, expected=sides[0], got=sides[1])
+    assert how_far_apart(result(check="a", evidence=evidence)) == 0.25
+
+
+def test_what_is_no_difference_of_values_is_further_apart_than_any():
+    nothing, nan = torch.ones(1), torch.tensor([float("nan")])
+    evidence = Evidence(start=0, expected=nothing, got=nan)
+    assert how_far_apart(result(check="world.deadlock")) == BEYOND_VALUES
+    assert how_far_apart(result(check="a", evidence=evidence)) == BEYOND_VALUES
 
 
 def test_experts_are_another_kind():

@@ -13,6 +13,7 @@ from itertools import islice, repeat
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from tests.run.summing import Undivided
 from zero_sim.backends import WorldPool
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
-from zero_sim.findings.records import CaseResult
+from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.fuzz import drawing
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
@@ -267,20 +268,54 @@ def test_a_search_that_has_no_time_says_so():
         conformance(Idle(), cases=20, shrink_seconds=0)()
 
 
-def test_drawing_ends_with_the_first_case_that_fails(monkeypatch):
-    judged = []
+def differing(scenario, *, by, manner="values"):
+    """A result with a difference of so large a part."""
+    evidence = Evidence(start=0, expected=torch.ones(2), got=torch.ones(2) * (1 - by))
+    found = Finding(check="equality.params", message="m", manner=manner, evidence=evidence)
+    return CaseResult(id=scenario.name, verdict="fail", seconds=0.0, findings=(found,))
+
+
+def judged_by(monkeypatch, results):
+    """Cases that come to these results, one after the other, and to passes after them."""
+    judged, left = [], iter(results)
 
     def judge(scenario, **_):
         judged.append(scenario)
-        return CaseResult(
-            id=scenario.name, verdict="pass" if len(judged) < 4 else "fail", seconds=0
-        )
+        result = next(left, lambda case: CaseResult(id=case.name, verdict="pass", seconds=0.0))
+        return result(scenario)
 
     monkeypatch.setattr(conformance_module, "run_case", judge)
+    return judged
+
+
+def test_the_case_with_the_largest_difference_is_shown(monkeypatch):
+    judged = judged_by(
+        monkeypatch,
+        [
+            partial(differing, by=1e-7, manner="one-ulp"),
+            partial(differing, by=0.3),
+            partial(differing, by=1e-6),
+        ],
+    )
+    with pytest.raises(NotConformant) as failed:
+        conformance(Idle(), cases=5, shrink_seconds=0)()
+    assert len({case.run for case in judged[:3]}) == 3
+    assert failed.value.scenario.run == judged[1].run
+    assert "equality.params: 3 of 5 cases (values 2, one-ulp 1)" in str(failed.value)
+
+
+def test_drawing_ends_with_the_first_finding_that_is_no_difference_of_values(monkeypatch):
+    def deadlock(scenario):
+        found = Finding(check="world.deadlock", message="m")
+        return CaseResult(id=scenario.name, verdict="fail", seconds=0.0, findings=(found,))
+
+    judged = judged_by(monkeypatch, [partial(differing, by=0.3), deadlock, deadlock])
     with pytest.raises(NotConformant) as failed:
         conformance(Idle(), cases=20, shrink_seconds=0)()
-    assert len(judged) == 4
-    assert failed.value.scenario.run == judged[-1].run
+    assert failed.value.scenario.run == judged[1].run
+    # What comes behind them is asked for rules.
+    assert "2 of 2 cases" not in str(failed.value)
+    assert "world.deadlock: 1 of 2 cases" in str(failed.value)
 
 
 def test_no_case_that_a_target_refuses_is_tried():

@@ -29,7 +29,7 @@ from zero_sim.report.commands import replay_command
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from zero_sim.fuzz.campaign import CampaignTotals, Plan
     from zero_sim.fuzz.records import Found
@@ -377,6 +377,22 @@ def _shares(found: Found, totals: CampaignTotals) -> bool:
     return any(each.is_met_by(key) for each in others for key in keys)
 
 
+def _largest_first(found: Sequence[Found]) -> list[Found]:
+    """Findings of one check together, those whose values are furthest apart first."""
+    checks = {each.key.check: place for place, each in reversed([*enumerate(found)])}
+    return sorted(found, key=lambda each: (checks[each.key.check], -each.apart))
+
+
+def _show_heading(found: Found, totals: CampaignTotals) -> None:
+    """Print the heading that findings of one check share, above the first of several."""
+    alike = _largest_first([each for each in totals.found if each.key.check == found.key.check])
+    if len(alike) > 1 and alike[0] is found:
+        click.echo(
+            f"{found.key.check}: {len(alike)} findings, the largest difference first; smaller ones "
+            "may have the same cause\n"
+        )
+
+
 def show_totals(
     totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool, again: str
 ) -> None:
@@ -390,7 +406,8 @@ def show_totals(
         again: The command that goes on with it.
     """
     _show_rechecked(totals, plan=plan)
-    for found in totals.found:
+    for found in _largest_first(totals.found):
+        _show_heading(found, totals)
         count = sum(count for key, count in totals.keys.items() if found.is_met_by(key))
         size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"
         if found.as_met:

@@ -35,6 +35,7 @@ from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import (
     Key,
     Limits,
+    how_far_apart,
     key_of,
     may_shrink,
     places_of,
@@ -141,6 +142,8 @@ class _Batch:
     """By feature, which cases had it."""
     failed: list[tuple[int, Scenario, Key]] = field(default_factory=list)
     """Which cases have a finding, and which one."""
+    apart: dict[int, float] = field(default_factory=dict)
+    """By case that has a finding, how far apart values are; see `how_far_apart`."""
     met: dict[Key, Found] = field(default_factory=dict)
     """The first case of each key, as it was met."""
     looked_at: int = 0
@@ -198,6 +201,7 @@ class _Batch:
             except ScenarioError:
                 continue  # Of another version: it stays as it is.
             self.failed.append((one.case, scenario, one.key))
+            self.apart[one.case] = one.apart
             self.met[one.key] = one
 
     def _explore_all(self) -> None:
@@ -242,6 +246,7 @@ class _Batch:
             return
         self.keys[key] += 1
         self.failed.append((case, scenario, key))
+        self.apart[case] = how_far_apart(result)
         if key not in self.met:
             self.met[key] = self._describe(key, case, scenario, result, as_met=True)
             self._keep()
@@ -264,7 +269,13 @@ class _Batch:
         return new.values()
 
     def _shrink_all(self) -> None:
-        """Shrink the first case of each finding that is not known by then."""
+        """Shrink a case of each finding that is not known by then.
+
+        Of one check the case comes first whose values are furthest apart: the others may show what
+        was rounded on the way.
+        """
+        checks = {key.check: place for place, (_, _, key) in reversed([*enumerate(self.failed)])}
+        self.failed.sort(key=lambda one: (checks[one[2].check], -self.apart[one[0]]))
         for case, scenario, key in self.failed:
             if not self.known.explain(key, scenario):
                 one = self._shrunk(key, case, scenario)
@@ -328,6 +339,7 @@ class _Batch:
             size=size_in_words(scenario),
             places=tuple(dict.fromkeys((key.place, *places_of(result)))),
             as_met=as_met,
+            apart=how_far_apart(result),
         )
 
 

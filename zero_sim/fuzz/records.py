@@ -52,6 +52,9 @@ class Found:
     it."""
     unkept: str = ""
     """Why it has no bundle, where it should have one."""
+    apart: float = 0.0
+    """How far apart values are in its case, as `how_far_apart` has it; 0 if an earlier version did
+    not say."""
 
     @property
     def is_of(self) -> tuple[object, ...]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
+from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, with_digests
@@ -242,13 +243,16 @@ class BoundedComparison:
             yield findings.differing(at, wanted, grad)
             return
         of_sum = bound
-        if self._tells_divided(expected):
-            bound = of_sum.divided_by(expected.divisor)
+        divisor = expected.divisor if self._tells_divided(expected) else 1
+        if divisor != 1:
+            bound = of_sum.divided_by(divisor)
         inside = bound.holds(grad)
         if not bool(inside.all()):
-            found = findings.outside(at, bound, inside, grad)
-            divided, divisor = self._group.tells_divided, expected.divisor
-            hint = told_within_bounds(of_sum, grad, divisor=divisor, divided=divided)
+            cause = self._factors(expected).explain_within(of_sum, grad, divisor=divisor)
+            found = findings.outside(at, bound, inside, grad, cause=cause)
+            hint = told_within_bounds(
+                of_sum, grad, divisor=expected.divisor, divided=self._group.tells_divided
+            )
             yield replace(found, detail=hint)
         if self._replica_count > 1:
             yield from self._compare_copies(
@@ -257,6 +261,15 @@ class BoundedComparison:
         follower = self._follow(rank, part, expected)
         yield from self._group.compare_update(
             part, rank=rank, step=step, master=follower.master, state=follower.state
+        )
+
+    def _factors(self, expected: BoundedStep) -> FactorCauses:
+        division = expected.update.division
+        return FactorCauses.of(
+            expected.losses,
+            divisor=1 if division.how == "none" else division.count,
+            replicas=self._group.scenario.system.redundancy,
+            is_mean=division.rest == 1 or self._group.tells_divided,
         )
 
     def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:

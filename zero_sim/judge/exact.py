@@ -13,18 +13,29 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
+from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
-from zero_sim.judge.rules import RulesTrial, grad_picked, param_picked, part_picked, why_blind
-from zero_sim.judge.told import OtherGrads, in_told_dtype, told_as, told_otherwise
+from zero_sim.judge.rules import (
+    Pick,
+    RulesTrial,
+    grad_picked,
+    param_picked,
+    part_picked,
+    why_blind,
+)
+from zero_sim.judge.told import OtherGrads, reported_sum, told_as, told_otherwise
 from zero_sim.judge.trajectory import LateReference, frozen
 from zero_sim.reference import (
     POSITION_FREE,
     Addresses,
     Orders,
+    PartialSum,
     Reference,
     ReferenceStep,
+    norms_of_shard,
+    partial_sums,
     quotient,
     step_together,
 )
@@ -59,6 +70,7 @@ class ExactComparison:
         self._watches_updates = False
         self._rules = RulesTrial(scenario=group.scenario)
         self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
+        self._mistakes = RulesTrial("mistake")
 
     @property
     def _reference(self) -> Reference:
@@ -139,6 +151,8 @@ class ExactComparison:
 
     def _prepare(self) -> Orders | None:
         """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        # A rank that waits for no other one comes here before all have built their engines.
+        self.watch_updates()
         for earlier, kept in self.steps.items():
             self.steps[earlier] = frozen(kept)
         if self._group.scenario.world.order in POSITION_FREE:
@@ -164,6 +178,7 @@ class ExactComparison:
         self.steps.pop(step, None)
         self._rules.forget(step)
         self._grad_rules.forget(step)
+        self._mistakes.forget(step)
 
     def scales(self, step: int) -> Mapping[str, Tensor]:
         """The scales of params in fp8 after a step.
@@ -199,15 +214,36 @@ class ExactComparison:
             self._group.unobserved.add("norm")
             norm = None
         if norm is not None and self._comparer.differs(expected.norm, norm):
-            found = self._group.differing(findings.norm(step, rank), expected.norm, norm)
-            yield replace(
-                found,
-                detail="\n".join(filter(None, [found.detail, self._norm_rule(expected, norm)])),
+            known = list(self._known_norms(expected, rank=rank))
+            found = self._group.differing(
+                findings.norm(step, rank),
+                expected.norm,
+                norm,
+                known=lambda: known,
+                factors=self._factors_of(expected, is_mean=True, noun="that of the {}"),
             )
+            # A norm of one shard may have the bits of a rule, too, where others are empty.
+            is_known = any(same_bits(each.values, norm) for each in known)
+            rule = "" if is_known else self._norm_rule(expected, norm)
+            yield replace(found, detail="\n".join(filter(None, [found.detail, rule])))
         if result.zeros is not None and result.zeros != expected.zeros:
             yield findings.misreported(
                 "zeros", step, rank, expected=expected.zeros, got=result.zeros
             )
+
+    def _known_norms(self, expected: ReferenceStep, *, rank: int) -> Iterator[Known]:
+        """Norms that may stand in place of that of the whole gradient: those of one shard."""
+        if self._group.scenario.world.size == 1:
+            return
+        # Without alternatives nothing is clipped.
+        whole = expected.stepped if expected.otherwise is None else expected.otherwise.grads
+        shards = self._group.scenario.world.size // self._group.scenario.system.redundancy
+        holdings = self._group.ownership.holdings()
+        holding = holdings[rank % len(holdings)] if holdings else ()
+        what = "the norm of this rank's shard alone: the squares were not added over the ranks"
+        for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
+            if not same_bits(norm, expected.norm):
+                yield Known(what=what, values=norm)
 
     def _norm_rule(self, expected: ReferenceStep, norm: Tensor) -> str:
         """Name the known rules that give a norm, and how to declare the first one."""
@@ -253,7 +289,24 @@ class ExactComparison:
         )
         yield from found
         pick, got = part_picked(part)
-        self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
+        self._look_at_update(expected, pick=pick, got=got, rank=rank, agrees=not found)
+
+    def _look_at_update(
+        self,
+        expected: ReferenceStep,
+        *,
+        pick: Pick,
+        got: Mapping[str, Tensor],
+        rank: int,
+        agrees: bool,
+    ) -> None:
+        """Let other rules and known mistakes explain an update that differs."""
+        step = expected.step
+        self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=agrees)
+        if self._grad_rules.of_step(step) is None:
+            self._mistakes.look(
+                step, expected.mistakes, pick=lambda of: pick(of(rank)), got=got, agrees=agrees
+            )
 
     def note_agreed(self, part: OwnedPart, *, step: int) -> None:
         """Note a part that was found to be as it is owed in another way.
@@ -293,7 +346,8 @@ class ExactComparison:
             known = partial(
                 self._known_grads, expected, rank=rank, name=name, start=part.place.start
             )
-            found = self._group.differing(at, grad, part.grad, known=known)
+            factors = self._factors(expected)
+            found = self._group.differing(at, grad, part.grad, known=known, factors=factors)
             side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
@@ -344,7 +398,8 @@ class ExactComparison:
             if differs:
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self.steps[step], rank=rank, name=name, start=0)
-                found = self._group.differing(at, wanted, got, known=known)
+                factors = self._factors(self.steps[step])
+                found = self._group.differing(at, wanted, got, known=known, factors=factors)
                 side = told_otherwise(self.steps[step], name, _whole, got, numerics=group.numerics)
                 yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
@@ -352,16 +407,48 @@ class ExactComparison:
         self, expected: ReferenceStep, *, rank: int, name: str, start: int
     ) -> Iterator[Known]:
         """What may stand in place of a reduced gradient: a rank's own, or another param's."""
-        for other, brought in enumerate(expected.brought):
-            if name in brought:
-                whose = "this rank" if other == rank else f"rank {self._group.world_ranks[other]}"
-                yield Known(
-                    what=f"the gradient of {whose} alone, not reduced",
-                    values=in_told_dtype(brought[name], expected, name, self._group.numerics),
-                    start=start,
-                )
+        yield from self._partial_grads(expected, rank=rank, name=name, start=start)
         told = {each: self._as_reported(expected, each) for each in expected.grads}
         yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
+
+    def _partial_grads(
+        self, expected: ReferenceStep, *, rank: int, name: str, start: int
+    ) -> Iterator[Known]:
+        """Gradients that lack terms; of those with the same bits, the likeliest alone."""
+        sums = expected.other_sums
+        if sums is None or name not in sums.local.active:
+            return
+        partials = [(rank, each, each.name) for each in partial_sums(sums)]
+        for other, world_rank in enumerate(self._group.world_ranks):
+            if other != rank:
+                local = PartialSum(name=f"rank {world_rank} alone, not reduced", is_local=True)
+                partials.append((other, local, local.name))
+        seen: list[Tensor] = []
+        for observer, partial_sum, what in partials:
+            other = partial_sum.of_param(sums, name, rank=observer)
+            if other is None:
+                continue
+            values = reported_sum(other, expected, name, numerics=self._group.numerics)
+            if not any(same_bits(values, each) for each in seen):
+                seen.append(values)
+                yield Known(what=f"the gradient of {what}", values=values, start=start)
+
+    def _factors(self, expected: ReferenceStep) -> FactorCauses:
+        """Causes of a factor of reduced gradients as the target reports them."""
+        division = expected.division
+        is_sum = division.rest != 1 and not self._group.tells_divided and not division.each_round
+        return self._factors_of(expected, is_mean=not is_sum)
+
+    def _factors_of(
+        self, expected: ReferenceStep, *, is_mean: bool, noun: str = "the {}"
+    ) -> FactorCauses:
+        return FactorCauses.of(
+            expected.losses,
+            divisor=1 if expected.division.how == "none" else expected.division.count,
+            replicas=self._group.scenario.system.redundancy,
+            is_mean=is_mean,
+            noun=noun,
+        )
 
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
         """A reduced gradient as the target is to tell it; None where it is given none."""
@@ -406,8 +493,8 @@ class ExactComparison:
                 known = partial(_known_params, self.steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
             pick, got = param_picked(name, params[name])
-            self._rules.look(
-                step, self.steps[step].otherwise, pick=pick, got=got, agrees=not differs
+            self._look_at_update(
+                self.steps[step], pick=pick, got=got, rank=rank, agrees=not differs
             )
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
@@ -417,8 +504,10 @@ class ExactComparison:
             judged: The judge's report so far.
         """
         bad = judged.bad_step
-        rules = self._grad_rules.of_step(bad) or self._rules.of_step(bad)
-        return replace(judged, rules=rules)
+        rules, mistakes = self._rules.of_step(bad), self._mistakes.of_step(bad)
+        if mistakes is not None and mistakes.fitting:
+            rules = replace(mistakes, also=rules)
+        return replace(judged, rules=self._grad_rules.of_step(bad) or rules)
 
 
 def _whole(tensor: Tensor) -> Tensor:

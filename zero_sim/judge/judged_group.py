@@ -12,6 +12,7 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import beside, same_bits
 from zero_sim.findings.recognition import Known, recognize
 from zero_sim.findings.records import Finding
+from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.ownership import Ownership
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
@@ -119,7 +120,13 @@ class JudgedGroup:
         self.telling.update(noted.telling)
 
     def differing(
-        self, at: Finding, expected: Tensor, got: Tensor, *, known: Guesses = tuple
+        self,
+        at: Finding,
+        expected: Tensor,
+        got: Tensor,
+        *,
+        known: Guesses = tuple,
+        factors: FactorCauses | None = None,
     ) -> Finding:
         """Fill in a finding with what differs, and with what came instead where that is known.
 
@@ -128,13 +135,16 @@ class JudgedGroup:
             expected: Any shape.
             got: What came.
             known: Gives what that might be; asked for the first finding of each check and rank.
+            factors: Of a gradient, or of its norm, the causes of a factor.
         """
         hint, key = "", (at.check, at.step, at.rank)
         if key not in self._guessed and expected.dtype == got.dtype:
             self._guessed.add(key)
             if expected.numel() == got.numel():
                 hint = self._guess(expected, got, known)
-        return findings.differing(at, expected, got, hint=hint)
+        if factors is None:
+            return findings.differing(at, expected, got, hint=hint)
+        return findings.differing(at, expected, got, hint=hint, explain=factors.explain)
 
     def _guess(self, expected: Tensor, got: Tensor, known: Guesses) -> str:
         what = recognize(expected, got, known=known())

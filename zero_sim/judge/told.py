@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
-from zero_sim.findings.ratio import common_ratio
-from zero_sim.reference import Division, OtherSums, ReferenceStep
+from zero_sim.findings.ratio import find_ratio
+from zero_sim.reference import Division, OtherSum, OtherSums, ReferenceStep
 from zero_sim.reference.bounding import Interval
 from zero_sim.targets import Numerics
 from zero_sim.targets.numerics import GradsTold, ToldDtype
@@ -44,17 +44,19 @@ def told_as(
     return None if expected.skipped else torch.zeros_like(expected.masters[name])
 
 
-def in_told_dtype(grad: Tensor, expected: ReferenceStep, name: str, numerics: Numerics) -> Tensor:
-    """What a rank alone brought, as the target would tell it.
+def reported_sum(
+    other: OtherSum, expected: ReferenceStep, name: str, *, numerics: Numerics
+) -> Tensor:
+    """Return a sum at the point and in the dtype in which the target reports gradients.
 
     Args:
-        grad: What it brought.
+        other: Another sum than that of all ranks.
         expected: The step as the reference took it.
         name: The param.
-        numerics: What the target declares.
+        numerics: Declared by the target.
     """
-    like = expected.params[name].dtype
-    return _in_dtype(grad, expected.division, numerics.told_at, numerics.told_dtype, like)
+    point, dtype = numerics.told_at, numerics.told_dtype
+    return _in_dtype(other.total, other.division, point, dtype, expected.params[name].dtype)
 
 
 def told_otherwise(
@@ -90,8 +92,8 @@ def told_otherwise(
         return ""
     told = cut(told)
     alike = told.numel() == got.numel() and told.dtype == got.dtype
-    share = f"every element is 1/{expected.divisor:g} x the expected one"
-    if alike and common_ratio(told, got).startswith(f"{share}, but for rounding"):
+    ratio = find_ratio(told, got) if alike else None
+    if ratio is not None and ratio.is_rounded and str(ratio) == f"1/{expected.divisor:g}":
         # The target divides by another rule, too.
         what = f"its values {_where('after-division', expected.divisor)}, but for rounding"
         return _declare(what, "grads_told='after-division'")
@@ -185,8 +187,7 @@ class _Told:
             assert told is not None, "gradients after the clip are not explained"
             return told
         other = grads.sums.sum(self.rule, name)
-        like = expected.params[name].dtype
-        return _in_dtype(other.total, other.division, point, dtype, like)
+        return reported_sum(other, expected, name, numerics=grads.numerics)
 
 
 def _in_dtype(

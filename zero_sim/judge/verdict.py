@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero_sim.findings.dataflow import of_first_step, sort_and_merge
 from zero_sim.findings.records import BufferMap, CaseResult, Finding, Scope
@@ -12,7 +12,8 @@ from zero_sim.judge import guards
 from zero_sim.judge.expected import settle
 from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
 from zero_sim.judge.judge_report import JudgeReport
-from zero_sim.judge.rules import rules_together, with_rules
+from zero_sim.judge.rules import UPDATED, rules_together, with_rules
+from zero_sim.reference import settings_in_words
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
@@ -74,7 +75,7 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
         scenario: The case that is judged.
         observations: What came of it.
     """
-    found = observations.findings()
+    found = _with_settings(observations.findings(), scenario)
     if not found:
         found = tuple(_check_accuracy(scenario, observations.accuracy))
     # A run that went wrong has said nothing yet about how much a pass would have meant.
@@ -103,6 +104,17 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
         log_digest=observations.log_digest,
         strip=observations.buffer_map() if findings else None,
     )
+
+
+def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Finding, ...]:
+    """Findings, the first one of an update with what the reference stepped with."""
+    first = next((finding for finding in found if finding.check in UPDATED), None)
+    if first is None or first.step is None:
+        return tuple(found)
+    spec = scenario.optimizer
+    settings = settings_in_words(spec, step=first.step, param=first.param)
+    detail = "\n".join(filter(None, [f"reference: {settings}", first.detail]))
+    return tuple(replace(each, detail=detail) if each is first else each for each in found)
 
 
 def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:

@@ -59,6 +59,7 @@ def near_calls(log: EventLog, finding: Finding, buffer_map: BufferMap | None) ->
     left = len(nearby.suspects) - len(suspects)
     parts = [
         element("p", f"Missing: {nearby.missing}", class_="missing") if nearby.missing else "",
+        element("p", f"No suspects: {nearby.why_no_suspect}.") if nearby.why_no_suspect else "",
         legend([call.record.kind for call in calls], *marks),
         element("table", top, element("tbody", *rows), class_="near"),
         element("p", f"And {left} more suspects, all in the table below.") if left else "",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -27,7 +27,15 @@ from zero_sim.run.said_rules import Asked, declared_by, with_change, without_adv
 from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.scenario.spec import OptimizerSpec, Scenario, SystemSpec
-from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
+from zero_sim.shrink import (
+    BEYOND_VALUES,
+    Limits,
+    how_far_apart,
+    key_of,
+    may_shrink,
+    right_judge,
+    shrink_finding,
+)
 from zero_sim.targets import (
     Numerics,
     Target,
@@ -69,8 +77,10 @@ def conformance(
         test_mine = conformance(MyTarget())
 
     Every case runs on a simulated world and all that the target tells is compared, bit for bit,
-    with a reference on one device, after every step. The first case that fails is made as small as
-    it goes, as `zero-sim shrink` does it, as long as it has the same finding.
+    with a reference on one device, after every step. Of the cases that fail the one with the
+    largest difference is made as small as it goes, as `zero-sim shrink` does it, as long as it has
+    the same finding: smaller differences may be what is rounded on the way. A finding that is no
+    difference of values, such as a deadlock, ends the search at once.
 
     Args:
         target: What is judged; or its name, a registered one or `module:name`.
@@ -97,22 +107,18 @@ def conformance(
 
     def test_conformance() -> None:
         __tracebackhide__ = True
-        verdicts: Counter[str] = Counter()
         failed: NotConformant | None = None
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
-            for index, scenario in enumerate(islice(draws(drawn, seed=_series(seed)), cases)):
-                result = judge(scenario)
-                if index % TWIN_EVERY == 0:
-                    result = with_twin(result, scenario, judge=judge, find=lambda: judged)
-                verdicts[result.verdict] += 1
-                if result.verdict not in ("pass", "inconclusive"):
-                    limits = Limits(seconds=shrink_seconds)
-                    name = target if isinstance(target, str) else name_of(judged)
-                    asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
-                    failed = _shrunk(result.twin or scenario, result, asked)
-                    break
+            scenarios = islice(draws(drawn, seed=_series(seed)), cases)
+            came = _judge_all(scenarios, judge, target=judged)
+            if came.worst is not None:
+                limits = Limits(seconds=shrink_seconds)
+                name = target if isinstance(target, str) else name_of(judged)
+                asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
+                failed = _shrunk(*came.worst, asked, heading=came.heading())
+        verdicts = came.verdicts
         if failed is not None:
             raise failed
         if not verdicts and cases:
@@ -134,6 +140,63 @@ def _series(seed: int | None) -> str:
     return str(seed or 0)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Came:
+    """Results of cases."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    worst: tuple[Scenario, CaseResult] | None = None
+    """The case that fails with values furthest apart."""
+    apart: float = -1.0
+    """How far they are; see `how_far_apart`."""
+    manners: dict[str, Counter[str]] = field(default_factory=dict)
+    """By check: in how many cases values differ in which manner."""
+
+    def add(self, scenario: Scenario, result: CaseResult) -> None:
+        """Note a result.
+
+        Args:
+            scenario: A case.
+            result: What came of it.
+        """
+        self.verdicts[result.verdict] += 1
+        if result.verdict in ("pass", "inconclusive"):
+            return
+        if (apart := how_far_apart(result)) > self.apart:
+            self.worst, self.apart = (scenario, result), apart
+        key = key_of(result)
+        if key is not None:
+            manner = key.manner if result.findings[:1] and result.findings[0].manner else ""
+            self.manners.setdefault(key.check, Counter())[manner] += 1
+
+    def heading(self) -> str:
+        """Return how many cases fail and in which manners; empty if one does."""
+        if sum(manners.total() for manners in self.manners.values()) < 2:
+            return ""
+        lines = []
+        for check, manners in self.manners.items():
+            how = ", ".join(
+                f"{manner} {count}" for manner, count in manners.most_common() if manner
+            )
+            lines.append(
+                f"{check}: {manners.total()} of {self.verdicts.total()} cases{how and f' ({how})'}"
+            )
+        return "\n".join([*lines, "The one with the largest difference, made smaller:", "", ""])
+
+
+def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Came:
+    """Judge cases, up to the first finding that is no difference of values."""
+    came = _Came()
+    for index, scenario in enumerate(scenarios):
+        result = judge(scenario)
+        if index % TWIN_EVERY == 0:
+            result = with_twin(result, scenario, judge=judge, find=lambda: target)
+        came.add(result.twin or scenario, result)
+        if came.apart >= BEYOND_VALUES:
+            break
+    return came
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
     """What a test is of."""
@@ -146,7 +209,9 @@ class _Asked:
     limits: Limits
 
 
-def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConformant:
+def _shrunk(
+    scenario: Scenario, result: CaseResult, asked: _Asked, *, heading: str
+) -> NotConformant:
     """Make a case that fails smaller; one that could not be judged is shown as it is."""
     key = key_of(result)
     if key is None or result.verdict == "error" or not may_shrink(key):
@@ -162,7 +227,7 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
     result = marked(result, scenario)
     led = _led(reduced.scenario, result, asked)
     said = (
-        f"{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
+        f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
         "The smallest case that was found"
     )
     return _shown(reduced.scenario, asked, said)
@@ -171,8 +236,8 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
 def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
     """What was compared, by which rules, and the rule that would make the case pass."""
     declared = {
-        field.name: getattr(numerics_of(asked.target, scenario), field.name)
-        for field in fields(Numerics)
+        each.name: getattr(numerics_of(asked.target, scenario), each.name)
+        for each in fields(Numerics)
     }
     other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
     said = ", ".join(f"{name}={value!r}" for name, value in other.items())
