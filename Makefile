@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 SCENARIOS ?= scenarios
 
 CASES ?= 2000
+MEASURED ?= .zero-sim/durations.json
 
-.PHONY: run test nightly check fuzz device bench bench-check pytorch-suites scripts libraries compat compat-lowest clean
+.PHONY: run run-all test test-all nightly check fuzz device device-fast bench bench-check pytorch-suites scripts libraries compat compat-lowest clean
 
 # Runs a command; whatever comes of it, says how to go on without make.
 and_say_how = status=0; $(1) || status=$$?; echo; \
@@ -25,13 +26,25 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 run: $(VENV)/.installed
-	@echo "== Every case under $(SCENARIOS): about three minutes on two idle cores, a line for each case"
-	@$(call and_say_how,$(BIN)/zero-sim run $(SCENARIOS) --jobs $$(getconf _NPROCESSORS_ONLN))
+	@echo "== Cases under $(SCENARIOS) that have every feature and pair: a minute on two idle cores"
+	@$(call and_say_how,$(BIN)/zero-sim run $(SCENARIOS) --cover $(VERBOSE) --jobs $$(getconf _NPROCESSORS_ONLN))
+
+# All of them; VERBOSE=-v shows each case, here and above.
+run-all: $(VENV)/.installed
+	$(BIN)/zero-sim run $(SCENARIOS) $(VERBOSE) --jobs $$(getconf _NPROCESSORS_ONLN)
 
 test: $(VENV)/.installed
-	@echo "== All tests: about half an hour on two idle cores, a dot for each"
-	@$(call and_say_how,$(BIN)/python -m pytest --numprocesses auto --quiet -o console_output_style=count)
+	@echo "== Fast tests: about four minutes on two idle cores, a dot for each; make test-all runs all"
+	@$(call and_say_how,HYPOTHESIS_PROFILE=fast $(BIN)/python -m pytest -m "not slow" --numprocesses auto --quiet \
+	  -o console_output_style=count)
 
+# Measures each test, and fails if one outgrew the fast tier; tests/tiers.py says how to record it.
+test-all: $(VENV)/.installed
+	mkdir -p $(dir $(MEASURED))
+	$(BIN)/python -m pytest --numprocesses auto --quiet -o console_output_style=count --durations-to $(MEASURED)
+	$(BIN)/python -m tests.tiers check $(MEASURED)
+
+# Many more examples of each property, other ones each night, and hunts of all mutants.
 nightly: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest property_tests --numprocesses auto --quiet
 
@@ -92,6 +105,13 @@ device: $(VENV)/.installed
 	$(BIN)/python -m tests.standin $(BIN)/python -m pytest tests/device tests/gpu \
 	  --numprocesses auto --quiet
 	$(BIN)/python -m tests.standin $(BIN)/zero-sim run $(SCENARIOS) --device standin --no-bundles \
+	  --jobs $$(getconf _NPROCESSORS_ONLN)
+
+# The stand-in itself, what a device changes in a case, and the shipped cases that `make run` chooses.
+device-fast: $(VENV)/.installed
+	$(BIN)/python -m tests.standin $(BIN)/python -m pytest tests/device/test_standin.py \
+	  tests/device/test_cases.py -k "not drawn_cases" --numprocesses auto --quiet
+	$(BIN)/python -m tests.standin $(BIN)/zero-sim run $(SCENARIOS) --cover --device standin --no-bundles \
 	  --jobs $$(getconf _NPROCESSORS_ONLN)
 
 bench: $(VENV)/.installed

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given, note, settings
 
+from zero_sim.fuzz.profiles import at_most
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.run import run_case
 from zero_sim.scenario.conditions import why_order_matters
@@ -12,7 +13,7 @@ JUDGED_BY_BOUNDS = scenarios(reload=False).filter(lambda case: not why_order_mat
 
 
 @given(scenario=JUDGED_BY_BOUNDS)
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 def test_a_right_system_keeps_its_bounds(pool, scenario):
     world = replace(scenario.world, order="random-tree", order_known=False)
     result = run_case(replace(scenario, world=world), pool=pool)

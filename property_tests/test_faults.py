@@ -2,12 +2,13 @@
 
 from hypothesis import given, note, settings
 
+from zero_sim.fuzz.profiles import at_most
 from zero_sim.fuzz.strategies import faulty_scenarios
 from zero_sim.run import run_case
 
 
 @given(scenario=faulty_scenarios())
-@settings(max_examples=150)
+@settings(max_examples=at_most(150))
 def test_a_planned_fault_is_found(pool, scenario):
     result = run_case(scenario, pool=pool)
     note(str(result))

@@ -6,6 +6,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from zero_sim.fuzz.optimizers import NO_FOREACH
+from zero_sim.fuzz.profiles import at_most
 from zero_sim.fuzz.shapes import divisors
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.reference import POSITION_FREE
@@ -22,19 +23,19 @@ def assert_not_wrong(scenario, pool):
 
 
 @given(scenario=scenarios())
-@settings(max_examples=1000)
+@settings(max_examples=at_most(1000))
 def test_the_strategies_give_valid_values_only(scenario):
     assert check_scenario(scenario) == []
 
 
 @given(scenario=scenarios())
-@settings(max_examples=250)
+@settings(max_examples=at_most(250))
 def test_the_system_equals_the_reference(pool, scenario):
     assert_not_wrong(scenario, pool)
 
 
 @given(scenario=scenarios(reload=False), data=st.data())
-@settings(max_examples=70)
+@settings(max_examples=at_most(70))
 def test_what_must_not_matter_does_not(pool, scenario, data):
     """Layout, overlap, schedule and foreach change no bit where the order does not depend on them.
 

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero_sim.fuzz.profiles import at_most
 from zero_sim.reference.quantization import encode, scale_for
 from zero_sim.zero.fp8 import choose_scale, measure_amax, quantize_
 
@@ -12,7 +13,7 @@ MASTERS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9)
 
 
 @given(dtype=DTYPES, bits=MASTERS)
-@settings(max_examples=2000)
+@settings(max_examples=at_most(2000))
 def test_any_bits(dtype, bits):
     """Masters of any bits: subnormal, huge, infinite and NaN."""
     master = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
@@ -27,7 +28,7 @@ def test_any_bits(dtype, bits):
 
 
 @given(dtype=DTYPES, exponent=st.integers(-70, 80), bits=MASTERS)
-@settings(max_examples=500)
+@settings(max_examples=at_most(500))
 def test_halves_do_not_change_the_values(dtype, exponent, bits):
     """A master times a power of two has the same values at a scale times that power."""
     master = (torch.tensor(bits, dtype=torch.float64) / 2**32).to(torch.float32)

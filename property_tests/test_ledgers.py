@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from zero_sim.cost.network import Link, Network
 from zero_sim.cost.step_time import step_time
 from zero_sim.cost.traffic import traffic_of
-from zero_sim.fuzz.profiles import is_nightly
+from zero_sim.fuzz.profiles import at_most, is_nightly
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.run.cost_models import model_of_case
 from zero_sim.run.measure import measure
@@ -47,7 +47,7 @@ def test_the_ledgers_of_shipped_scenarios_are_the_closed_forms(path):
 
 
 @given(scenario=scenarios(reload=False))
-@settings(max_examples=60)
+@settings(max_examples=at_most(60))
 def test_the_ledgers_of_drawn_cases_are_the_closed_forms(scenario):
     measured = measure(scenario)
     assert measured.is_costed
@@ -62,7 +62,7 @@ def test_the_ledgers_of_drawn_cases_are_the_closed_forms(scenario):
 
 
 @given(scenario=scenarios(reload=False))
-@settings(max_examples=200)
+@settings(max_examples=at_most(200))
 def test_the_model_of_time_makes_the_calls_of_the_closed_forms(scenario):
     """Each message takes a second, whatever its length, so that no sum is rounded."""
     model = model_of_case(scenario)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from zero_sim.checkpoint.pieces import PieceIndex, assign_writers, find_cover_problems
 from zero_sim.fuzz.choices import Shrinking
+from zero_sim.fuzz.profiles import at_most
 from zero_sim.fuzz.shapes import bucket_size, param_shapes
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
 
@@ -41,7 +42,7 @@ def owned(plan, *, copies=1):
 
 
 @given(change=changes(), copies=st.integers(1, 3))
-@settings(max_examples=1000)
+@settings(max_examples=at_most(1000))
 def test_every_element_is_written_once(change, copies):
     specs, before, _ = change
     numels = {spec.name: spec.numel for spec in specs}
@@ -58,7 +59,7 @@ def test_every_element_is_written_once(change, copies):
 
 
 @given(change=changes())
-@settings(max_examples=1000)
+@settings(max_examples=at_most(1000))
 def test_what_is_read_is_what_was_written(change):
     """Elements are numbered through; after both layouts each is at its own place."""
     specs, before, after = change

@@ -14,20 +14,33 @@ INCLUSIVE = re.compile(r"\{[^{}]*(?:start|first|offset|reached)[^{}]*\} to (?:\"
 """`{start} to {stop}`, which nobody can tell whether it is half-open; `[{start}, {stop})` is."""
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-class TestEveryModule:
-    def test_it_reads_in_one_sitting(self, path):
-        assert len(path.read_text().splitlines()) <= MODULE_LINES_MAX
+def name_of(path):
+    return str(path.relative_to(PACKAGE))
 
-    def test_its_functions_fit_on_a_screen(self, path):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                assert length <= FUNCTION_LINES_MAX, f"{node.name} has {length} lines"
 
-    def test_it_has_a_docstring_and_a_telling_name(self, path):
-        assert ast.get_docstring(ast.parse(path.read_text()))
-        assert path.stem not in ("utils", "util", "helpers", "common", "misc")
+def test_every_module_reads_in_one_sitting():
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: count for name, count in lines.items() if count > MODULE_LINES_MAX} == {}
+
+
+def test_every_function_fits_on_a_screen():
+    long = {
+        f"{name_of(path)}:{node.lineno} {node.name}": length
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and (length := node.end_lineno - node.lineno + 1) > FUNCTION_LINES_MAX
+    }
+    assert long == {}
+
+
+def test_every_module_has_a_docstring():
+    assert [name_of(p) for p in MODULES if not ast.get_docstring(ast.parse(p.read_text()))] == []
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    empty = ("utils", "util", "helpers", "common", "misc")
+    assert [name_of(path) for path in MODULES if path.stem in empty] == []
 
     def test_it_writes_spans_half_open(self, path):
         assert not INCLUSIVE.findall(path.read_text())
@@ -88,10 +101,9 @@ def find_unpickling(source):
 
 
 def test_no_file_is_unpickled():
-    for path in MODULES:
-        place = str(path.relative_to(PACKAGE))
-        found = set(find_unpickling(path.read_text()))
-        assert found <= MAY_PICKLE.get(place, set()), place
+    found = {name_of(path): set(find_unpickling(path.read_text())) for path in MODULES}
+    beyond = {name: used - MAY_PICKLE.get(name, set()) for name, used in found.items()}
+    assert {name: used for name, used in beyond.items() if used} == {}
 
 
 @pytest.mark.parametrize(

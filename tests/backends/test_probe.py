@@ -33,8 +33,15 @@ def modelled(order, *, size, kind="all_reduce", elems=None, dtype=BF16):
     return observe(reduction, rank_count=size, elems=elems, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("all_reduce", BF16),
+        ("all_reduce", torch.float32),
+        ("reduce_scatter", torch.float16),
+        ("reduce_scatter", torch.float64),
+    ],
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_simulated_order_agrees_with_its_model(world_of, order, kind, dtype):
     case = {"size": 5, "kind": kind, "dtype": dtype}

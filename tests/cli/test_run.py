@@ -114,6 +114,39 @@ def test_notes_of_passing_cases(
     assert invoke(*names, options=options).stdout.count("  note: a note") == shown
 
 
+class TestManyCases:
+    """More than a screenful."""
+
+    NAMES = tuple(f"pass{number}" for number in range(50))
+
+    def test_those_that_pass_are_counted_at_each_tenth(self, invoke: Callable[..., Result]) -> None:
+        result = invoke(*self.NAMES, "fail")
+        assert result.stdout.count("FAIL") == 1
+        assert "PASS" not in result.stdout
+        assert result.stdout.splitlines()[-1].startswith("51 cases: 50 passed, 1 failed in ")
+        lines = [line for line in result.stderr.splitlines() if " of 51 cases, " in line]
+        assert (lines[0], lines[-1]) == (
+            "6 of 51 cases, 6 passed",
+            "51 of 51 cases, 50 passed",
+        )
+        assert len(lines) == 10
+
+    def test_each_is_shown_if_asked_for(self, invoke: Callable[..., Result]) -> None:
+        result = invoke(*self.NAMES, options=("-v",))
+        assert result.stdout.count("PASS") == 50
+        assert " of 50 cases, " not in result.stderr
+
+    def test_few_of_them_cover_what_all_have(self, invoke: Callable[..., Result]) -> None:
+        Path("many.toml").write_text(
+            GOOD + '[matrix]\n"run.seed" = [1, 2, 3]\n"system.stage" = [1, 2]\n'
+        )
+        result = invoke("pass", options=("many.toml", "--cover", "--json"))
+        report = json.loads(result.stdout)
+        assert [case["id"] for case in report["cases"]] == ["pass", "many/seed=1,stage=2"]
+        why = "features and pairs of features are covered without it"
+        assert report["left_out"] == {why: 5}
+
+
 def test_all_problems_of_a_bad_file_are_printed(invoke: Callable[..., Result]) -> None:
     """On stderr, beside the results of the others."""
     result = invoke("bad", "pass")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-import pytest
-
 from zero_sim.scenario.fields import field_paths
 from zero_sim.scenario.schema import DIALECT, scenario_schema
 
@@ -39,10 +37,9 @@ def test_is_json_and_names_its_dialect() -> None:
     assert json.loads(json.dumps(SCHEMA))["$schema"] == DIALECT
 
 
-@pytest.mark.parametrize("path", field_paths())
-def test_every_field_is_described(path: str) -> None:
+def test_every_field_is_described() -> None:
     """With the string under the field in the records."""
-    assert node(path)["description"]
+    assert [path for path in field_paths() if not node(path)["description"]] == []
 
 
 def test_unknown_fields_are_refused_everywhere() -> None:

@@ -205,7 +205,18 @@ def main() -> None:
     metavar="J",
     help="Cases at a time, each on a process of its own; told in the same order.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Show the notes of cases that pass, too.")
+@click.option(
+    "--cover",
+    "covering",
+    is_flag=True,
+    help="Run few of the cases that still have every file, feature and pair of features.",
+)
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Show every case that passes, with its notes. Of more than 40, those are only counted.",
+)
 @json_option
 @click.pass_context
 def run(
@@ -225,6 +236,7 @@ def run(
     junit: Path | None,
     stall_seconds: float | None,
     jobs: int,
+    covering: bool,
     verbose: bool,
     as_json: bool,
 ) -> None:
@@ -256,6 +268,7 @@ def run(
             *own_options_again(own),
         ],
         verbose=verbose,
+        covering=covering,
         only_able=able,
     )
     check_options(

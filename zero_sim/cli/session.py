@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 PROGRESS_AFTER_SECONDS = 0.5
 TRACE_NAME_CHARS_MAX = 120
+CASES_SHOWN_MAX = 40
+"""A screenful: of more cases, those that pass are only counted."""
+_COVERED = "features and pairs of features are covered without it"
 
 Judge = Callable[["Scenario"], "CaseResult"]
 
@@ -65,8 +68,10 @@ class Session:
     """Other options that the same verdict needs."""
     only_able: bool = False
     """Whether cases that their target cannot be asked for are left out; else they are errors."""
+    covering: bool = False
+    """True to run few cases that have every feature, and pair of features, of all."""
     verbose: bool = False
-    """Whether to show the notes of cases that passed, also where there are several."""
+    """True to show every case that passes, with its notes."""
     passed_over: Counter[str] = field(default_factory=Counter)
     """How many cases cannot be judged in the way that was asked for, by why."""
     selected: Sequence[Case] = ()
@@ -98,7 +103,16 @@ class Session:
             for each, case in zip(asked, cases, strict=True)
         ]
         self.passed_over.update(reason for reason in reasons if reason)
-        return [case for case, reason in zip(cases, reasons, strict=True) if not reason]
+        able = [case for case, reason in zip(cases, reasons, strict=True) if not reason]
+        return self._cover(able) if self.covering else able
+
+    def _cover(self, cases: Sequence[Case]) -> list[Case]:
+        """Few of the cases, one of each file and more for features and pairs; counts the others."""
+        with packages_needed():
+            from zero_sim.fuzz.covering import covering
+        chosen = covering(self.as_asked(cases), labels=[str(case.source) for case in cases])
+        self.passed_over[_COVERED] += len(cases) - len(chosen)
+        return [cases[index] for index in chosen]
 
     def run(
         self, cases: Sequence[Case], judging: Callable[[], AbstractContextManager[Judge]]
@@ -137,11 +151,25 @@ class Session:
                 with progress(f"{index + 1} of {len(cases)}  {case.id}"):
                     result, status = self._judge(case, judge)
                 self._note(case, result, status)
+                self._show_progress()
         except KeyboardInterrupt:
             self.interrupted = True
             self.left_out = len(cases) - len(self.results)
             where = cases[len(self.results)].id if self.left_out else "the last case"
             click.echo(f"\nInterrupted during {where}.", err=True)
+
+    def _show_progress(self) -> None:
+        """Print a line at each tenth of many cases, of which those that pass are not shown."""
+        done, total = len(self.results), len(self.selected)
+        is_tenth = done * 10 // total > (done - 1) * 10 // total
+        if is_tenth and not self._shows_each and not self.as_json:
+            passed = sum(result.verdict == "pass" for result in self.results)
+            click.echo(f"{done:,} of {total:,} cases, {passed:,} passed", err=True)
+
+    @property
+    def _shows_each(self) -> bool:
+        """True if each case that passes has its line."""
+        return self.verbose or len(self.selected) <= CASES_SHOWN_MAX
 
     def _note(self, case: Case, result: CaseResult, status: int) -> None:
         """Keep a result, write what is asked of it, and show it."""
@@ -176,7 +204,7 @@ class Session:
         }
         if self.junit is not None:
             self.texts.append(render_case(result, **said))
-        if not self.as_json:
+        if not self.as_json and (self._shows_each or result.verdict != "pass"):
             width = id_width(case.id for case in self.selected)
             with_notes = self.verbose or len(self.selected) == 1
             text = render_case(result, width=width, with_notes=with_notes, **said)

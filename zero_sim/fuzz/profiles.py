@@ -1,9 +1,11 @@
-"""Hypothesis profiles, in one place: how many examples, and whether they are the same each time.
+"""Hypothesis profiles: how many examples, and whether they are the same each time.
 
-`dev`: some examples, other ones each time, failures remembered in `.hypothesis`. `ci`, the default:
-the same examples each time, so that a commit passes or fails for its own sake. `nightly`: many, and
-other ones each night; and of what is no example, such as mutants, all in place of a core set. The
-environment variable HYPOTHESIS_PROFILE chooses.
+The environment variable HYPOTHESIS_PROFILE chooses one.
+
+- `ci`, the default: the same examples each time, so that a commit passes or fails for its own sake.
+- `fast`: at most 25 examples, the same each time.
+- `dev`: other examples each time, and failures remembered in `.hypothesis`.
+- `nightly`: 5,000 examples, other ones each night, and all mutants in place of the core set.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+FAST_EXAMPLES = 25
 NIGHTLY_EXAMPLES = 5000
 
 
@@ -22,6 +25,7 @@ def register_profiles() -> None:
     settings.register_profile("dev", deadline=None, suppress_health_check=unchecked)
     dev = settings.get_profile("dev")
     settings.register_profile("ci", dev, derandomize=True, database=None)
+    settings.register_profile("fast", settings.get_profile("ci"), max_examples=FAST_EXAMPLES)
     settings.register_profile("nightly", dev, max_examples=NIGHTLY_EXAMPLES)
     settings.load_profile(_chosen())
 
@@ -29,6 +33,15 @@ def register_profiles() -> None:
 def is_nightly() -> bool:
     """Whether the environment names the profile `nightly`."""
     return _chosen() == "nightly"
+
+
+def at_most(examples: int) -> int:
+    """Return the number of examples of a property, which the profile `fast` caps.
+
+    Args:
+        examples: Number in all other profiles.
+    """
+    return min(examples, FAST_EXAMPLES) if _chosen() == "fast" else examples
 
 
 def _chosen() -> str:
