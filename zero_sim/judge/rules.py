@@ -316,7 +316,7 @@ def why_blind(scenario: Scenario, shows_factor: bool) -> str:
     """Say why a case does not tell rules apart; empty if it does.
 
     Args:
-        scenario: The case that was judged.
+        scenario: Judged.
         shows_factor: Whether a gradient, or state that is made of it, is observed.
     """
     name = scenario.optimizer.name

@@ -381,12 +381,16 @@ def _rules() -> Node:
         "target": _TEXT,
         "numerics": _described(fields, "Fields of Numerics that are not as by default."),
         "capabilities": _described(fields, "Fields of Capabilities that are not as by default."),
-        "unclear": _described(_list(_TEXT), "What could not be told, and why."),
+        "unclear": _described(_list(_TEXT), "What could not be determined, and why."),
         "left_out": _described(
             {"type": "object", "additionalProperties": _TEXT},
             "What the target cannot be asked for, and what came of asking.",
         ),
         "contradicted": _described(_list(_TEXT), "What it declares otherwise."),
+        "limits": _described(
+            {"type": "object", "additionalProperties": _list(_TEXT)},
+            "By a check of its own by which it refuses sizes: names of the cases.",
+        ),
         "alarms": _described(
             _list(_TEXT),
             "What a right system has not, such as several ranks that no known rule fits: with any, "
