@@ -1,6 +1,7 @@
 """The pages in docs/ say what is so: fields, checks, forms and jobs are those that there are."""
 
 import dataclasses
+import inspect
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
+from zero_sim import targets
 from zero_sim.cli.main import main
 from zero_sim.reference import CLIP_FORMS
 from zero_sim.report.explain import explain
@@ -27,6 +29,7 @@ DOCS = ROOT / "docs"
 COMPARED = (DOCS / "what-is-compared.md").read_text()
 TARGETS = (DOCS / "targets.md").read_text()
 CI = (DOCS / "ci.md").read_text()
+RANKS = (DOCS / "tests-on-ranks.md").read_text()
 
 TABLES = {
     "model": spec.ModelSpec,
@@ -140,6 +143,15 @@ def test_the_script_of_a_page_runs_by_the_commands_that_the_page_gives(tmp_path,
         assert "step 1 loss" in done.output
 
 
+def test_the_example_of_every_schedule_runs():
+    (page,) = [each for each in _python(RANKS) if "import explore" in each]
+    exec(compile(page, "tests-on-ranks.md", "exec"), {})
+
+
+def _python(page):
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
 class FlatEngine:
     """The engine that a page cuts parts of: one flat buffer, padded to shards of one length."""
 
@@ -181,8 +193,7 @@ class FlatEngine:
 
 
 def test_the_parts_that_a_page_shows_are_all_of_each_param():
-    (code,) = [each for each in re.findall(r"```python\n(.*?)```", TARGETS, flags=re.DOTALL)
-               if "def parts" in each]  # fmt: skip
+    (code,) = [each for each in _python(TARGETS) if each.startswith("def parts")]
     names = {"OwnedPart": OwnedPart, "Place": Place}
     exec(code, names)  # What a reader copies.
 
@@ -204,6 +215,30 @@ def test_the_parts_that_a_page_shows_are_all_of_each_param():
     result = run_case(case, target=Flat())
     assert (result.verdict, result.findings) == ("pass", ())
     assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
+
+
+def test_the_target_that_a_page_shows_whole_is_right():
+    (code,) = [each for each in _python(TARGETS) if "class PlainTarget" in each]
+    names = {}
+    exec(code, names)  # What a reader copies.
+    for optimizer in ("adamw", "sgd"):
+        case = Scenario(
+            schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
+            world=WorldSpec(size=3), run=RunSpec(steps=3), system=spec.SystemSpec(stage=0),
+            optimizer=OptimizerSpec(name=optimizer, weight_decay=0.1, warmup_steps=2),
+        )  # fmt: skip
+        result = run_case(case, target=names["PlainTarget"]())
+        assert (result.verdict, result.findings) == ("pass", ())
+        assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
+
+
+def test_helpers_of_the_optimizer_are_public_and_have_the_arguments_that_a_page_gives():
+    rows = re.findall(r"^\| `(\w+)\(([\w, ]+)\)", TARGETS, flags=re.MULTILINE)
+    assert len(rows) == 8
+    for name, arguments in rows:
+        assert name in targets.__all__
+        signature = inspect.signature(getattr(targets, name))
+        assert list(signature.parameters) == arguments.split(", ")
 
 
 def test_every_field_of_a_place_is_told():

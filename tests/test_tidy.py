@@ -10,6 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "zero_sim"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
+INCLUSIVE = re.compile(r"\{[^{}]*(?:start|first|offset|reached)[^{}]*\} to (?:\"\s+f\")?\{.*")
+"""`{start} to {stop}`, which nobody can tell whether it is half-open; `[{start}, {stop})` is."""
 
 
 def name_of(path):
@@ -39,6 +41,9 @@ def test_every_module_has_a_docstring():
 def test_no_module_has_a_name_that_says_nothing():
     empty = ("utils", "util", "helpers", "common", "misc")
     assert [name_of(path) for path in MODULES if path.stem in empty] == []
+
+    def test_it_writes_spans_half_open(self, path):
+        assert not INCLUSIVE.findall(path.read_text())
 
 
 TESTS = [

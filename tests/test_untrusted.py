@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.odd_files import make_odd
-from zero_sim.untrusted import Unreadable, nests_too_deep, printable, read_regular
+from zero_sim.untrusted import (
+    LINE_CHARS_MAX,
+    WORD_CHARS_MAX,
+    Unreadable,
+    clipped,
+    nests_too_deep,
+    printable,
+    read_regular,
+)
 
 
 @pytest.mark.parametrize("text", ["", "a b", "naïve ☃ 🙂", "a\\nb"])
@@ -70,3 +78,25 @@ def test_how_deep_is_too_deep(levels: int, too_deep: bool) -> None:
     for _ in range(levels):
         value = [{"x": 1}, value, 2]
     assert nests_too_deep(value) is too_deep
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a b", "n" * WORD_CHARS_MAX, " ".join("n" * 300) * 4, "a b\n" * 10_000]
+)
+def test_a_message_of_short_words_and_lines_stays(text: str) -> None:
+    assert clipped(text) == text
+
+
+def test_a_long_word_keeps_its_ends() -> None:
+    text = clipped(f"expected a, got 'b{'n' * 100_000}c'. Try d.")
+    assert text.startswith("expected a, got 'bnnn")
+    assert "n[... 99,705 characters ...]n" in text
+    assert text.endswith("nc'. Try d.")
+    assert len(text) < WORD_CHARS_MAX + 100
+
+
+def test_a_long_line_keeps_its_ends() -> None:
+    text = clipped(f"one\nexpected a, got 'b{' n' * 100_000} c'. Try d.")
+    assert text.startswith("one\nexpected a, got 'b n n")
+    assert text.endswith(" n c'. Try d.")
+    assert len(text) < LINE_CHARS_MAX + 100

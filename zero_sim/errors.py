@@ -8,14 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from zero_sim.untrusted import printable
+from zero_sim.untrusted import clipped, printable
 
 
 class ZeroSimError(Exception):
     """Root of every error that zero_sim raises on purpose."""
 
     exit_status = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(clipped(arg) if isinstance(arg, str) else arg for arg in args))
+
+    @property
+    def report(self) -> str:
+        """Text for a reader who gets no traceback from Python."""
+        return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without __init__, whose arguments are other ones than the message.
+        return _copied, (type(self), *self.args), self.__dict__
+
+
+def _copied(kind: type[ZeroSimError], *args: object) -> ZeroSimError:
+    return kind.__new__(kind, *args)
 
 
 class UsageError(ZeroSimError, ValueError):
@@ -48,6 +65,10 @@ class Problem:
     """What was expected and what came."""
     suggestion: str = ""
     """What to try; empty when the message already says it."""
+
+    def __post_init__(self) -> None:
+        for name in ("path", "message", "suggestion"):
+            object.__setattr__(self, name, clipped(getattr(self, name)))
 
     def __str__(self) -> str:
         where = self.path or "(file)"

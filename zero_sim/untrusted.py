@@ -7,10 +7,13 @@ they could forge lines of a report, recolour or rename a terminal, or turn text 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
+WORD_CHARS_MAX = 300
+LINE_CHARS_MAX = 3000
 NESTING_MAX = 32
 """Tables and arrays within each other; the deepest that any file of ours has is about ten."""
 
@@ -22,6 +25,9 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISLNK, "a link"),
 )
+
+
+_LONG_WORD = re.compile(rf"\S{{{WORD_CHARS_MAX + 1},}}")
 
 
 class Unreadable(Exception):
@@ -44,6 +50,25 @@ def printable(text: str, *, lines: bool = False) -> str:
     return "".join(
         char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text
     )
+
+
+def clipped(text: str) -> str:
+    """A message without the middle of its long words and lines: a value in it may be of any length.
+
+    Words keep `WORD_CHARS_MAX` characters, which is more than most paths have, and lines
+    `LINE_CHARS_MAX`.
+    """
+    if len(text) <= WORD_CHARS_MAX:
+        return text
+    text = _LONG_WORD.sub(lambda word: _without_middle(word[0], most=WORD_CHARS_MAX), text)
+    return "\n".join(_without_middle(line, most=LINE_CHARS_MAX) for line in text.split("\n"))
+
+
+def _without_middle(text: str, *, most: int) -> str:
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 3, most // 3
+    return f"{text[:head]}[... {len(text) - head - tail:,} characters ...]{text[-tail:]}"
 
 
 def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> BinaryIO:

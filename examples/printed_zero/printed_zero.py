@@ -212,7 +212,13 @@ class Printed:
     name: str
     stage: Literal[1, 3]
     mended: bool
-    numerics: ClassVar = Numerics(divide="post", divide_by="ranks", sync="last", grad_dtype="param")
+    numerics: ClassVar = Numerics(
+        divide="post",
+        divide_by="ranks",
+        sync="last",
+        grad_dtype="param",
+        grads_told="before-division",
+    )
 
     @property
     def capabilities(self) -> Capabilities:

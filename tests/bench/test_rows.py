@@ -7,7 +7,7 @@ import pytest
 from zero_sim.bench import rows
 from zero_sim.bench.peers import PROGRAMS, ratio_of
 from zero_sim.bench.rows import ROWS, run_benchmarks
-from zero_sim.errors import EnvironmentProblem
+from zero_sim.errors import EnvironmentProblem, UsageError
 
 
 def test_names_tell_figures_apart():
@@ -19,6 +19,13 @@ def test_only_figures_that_are_asked_for_are_taken():
     (taken,) = run_benchmarks(only="mismatch named")
     assert taken.value > 0
     assert taken.ok is (taken.value <= taken.goal)
+
+
+def test_a_part_that_no_name_has_is_refused():
+    with pytest.raises(
+        UsageError, match=r"got 'mismach'\. Did you mean 'mismatch'\? Figures: warm"
+    ):
+        list(run_benchmarks(only="mismach"))
 
 
 @pytest.mark.parametrize(("value", "ok"), [(1999.0, False), (2000.0, True)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +50,16 @@ def test_everything_comes_back(path, scenario, failed):
             assert read.evidence.start == wrote.evidence.start
             assert torch.equal(read.evidence.got, wrote.evidence.got)
             assert torch.equal(read.evidence.expected, wrote.evidence.expected)
+
+
+def test_marks_of_a_harness_come_back(scenario, failed, folder):
+    log = copy.copy(failed.logs[0])
+    log.harness = {1, 4}
+    marked = replace(failed, logs=(log, *failed.logs[1:]))
+    written = write_bundle(scenario, marked, folder=folder)
+    assert [each.harness for each in read_bundle(written).logs] == [
+        {1, 4}, *(each.harness for each in failed.logs[1:]),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", ["turns.json", "events.jsonl", "tensors.safetensors"])
@@ -129,6 +141,31 @@ def test_a_head_that_is_not_right(path, edit, said):
         read_bundle(path)
     assert said in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+LONG = "n" * 100_000
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        set_("id", to=LONG),
+        set_("verdict", to=LONG),
+        set_("verdict", to="n " * 50_000),
+        set_(LONG, to=1),
+        set_("scenario", "system", "target", to=LONG),
+        set_("scenario", "model", LONG, to=1),
+        set_("scenario", "model", "dtype", to=LONG),
+        set_("target", to=LONG),
+    ],
+)
+def test_a_long_value_is_clipped_in_the_error(path, edit):
+    change(path, edit)
+    with pytest.raises(
+        BundleError, match=r"\[\.\.\. \d+,\d+ characters \.\.\.\]|expected .*got"
+    ) as caught:
+        read_bundle(path)
+    assert len(str(caught.value)) < 4_000
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ def test_the_declaration_is_printed_ready_to_be_pasted():
     assert pasted["rank_local"] == {"names": NAMES}
 
 
+def test_a_package_that_is_not_there_is_refused():
+    ran = doctor("--target", "torch-ddp", "--package", "keeper_libb")
+    assert ran.exit_code == 2
+    assert "expected a top-level package that can be imported, got 'keeper_libb'" in ran.stderr
+
+
 @pytest.mark.usefixtures("library")
 def test_a_library_that_keeps_nothing_needs_no_declaration():
     Path("quiet_lib.py").write_text("LIMIT = 3\n")

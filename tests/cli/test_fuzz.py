@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shlex
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -90,10 +91,24 @@ def test_cases_that_may_be_of_another_finding_are_said_to_be(tmp_path, pool):
     assert done.output.count("met         in 4 cases, those of findings like it included") == 2
 
 
+def test_findings_of_one_check_share_a_heading_the_largest_difference_first(tmp_path, pool):
+    noise = replace(FOUND, key=FOUND.key._replace(manner="one-ulp"), text="NOISE", apart=1e-7)
+    large = replace(FOUND, text="LARGE", scenario="another", apart=0.7)
+    other = replace(FOUND, key=FOUND.key._replace(check="equality.loss"), text="OTHER")
+    pool.outcome = {"found": (noise, other, large)}
+    told = fuzz(tmp_path, "--cases", "10").output
+    assert told.count("findings, the largest difference first") == 1
+    places = [told.index(word) for word in ("equality.grad: 2 findings", "LARGE", "NOISE", "OTHER")]
+    assert places == sorted(places)
+
+
 def test_what_is_yet_to_be_made_smaller_is_not_called_the_smallest(tmp_path, pool):
     pool.outcome = {"found": (replace(FOUND, as_met=True),)}
     done = fuzz(tmp_path, "--cases", "10")
-    assert "so far      2 ranks, 1 param [[2]], 1 step; go on with --corpus" in done.output
+    assert (
+        "so far      2 ranks, 1 param [[2]], 1 step; to have it made smaller: zero-sim fuzz"
+        in done.output
+    )
     assert "smallest" not in done.output
 
 
@@ -105,7 +120,32 @@ def test_an_interrupt_is_130(tmp_path, pool):
     pool.outcome = {"complete": False, "cases": 2}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 130
-    assert "everything so far is kept" in done.output
+    assert f"Go on with:\n  zero-sim fuzz --corpus {tmp_path} --cases 10\n" in done.output
+
+
+def test_what_goes_on_after_an_interrupt_is_the_same_campaign(tmp_path, pool):
+    pool.outcome = {"complete": False, "cases": 2, "verdicts": {"pass": 2}}
+    options = ["--target", "torch-ddp", "--seed", "3", "--family", "2", "--shard", "1/2"]
+    options += ["--seconds", "50", "--option", "static_graph=1"]
+    done = fuzz(tmp_path, *options)
+    (command,) = [line for line in done.output.splitlines() if "zero-sim fuzz" in line]
+    pool.outcome = {}
+    again = CliRunner().invoke(main, [*shlex.split(command)[1:], "--cases", "100"])
+    assert again.exit_code == 0, again.output
+    assert (pool.job.target, pool.job.family, pool.job.options) == (
+        "torch-ddp",
+        2,
+        (("static_graph", "1"),),
+    )
+
+
+def test_where_no_corpus_was_given_the_command_names_the_one_that_was_begun(
+    tmp_path, pool, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    pool.outcome = {"complete": False, "cases": 2}
+    done = CliRunner().invoke(main, ["fuzz", "--cases", "10"])
+    assert "zero-sim fuzz --corpus .zero-sim/corpus/zero_sim-0-1 --cases 10\n" in done.output
 
 
 def test_a_lost_batch_is_3(tmp_path, pool):
@@ -210,11 +250,24 @@ class TestNoCase:
         assert done.exit_code == 5
         assert "--seconds 1e-09 ran out before the first one. Try more." in done.output
 
+    def test_none_fits(self, tmp_path, pool):
+        pool.outcome = {"cases": 0, "verdicts": {}, "futile": "no case fits target 'mine': why"}
+        done = fuzz(tmp_path, "--cases", "200")
+        assert done.exit_code == 5
+        assert "No case was run: no case fits target 'mine': why." in done.output
+
     def test_all_ran_earlier(self, tmp_path, pool):
         fuzz(tmp_path, "--cases", "50")
         done = fuzz(tmp_path, "--cases", "50")
         assert done.exit_code == 5
         assert "all 50 were run earlier. Try more --cases" in done.output
+
+
+def test_a_campaign_that_is_stopped_says_why(tmp_path, pool):
+    pool.outcome = {"verdicts": {"error": 50}, "futile": "all end in the same error: no module"}
+    done = fuzz(tmp_path, "--cases", "200")
+    assert "\nStopped: all end in the same error: no module.\n" in done.output
+    assert done.output.startswith("50 cases") or "\n50 cases" in done.output
 
 
 def test_what_is_not_kept_is_shown_whole(tmp_path, pool):

@@ -32,6 +32,30 @@ def test_a_shard_that_is_missing_is_3_and_named(tmp_path):
     assert "Not there of 3 shards: 1, 3." in done.output
 
 
+def test_shards_that_are_missing_are_told_in_runs(tmp_path):
+    head = replace(HEAD, shard=(1, 100_000))
+    one = shard(tmp_path / "a", 500, batches=[499], head=head)
+    done = merge(one, "--into", tmp_path / "all")
+    assert "Not there of 100,000 shards: 1-499, 501-100000." in done.output
+
+
+def test_a_corpus_of_more_shards_than_any_campaign_has_is_2(tmp_path):
+    (tmp_path / "a").mkdir()
+    head = json.dumps({**HEAD.as_dict(), "shard": [1, 10**9]})
+    (tmp_path / "a" / "batches-1-of-1000000000.jsonl").write_text(f"{head}\n")
+    done = merge(tmp_path / "a", "--into", tmp_path / "all")
+    assert done.exit_code == 2
+    assert "to begin with the head of a corpus" in done.output
+
+
+def test_shards_that_ran_no_batch_are_told_of(tmp_path):
+    done = merge(shard(tmp_path / "a", 1), "--into", tmp_path / "all", "--json")
+    assert done.exit_code == 3
+    done = merge(tmp_path / "a", "--into", tmp_path / "again")
+    assert done.exit_code == 3
+    assert "No case was run" in done.output
+
+
 def test_a_campaign_goes_on_from_what_was_merged(tmp_path):
     def fuzz(*arguments):
         return CliRunner().invoke(

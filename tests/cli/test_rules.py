@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from zero_sim.cli.rules import rules
 from zero_sim.run import found_rules
-from zero_sim.run.found_rules import FoundRules
+from zero_sim.run.rule_report import FoundRules
 
 
 @pytest.fixture
@@ -37,3 +37,16 @@ def test_an_alarm_is_said_first_and_last(found):
     lines = CliRunner().invoke(rules, ["--target", "zero_sim"]).stdout.splitlines()
     assert lines[0] == "# NOT TO BE DECLARED: something is wrong, see the end"
     assert lines[-2:] == ["WRONG, so that nothing above is to be declared:", "  3 ranks differ"]
+
+
+def test_limits_are_said_with_the_first_of_their_cases(found):
+    found.limits["AssertionError at optim.py:8: 12 % 7"] = ["a", "b", "c", "d"]
+    ended = CliRunner().invoke(rules, ["--target", "zero_sim"])
+    assert ended.exit_code == 0
+    assert "  AssertionError at optim.py:8: 12 % 7: 'a', 'b', 'c', ..." in ended.stdout
+
+
+def test_what_is_unclear_could_not_be_determined(found):
+    found.unclear.append("norm: taken as told")
+    ended = CliRunner().invoke(rules, ["--target", "zero_sim"])
+    assert "Could not be determined:\n  norm: taken as told\n" in ended.stdout

@@ -275,6 +275,7 @@ def test_what_was_not_observed_is_told_once(invoke: Callable[..., Result]) -> No
         "compared  not observed  of 2 cases that passed",
         "2                       losses",
         "2                       reduced gradients",
+        "2                       division of gradients",
         "1         1             norm",
         "2                       zeros",
         "2                       skipped",

@@ -1,5 +1,6 @@
 """`zero-sim run --target`: another system in place of the scenarios' own."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -195,3 +196,56 @@ def test_a_library_that_was_asked_for_and_is_not_installed_is_an_error(tmp_path,
     ran = CliRunner().invoke(main, ["run", ".", "--no-bundles", "--target", "deepspeed-zero-1"])
     assert ran.exit_code == 4
     assert "needs the package 'deepspeed', which is not installed" in ran.output
+
+
+class TestByParamsOnly:
+    """Of a target that reports neither averaged gradients nor optimizer state."""
+
+    CASE = """schema = 1
+[model]
+name = "params"
+shapes = [[3], [5]]
+[world]
+size = 3
+[system]
+stage = 0
+"""
+
+    @pytest.fixture
+    def judged(self, tmp_path, monkeypatch):
+        """Judges a class of `tests.run.summing`."""
+        (tmp_path / "case.toml").write_text(self.CASE)
+        monkeypatch.chdir(tmp_path)
+        command = ["run", "case.toml", "--target"]
+        return lambda name, *more: CliRunner().invoke(
+            main, [*command, f"tests.run.summing:{name}", *more]
+        )
+
+    def test_the_text_says_so(self, judged):
+        done = judged("UndividedAdam")
+        assert done.exit_code == 0
+        assert done.output.startswith("PASS (params only) case ")
+        assert "1 passed (1 by params only) in " in done.output
+
+    def test_json_and_junit_have_the_scope(self, judged):
+        (case,) = json.loads(judged("UndividedAdam", "--json", "--junit", "j.xml").stdout)["cases"]
+        assert (case["verdict"], case["scope"]) == ("pass", "params-only")
+        assert '<property name="scope" value="params-only" />' in Path("j.xml").read_text()
+
+    @pytest.mark.parametrize("label", ["reproduce", "replay"])
+    def test_what_sgd_finds_is_repeated_by_the_commands_that_are_shown(self, judged, label):
+        done = judged("Undivided")
+        (line,) = [line for line in done.output.splitlines() if line.startswith(f"  {label}: ")]
+        again = CliRunner().invoke(main, shlex.split(line.partition(": ")[2])[1:])
+        assert (done.exit_code, again.exit_code) == (1, 1)
+        assert "found with SGD in place of AdamW" in done.output
+        assert "equality.params" in again.output
+
+    def test_the_case_that_is_shown_is_that_of_sgd(self, judged):
+        assert '    name = "sgd"\n    lr = 1.0\n' in judged("Undivided").output
+
+    def test_a_point_that_was_worked_out_is_printed_once(self, judged):
+        Path("case.toml").write_text(f"{self.CASE}[matrix]\n'run.seed' = [0, 1]\n")
+        done = judged("ShowsMeans")
+        assert done.exit_code == 0
+        assert done.output.count("not declared, so taken: grads_told = 'after-division'") == 1

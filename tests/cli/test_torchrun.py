@@ -145,7 +145,7 @@ work.wait()
     done = torchrun(source, "--runs", "2")
     assert done.exit_code == 1
     assert "data race on rank" in done.stderr
-    assert "at train.py:10 reads elements 0 to 4" in done.stderr
+    assert "at train.py:10 reads elements [0, 4)" in done.stderr
     assert torchrun(source, "--runs", "2", "--no-races").exit_code == 0
 
 
@@ -172,6 +172,8 @@ dist.barrier()
         (["--seeds", "a", "fine.py"], "expected numbers such as 0,3; got 'a'"),
         (["--own-modules", "torch", "fine.py"], "expected own modules to be top-level packages"),
         (["--own-modules", "a.b", "fine.py"], "got 'a.b'"),
+        (["--own-modules", "brokem", "fine.py"], "got 'brokem'. Did you mean 'broken'?"),
+        (["--ignore", "ms", "fine.py"], "expected --ignore with --runs or --seeds, got it alone"),
         (["--output-of", "4", "fine.py"], "expected to show the output of ranks below 1, got 4"),
         (["--order", "lineal", "fine.py"], "expected order to be one of"),
         (["--nproc-per-node", "gpu", "fine.py"], "'gpu' is not a valid integer"),

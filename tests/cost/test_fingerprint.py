@@ -14,6 +14,7 @@ from zero_sim.report.flight_recorder import flight_recorder_dumps
 from zero_sim.report.seen_calls import calls_of_log, read_calls
 from zero_sim.report.timeline import read_timeline
 from zero_sim.run.measure import measure
+from zero_sim.run.runner import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 
 
@@ -46,6 +47,25 @@ def test_stages_as_runs_show_them(system, stage, letters):
     found = look(case(**system))
     assert (found.stage, shortened(found.letters), found.steps) == (stage, letters, 2)
     assert found.odd == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_judged_run_looks_like_one_that_nobody_judges(tmp_path, stage, reshard):
+    """The judge gathers params to compare them, which the stage would not."""
+    scenario = case(stage=stage, **({} if stage < 3 else {"reshard_after_forward": reshard}))
+    (log,) = run_case(scenario, keep_logs=True).logs
+    alone = look(scenario)
+    found = fingerprint(calls_of_log(log, rank=0))
+    assert found.as_dict() == alone.as_dict()
+    trace, dump = tmp_path / "trace.json", tmp_path / "dump.json"
+    trace.write_text(json.dumps(chrome_trace([log], name="case")))
+    dump.write_text(json.dumps(flight_recorder_dumps(read_timeline(log))[0]))
+    for path in (trace, dump):
+        exported = fingerprint(read_calls(path, rank=0))
+        assert (exported.stage, exported.letters, exported.odd) == (
+            alone.stage, alone.letters, alone.odd,
+        )  # fmt: skip
 
 
 def test_of_stage_0_the_least_that_is_repeated_is_told():

@@ -1,5 +1,7 @@
 """The strip of a finding: what the owners of a buffer tell, put together."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,30 @@ def test_other_buffers_are_left_out():
     other = place("e", 0, 4, 0, shard=0, span=(0, 8), buffer=1)
     strip = strip_of(found("w", (0, 1)), places={0: [*PLACES[0], other], 1: PLACES[1]})
     assert {piece.param for piece in strip.pieces} == {"w", "b"}
+
+
+def test_where_offsets_begin_anew_in_each_bucket_the_buffer_is_that_of_the_finding():
+    later = place("e", 0, 4, 0, shard=0, span=(0, 4), bucket=(1, 0, 8), padding=8)
+    last = place("f", 0, 4, 4, shard=1, span=(4, 8), bucket=(1, 0, 8), padding=8)
+    places = {0: [*PLACES[0], later], 1: [*PLACES[1], last]}
+    strip = strip_of(found("f", (1, 2)), found("w", (0, 1)), places=places)
+    assert [piece.param for piece in strip.pieces] == ["e", "f"]
+    assert strip.buckets == (MappedBucket(index=1, start=0, stop=8),)
+    assert strip.differ == ((5, 6),)
+
+
+def test_of_a_param_in_two_buffers_the_part_that_differs_decides():
+    other = place("w", 10, 14, 0, shard=0, span=(0, 4), bucket=(1, 0, 4), padding=4, buffer=1)
+    places = {0: [*PLACES[0], other], 1: PLACES[1]}
+    at = replace(found("w", (11, 12), rank=0), offset_in_param=11)
+    strip = strip_of(at, found("w", (1, 2), rank=1), places=places)
+    assert (strip.buffer, strip.differ, strip.differ_ranks) == (1, ((1, 2),), (0,))
+
+
+def test_what_two_ranks_have_in_different_buffers_is_shown_in_each():
+    other = replace(PLACES[0][0], buffer=1)
+    strip = strip_of(found("w", (1, 2)), places={0: PLACES[0], 1: [other]})
+    assert (strip.buffer, strip.differ) == (0, ((1, 2),))
 
 
 def test_a_gap_is_owned_by_no_rank():

@@ -5,11 +5,13 @@ from collections import Counter
 
 import pytest
 
+from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.dataflow import earliest_first, of_first_step, sort_and_merge
 from zero_sim.findings.records import Finding
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.verdict import Observations, reach_verdict
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec, WorldSpec
+from zero_sim.targets import Place
 
 PHASE_OF = {
     "equality.loss": "forward",
@@ -78,3 +80,16 @@ def test_a_step_of_one_cell_comes_before_a_later_one_of_another():
     found = finding("equality.loss", step=1), finding("equality.params", step=0, rank=1)
     result = reach_verdict(scenario, Observations(judged=[seen_with(each) for each in found]))
     assert [each.check for each in result.findings] == ["equality.params"]
+
+
+@pytest.mark.parametrize("mapped", [0, 1])
+def test_a_finding_of_one_cell_never_shows_the_buffer_of_another(mapped):
+    scenario = Scenario(schema=1, name="case", model=ModelSpec(name="mlp"), run=RunSpec(steps=1))
+    differ = {"param": "w", "differ_spans": ((0, 1),)}
+    found = [finding("equality.grad", rank=rank, **differ) for rank in (0, 1)]
+    shard = {"bucket": 0, "shard": 0, "shard_start": 0, "shard_stop": 4}
+    places = {0: [Place(param="w", start=0, stop=4, flat_start=0, **shard)]}
+    maps = [None, None]
+    maps[mapped] = build_buffer_map(found[mapped], found=[found[mapped]], places=places)
+    seen = Observations(judged=[seen_with(each) for each in found], buffer_maps=maps)
+    assert reach_verdict(scenario, seen).strip == maps[0]

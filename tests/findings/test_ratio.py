@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from zero_sim.findings.ratio import common_ratio
+from zero_sim.findings.ratio import find_ratio, ratio_in_words
 
 VALUES = torch.tensor([0.3, -1.7, 5.25, 1e-3, 0.0, 123.4, -0.0625])
+
+
+def common_ratio(expected, got):
+    return ratio_in_words(find_ratio(expected, got))
 
 
 def quotient(values, count):

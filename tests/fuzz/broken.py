@@ -1,5 +1,6 @@
 """A system under test with an off-by-one: one element too many is updated where a param was cut."""
 
+from zero_sim.targets import Capabilities
 from zero_sim.targets.own import ZeroSimEngine, ZeroSimTarget
 
 
@@ -25,6 +26,12 @@ class Raising(ZeroSimTarget):
 
     def build(self, module, *, scenario, group):
         raise RuntimeError("not today")
+
+
+class Excluded(Broken):
+    """It asks for cases of a kind that is never drawn."""
+
+    capabilities = Capabilities(only=(("world.strict", (False,)),))
 
 
 not_a_target = 3

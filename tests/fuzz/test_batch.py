@@ -6,10 +6,12 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import strategies as st
 
 from zero_sim.bundle import read_bundle
-from zero_sim.findings.records import Finding
-from zero_sim.fuzz import batch
+from zero_sim.findings.records import Evidence, Finding, not_judged
+from zero_sim.fuzz import batch, drawing
 from zero_sim.fuzz.batch import run_batch
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.records import BatchReport, Job, batch_seed
@@ -17,8 +19,10 @@ from zero_sim.fuzz.strategies import scenarios
 from zero_sim.host import signals
 from zero_sim.report.text import render_case
 from zero_sim.run import CaseResult, run_case
+from zero_sim.run.sgd_twin import TWIN_EVERY
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.load import parse_cases
+from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.shrink import key_of
 from zero_sim.targets import import_target
 
@@ -92,6 +96,26 @@ def test_a_finding_does_not_end_the_batch(found):
     assert {tuple(key.split("|"))[:4] for key in report.keys} == {CUT}
     assert sum(report.keys.values()) == report.verdicts["fail"]
     assert all(map(report.found[0].is_met_by, report.keys))
+
+
+def test_of_one_finding_the_case_with_the_largest_difference_is_made_smaller(tmp_path, monkeypatch):
+    apart = iter((1e-7, 1e-6, 0.5, 1e-7))
+    known, begun = {}, []
+
+    def judge(scenario, **_):
+        by = known.setdefault(to_toml(scenario), next(apart, 1e-7))
+        sides = {"expected": torch.ones(2), "got": torch.ones(2) * (1 - by)}
+        at = Finding(check="a", message="m", manner="values", evidence=Evidence(start=0, **sides))
+        return CaseResult(id="x", verdict="fail", seconds=0.0, findings=(at,))
+
+    def interrupted(scenario, result, **_):
+        begun.append(result.findings[0].evidence.got[0].item())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "run_case", judge)
+    monkeypatch.setattr(batch, "shrink_finding", interrupted)
+    run_batch(job(tmp_path), render_case, cases_from=SMALL)
+    assert begun == [0.5]
 
 
 def test_an_off_by_one_shrinks_to_two_ranks_and_one_param(found):
@@ -243,6 +267,29 @@ def test_a_system_that_raises_is_a_finding(tmp_path):
     assert [one.key[0] for one in report.found] == ["world.rank-failed"]
 
 
+def test_a_batch_of_which_no_case_fits_says_what_excludes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
+    report = run_batch(job(tmp_path, target="broken:Excluded"), render_case)
+    assert (report.cases, report.complete) == (0, True)
+    assert "Capabilities.only = (('world.strict', (False,)),) excludes all" in report.futile
+
+
+@pytest.mark.parametrize(("errors", "cases"), [(1, 50), (2, 60)])
+def test_fifty_cases_that_end_in_one_error_end_the_batch(tmp_path, monkeypatch, errors, cases):
+    judged = []
+
+    def judge(scenario, **_):
+        judged.append(scenario)
+        return not_judged(scenario.name, f"no module {len(judged) % errors}")
+
+    monkeypatch.setattr(batch, "run_case", judge)
+    monkeypatch.setattr(batch, "may_shrink", lambda key: False)
+    report = run_batch(job(tmp_path, cases=60), render_case, cases_from=SMALL)
+    assert report.cases == cases
+    said = "all of its first 50 cases end in the same error: no module 0"
+    assert report.futile == (said if errors == 1 else "")
+
+
 def test_seeds_of_batches_differ():
     assert len({batch_seed(seed, index) for seed in range(5) for index in range(5)}) == 25
 
@@ -318,3 +365,40 @@ def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
     )
     models = [(case.model, case.run.seed) for case in judged]
     assert len(set(models)) < len(models)
+
+
+OF_PARAMS = st.integers(0, 2**20).map(
+    lambda seed: Scenario(
+        schema=1,
+        name="drawn",
+        model=ModelSpec(name="params", shapes=((1,),)),
+        world=WorldSpec(size=3),
+        system=SystemSpec(stage=0),
+        run=RunSpec(seed=seed),
+    )
+)
+
+
+def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
+    asked = job(tmp_path, cases=2 * TWIN_EVERY, target="tests.run.summing:Undivided")
+    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    assert report.verdicts == {"fail": 2, "pass": 2 * TWIN_EVERY - 2}
+    (one,) = report.found
+    assert "found with SGD in place of AdamW" in one.text
+    bundle = read_bundle(tmp_path / one.bundle)
+    assert bundle.scenario.optimizer.name == one.case_again().optimizer.name == "sgd"
+    assert run_case(bundle.scenario, target=import_target(asked.target)).verdict == "fail"
+
+
+def test_the_rest_of_a_batch_has_the_same_variants(tmp_path):
+    asked = job(tmp_path, cases=TWIN_EVERY, start=1, target="tests.run.summing:Undivided")
+    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    assert report.verdicts == {"pass": TWIN_EVERY - 1}
+
+
+def test_a_rule_that_was_worked_out_is_reported(tmp_path):
+    asked = job(tmp_path, cases=3, target="tests.run.summing:ShowsMeans")
+    report = run_batch(asked, render_case, cases_from=OF_PARAMS)
+    assert report.verdicts == {"pass": 3}
+    assert "grads_told = 'after-division'" in report.taken[0]
+    assert BatchReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report

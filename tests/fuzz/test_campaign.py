@@ -192,6 +192,23 @@ def test_plans_that_cannot_be(tmp_path, changes):
         Plan(corpus=tmp_path, **changes)
 
 
+ERRORS = {"verdicts": {"error": 50}, "futile": "all end in one error"}
+
+
+def test_it_stops_where_further_cases_would_show_nothing(tmp_path):
+    pool = BatchPool({0: ERRORS})
+    totals = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=pool)
+    assert (len(pool.jobs), totals.futile) == (1, "all end in one error")
+    # It may be mended since: the next run tries again.
+    again = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=BatchPool())
+    assert (again.cases, again.futile) == (200, "")
+
+
+def test_errors_of_a_later_batch_stop_nothing(tmp_path):
+    totals = run_campaign(Plan(cases=200, corpus=tmp_path), batch_pool=BatchPool({1: ERRORS}))
+    assert (totals.cases, totals.futile) == (200, "")
+
+
 def test_every_batch_is_told(tmp_path):
     lines = []
     tell = lambda totals: lines.append(totals.progress(seconds=10.0))  # noqa: E731

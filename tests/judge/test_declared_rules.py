@@ -214,7 +214,9 @@ def test_a_system_that_follows_a_rule_is_right_with_it_and_wrong_without(pool, r
     case = staged(case, able)
     right = run_case(case, pool=pool, target=Target(does, declared, **able))
     assert right.verdict == "pass", right.findings or right
-    wrong = run_case(case, pool=pool, target=Target(does, **able))
+    # Without a point that is declared, one that fits would be taken.
+    plain = Numerics(grads_told="before-division")
+    wrong = run_case(case, pool=pool, target=Target(does, plain, **able))
     assert wrong.verdict == "fail", wrong
     named = hint_of(wrong)
     if rule in NOT_KNOWN:

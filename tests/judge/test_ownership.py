@@ -62,7 +62,7 @@ def test_a_shard_at_stage_0_says_what_a_target_declares():
     for rank, span in enumerate([(0, 2), (2, 4)]):
         ownership.note_facts(rank, facts(*span))
     first, _ = ownership.check(0, tell_parts=True)
-    assert "elements 2 to 4 of 4 belong to no rank" in first.message
+    assert "elements [2, 4) of 4 belong to no rank" in first.message
     assert "every rank keeps all optimizer state" in first.message
     assert "declares Capabilities(stages=(1,))" in first.message
 

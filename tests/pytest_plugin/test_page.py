@@ -11,7 +11,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "tests-on-ranks.md").read_text()
 
 
 def test_the_tests_that_it_shows_pass(pytester, run):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     pytester.makepyfile(code)
     run().assert_outcomes(passed=4, skipped=1)
 

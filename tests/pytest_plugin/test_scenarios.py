@@ -1,10 +1,14 @@
 """Scenario files as tests, as a user's test session sees them."""
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from zero_sim.targets import import_target, registry
+
 pytest_plugins = ["pytester"]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "printed_zero"
 
 SCENARIO = """
     schema = 1
@@ -91,3 +95,20 @@ def test_a_folder_that_cannot_be_written_costs_no_verdict(pytester, run):
     result = run(str(path), "--zero-sim-bundles=kept.txt")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["*expect.finding*", "*no bundle in kept.txt*"])
+
+
+def test_a_path_of_the_ini_file_that_is_not_there_is_refused(pytester, run):
+    pytester.makeini("[pytest]\nzero_sim_scenarios = casse\n")
+    assert "expected zero_sim_scenarios to name files and folders" in "\n".join(run().errlines)
+
+
+def test_the_scope_of_a_pass_is_a_property(pytester, run, monkeypatch):
+    """The printed system reports params only, and steps with AdamW alone."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    target = import_target("printed_zero:STAGE_1_MENDED")
+    monkeypatch.setitem(registry._TARGETS, target.name, target)
+    text = SCENARIO.replace('name = "sgd"', 'name = "adamw"')
+    path = pytester.makefile(".toml", printed=f'{text}\n[system]\ntarget = "{target.name}"\n')
+    run(str(path), "--junitxml=out.xml").assert_outcomes(passed=2)
+    found = _properties(pytester.path.joinpath("out.xml").read_text())
+    assert {each["zero_sim.scope"] for each in found.values()} == {"params-only"}

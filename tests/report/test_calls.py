@@ -36,7 +36,7 @@ def logged(*kinds, refused=None):
 
 
 def finding(**facts):
-    return Finding(check="c.d", message="", **{"rank": 1, "phase": "reduce", **facts})
+    return Finding(**{"check": "c.d", "message": "", "rank": 1, "phase": "reduce", **facts})
 
 
 LOG = logged("broadcast", "barrier", "barrier", "reduce_scatter", "all_gather", "barrier", "x", "y")
@@ -80,6 +80,16 @@ def test_of_a_system_that_tells_params_alone_whatever_carries_data_is_suspect():
     ]
 
 
+def test_a_param_that_differs_makes_no_call_a_suspect_where_no_gradient_was_observed():
+    """Settings of the optimizer may be wrong, and every call right."""
+    log = logged("barrier", "all_reduce", "all_gather", "barrier")
+    at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
+    assert calls_near(log, at).suspects == ()
+    lines = render_calls(log, at)
+    assert "none of them a suspect: the system reports its params alone" in lines[0]
+    assert not any(">" in line for line in lines[1:])
+
+
 def test_only_calls_of_the_size_of_what_differs_are_suspect(even_strip):
     # A bucket of 24 elements in shards of 6: the norm's three elements carry none of it.
     log = logged(("reduce_scatter", 24), ("all_reduce", 6), ("all_reduce", 3), ("all_reduce", 99))
@@ -118,7 +128,7 @@ class TestMissing:
     def test_no_reduction_of_the_bucket(self, even_strip):
         said = self.missing(even_strip(), ("all_reduce", 3), ("all_gather", 24))
         assert said == (
-            "no call of this step reduces 24 elements, as one for bucket 0, elements 0 to 24, "
+            "no call of this step reduces 24 elements, as one for bucket 0, elements [0, 24), "
             "would; was it issued?"
         )
 
@@ -128,7 +138,7 @@ class TestMissing:
         said = self.missing(strip, ("all_reduce", 12), flat_offset=13)
         assert said == (
             "1 call of this step reduces 12 elements, and 2 buckets have as many; was one issued "
-            "for bucket 1, elements 12 to 24?"
+            "for bucket 1, elements [12, 24)?"
         )
 
     def test_nothing_is_missing(self, even_strip):

@@ -1,6 +1,7 @@
 """The calls around a finding, beside the ranks that came to them, in the HTML report."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -85,6 +86,29 @@ def test_ranks_around_that_of_the_finding():
     assert 20 in shown
     assert max(abs(rank - 20) for rank in shown) <= RANKS_MAX
     assert re.search(r'<th class="own">20</th>', head)
+
+
+def shown_ranks(text):
+    return [int(cell) for cell in re.findall(r">(\d+)</th>", rows(text)[0])]
+
+
+def test_ranks_that_are_left_out_are_told():
+    text = near_calls(logged("all_reduce", ranks=range(9)), finding(), None)
+    assert shown_ranks(text) == [0, 1, 2, 3, 4, 5]
+    assert "Not shown of the ranks of these calls: 6-8." in text
+    assert "Not shown" not in near_calls(logged("all_reduce", ranks=range(6)), finding(), None)
+
+
+def test_ranks_that_see_a_difference_go_before_neighbours(even_strip):
+    strip = replace(even_strip(), check="c.d", differ_ranks=(0, 7, 8))
+    text = near_calls(logged("all_reduce", ranks=range(9)), finding(), strip)
+    assert shown_ranks(text) == [0, 1, 2, 3, 7, 8]
+
+
+def test_a_rank_that_never_came_goes_before_all(even_strip):
+    strip = replace(even_strip(), check="c.d", differ_ranks=tuple(range(8)))
+    text = near_calls(logged("all_reduce", ranks=range(9), absent=(8,)), finding(), strip)
+    assert shown_ranks(text) == [0, 1, 2, 3, 4, 8]
 
 
 def test_of_many_suspects_the_first_ones():

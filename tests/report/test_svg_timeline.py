@@ -84,3 +84,19 @@ def test_suspects_are_marked_on_all_ranks_that_take_part(world_of):
 def test_without_a_suspect_the_legend_has_none(drawn):
     assert "suspect" not in drawn(2)
     assert "the bad step</span>" in drawn(2)
+
+
+def test_calls_of_a_harness_are_drawn_only_as_suspects(world_of):
+    world = world_of(2)
+
+    def program(rank):
+        dist.all_reduce(torch.ones(1))
+        with world.pause_clock():
+            dist.broadcast(torch.ones(1), 0)
+
+    world.run(program)
+    picture, said = draw_timeline(world.log, FINDING)
+    assert said == "all 2 calls"
+    assert "broadcast" not in str(picture)
+    picture, _ = draw_timeline(world.log, FINDING, suspects=world.log.harness)
+    assert "broadcast" in str(picture)

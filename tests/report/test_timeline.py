@@ -101,3 +101,66 @@ def test_messages_meet_as_the_world_pairs_them(world_of):
     for kind, rank, peer, number, completed in said:
         if kind == "recv" and completed:
             assert ("send", peer, rank, number, True) in said
+
+
+def asking(world, *, ranks):
+    """A program of three calls; on some ranks the second is a harness's doing."""
+
+    def program(rank):
+        dist.all_reduce(torch.ones(2))
+        if rank in ranks:
+            with world.pause_clock(), world.pause_clock(False):
+                dist.broadcast(torch.ones(3), 0)
+        else:
+            dist.broadcast(torch.ones(3), 0)
+        dist.all_reduce(torch.ones(4))
+
+    return program
+
+
+def kinds_of(timeline):
+    return [call.record.kind for call in timeline.calls if call.record.rank == 0]
+
+
+def test_what_a_harness_calls_is_omitted(world_of):
+    world = world_of(2)
+    log = logged(world, asking(world, ranks=(0, 1)))
+    assert kinds_of(read_timeline(log)) == ["all_reduce", "all_reduce"]
+    whole = read_timeline(log, with_harness=True)
+    assert kinds_of(whole) == ["all_reduce", "broadcast", "all_reduce"]
+    assert [call.of_harness for call in whole.calls if call.record.rank == 1] == [
+        False,
+        True,
+        False,
+    ]
+    marked = [log.collectives[index].kind for index in sorted(log.harness)]
+    assert marked == ["broadcast", "broadcast"]
+
+
+def test_marks_are_no_part_of_the_digest(world_of):
+    world = world_of(2)
+    plain = logged(world, asking(world, ranks=()))
+    marked = logged(world, asking(world, ranks=(0, 1)))
+    assert (len(plain.harness), len(marked.harness)) == (0, 2)
+    lines = {record.line for record in plain.collectives} ^ {r.line for r in marked.collectives}
+    assert len(lines) == 2  # The broadcasts stand in two places.
+    marked.collectives = plain.collectives
+    assert plain.digest() == marked.digest()
+
+
+def test_what_a_program_calls_on_any_rank_is_shown(world_of):
+    world = world_of(2)
+    timeline = read_timeline(logged(world, asking(world, ranks=(0,))))
+    assert kinds_of(timeline) == ["all_reduce", "broadcast", "all_reduce"]
+
+
+def test_a_harness_call_that_never_completed_is_shown(world_of):
+    world = world_of(2)
+
+    def program(rank):
+        if rank == 0:
+            with world.pause_clock():
+                dist.broadcast(torch.ones(3), 0)
+
+    timeline = read_timeline(logged(world, program, Deadlock))
+    assert [(call.record.kind, call.completed) for call in timeline.calls] == [("broadcast", False)]

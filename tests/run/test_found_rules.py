@@ -1,12 +1,17 @@
 """Rules that are found by trying: those of a small system, and what it cannot be asked for."""
 
+import math
+import re
+
 import pytest
 import torch
 
 from tests.judge.ruled import Engine, Target
+from zero_sim.backends import WorldPool
 from zero_sim.errors import Problem, UsageError
-from zero_sim.run import found_rules
+from zero_sim.run import found_rules, norm_rules
 from zero_sim.run.found_rules import find_rules
+from zero_sim.run.rule_cases import BASE, changed
 from zero_sim.targets import Capabilities, Numerics
 
 
@@ -16,6 +21,10 @@ def quick(monkeypatch):
     monkeypatch.setattr(found_rules, "get_args", lambda literal: FEW.get(literal, ()))
     kept = ("optimizer.weight_decay", "optimizer.warmup_steps")
     monkeypatch.setattr(found_rules, "FOLLOWED", {p: found_rules.FOLLOWED[p] for p in kept})
+    # Many gradients take seconds; a test of its own has them all.
+    monkeypatch.setattr(norm_rules, "_NORM_CASES", 2)
+    monkeypatch.setattr(norm_rules, "NORMS_MIN", 20)
+    monkeypatch.setattr(found_rules, "NORMS_MIN", 20)
     few = ("divide",)
     monkeypatch.setattr(
         found_rules, "_ALTERNATIVES", {name: found_rules._ALTERNATIVES[name] for name in few}
@@ -53,7 +62,73 @@ def of_sums(engine, wide):
 def test_a_norm_of_no_known_form_is_taken_as_told(quick):
     found = find_rules(Target({"norm": of_sums}))
     assert found.numerics["norm"] == "told"
-    assert "norm: no form that is known has its bits: taken as told" in found.unclear
+    assert (
+        "norm: no known form has the bits of all norms of 29 random gradients: taken as told"
+        in (found.unclear)
+    )
+
+
+def of_long_ones(engine, wide):
+    """A norm of elements, but for long gradients, of which it is the next number."""
+    elems = sum(grad.numel() for grad in wide.values())
+    squares = sum(float(grad.double().square().sum()) for grad in wide.values())
+    norm = torch.tensor(squares**0.5, dtype=torch.float32)
+    return norm if elems <= 1000 else torch.nextafter(norm, torch.tensor(torch.inf))
+
+
+@pytest.mark.parametrize(("norm", "rule"), [({}, None), ({"norm": of_long_ones}, "told")])
+def test_a_norm_rule_holds_on_200_random_gradients_half_of_them_long(norm, rule):
+    with WorldPool() as pool:
+        found = found_rules._Search(target=Target(norm), pool=pool)
+        found.base = changed(BASE, system={"stage": 0})
+        found._settle_clip()
+        judged = found.search.passed
+    assert found.search.numerics.get("norm") == rule
+    cases = [case for case in judged if case.name.startswith("norms")]
+    sizes = {case: sum(map(math.prod, case.model.shapes)) for case in cases}
+    long = [case for case in cases if sizes[case] > 1000]
+    assert sum(case.run.steps for case in cases) >= 200
+    assert 2 * len(long) >= len(cases)
+    assert len({case.world.size for case in cases}) > 2
+    assert len(set(sizes.values())) > 5
+
+
+def test_a_norm_that_too_few_gradients_show_is_taken_as_told(quick, monkeypatch):
+    monkeypatch.setattr(norm_rules, "NORMS_MIN", 1000)
+    monkeypatch.setattr(found_rules, "NORMS_MIN", 1000)
+    found = find_rules(Target({}))
+    assert found.numerics["norm"] == "told"
+    assert (
+        "norm: 49 random gradients passed, and forms are told apart by 1000: taken as told"
+        in found.unclear
+    )
+
+
+class Divides(Engine):
+    """It cuts each param into as many equal parts as there are ranks."""
+
+    def __init__(self, module, scenario, group, does):
+        for param in module.parameters():
+            assert param.shape[0] % group.size() == 0
+        super().__init__(module, scenario, group, does)
+
+
+class OfEqualParts(Target):
+    def build(self, module, *, scenario, group):
+        return Divides(module, scenario, group, self.does)
+
+
+def test_a_check_of_sizes_is_a_limit_and_no_fault(quick):
+    found = find_rules(OfEqualParts({"divide": "premul-fp32"}))
+    assert found.alarms == []
+    assert found.contradicted == []
+    assert found.numerics["divide"] == "premul-fp32"
+    ((check, cases),) = found.limits.items()
+    assert re.fullmatch(
+        r"AssertionError at test_found_rules\.py:\d+: assert param\.shape\[0\] % .* == 0", check
+    )
+    assert "bf16, 7 ranks" in cases
+    assert found.capabilities["models"] == ("mlp",)
 
 
 def test_a_norm_that_is_declared_as_told_is_no_contradiction(quick, monkeypatch):

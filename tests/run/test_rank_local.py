@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from zero_sim.run.kept_names import find_kept_names
 from zero_sim.run.rank_local import as_in_new_process
 from zero_sim.run.runner import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
-from zero_sim.targets import Capabilities, Numerics, RankLocal
+from zero_sim.targets import Capabilities, Library, Numerics, RankLocal
 from zero_sim.targets.torch.ddp import DDPEngine
 
 MODEL = ModelSpec(name="mlp", hidden=3)
@@ -87,19 +88,44 @@ def test_what_a_library_keeps_is_found_by_running_two_ranks():
     assert [result.verdict for result in found.results] == ["pass"]
 
 
+LACKED = {
+    "keeper_lib.newer:GROUP": "no module 'keeper_lib.newer'",
+    "keeper_lib.newer:*": "no module 'keeper_lib.newer'",
+    "keeper_lib:Motor.built": "no 'Motor' in it",
+    "keeper_lib:Engine.register(number)": "no default of 'number' in it",
+}
+"""Names that another version of the library may have."""
+
+
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such_lib:GROUP", "no module 'no_such_lib'"),
-        ("keeper_lib:Motor.built", "no 'Motor' in it"),
-        ("keeper_lib:Engine.register(number)", "no default of 'number' in it"),
-    ],
-)
-def test_a_name_that_is_not_there_is_said_before_any_rank_begins(judged_fp32, name, message):
-    result = judged_fp32(target=Keeper(RankLocal(names=(name,))))
-    assert result.verdict == "error"
-    assert message in result.error
+@pytest.mark.parametrize("name", LACKED)
+def test_a_name_that_the_installed_version_lacks_is_skipped_with_a_note(judged_fp32, name):
+    result = judged_fp32(target=Keeper(RankLocal(names=(name, *NAMES))))
+    assert result.verdict == "pass"
+    assert f"rank-local name {name!r} is skipped: {LACKED[name]}" in result.notes
+
+
+@pytest.mark.usefixtures("library")
+def test_a_real_rank_skips_it_with_the_same_note():
+    notes = []
+    declared = RankLocal(names=("keeper_lib:Motor.built",))
+    with as_in_new_process(Keeper(declared), ranks_max=2, notes=notes):
+        pass
+    assert notes == ["rank-local name 'keeper_lib:Motor.built' is skipped: no 'Motor' in it"]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("judged", "is_said"), [("0.0.1", True), (version("pytest"), False)])
+def test_a_finding_names_the_version_of_a_library_that_is_not_the_judged_one(
+    judged_fp32, judged, is_said
+):
+    """Without names of its own the keeper fails; pytest stands for the library."""
+    target = Keeper()
+    target.library = Library(package="keeper_lib", extra="keeper", judged=f"pytest=={judged}")
+    result = judged_fp32(target=target)
+    assert result.verdict == "fail"
+    said = f"pytest {version('pytest')} is installed; target 'keeper' declares the rules of pytest"
+    assert (said in result.findings[0].detail) == is_said
 
 
 class CudaEngine(DDPEngine):

@@ -8,7 +8,7 @@ from zero_sim.run.said_rules import declared_by
 
 
 def test_what_is_to_be_declared_is_read_from_the_first_finding():
-    detail = "more\nthese are its bits: declare Numerics(divide='pre', divide_by='tokens'), if so"
+    detail = "more\nIf this is intended, declare Numerics(divide='pre', divide_by='tokens')"
     finding = Finding(check="equality.grad", message="", detail=detail)
     result = CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,))
     assert declared_by(result) == [{"divide": "pre", "divide_by": "tokens"}]
@@ -23,8 +23,9 @@ def test_what_is_to_be_declared_is_read_from_the_first_finding():
         ("divide = 'pre'",),
     ],
 )
-def test_all_that_fits_is_read(fitting):
-    tried = RulesTried(assumed="clip = 'x'", tried=9, fitting=fitting)
+@pytest.mark.parametrize("blind", ["", "No rule is proposed: why"])
+def test_all_that_fits_is_read_whether_it_is_proposed_or_not(fitting, blind):
+    tried = RulesTried(assumed="clip = 'x'", tried=9, fitting=fitting, blind=blind)
     finding = Finding(check="equality.grad", message="", detail=tried.in_words())
     read = declared_by(CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,)))
     assert [", ".join(f"{n} = {v!r}" for n, v in each.items()) for each in read] == list(fitting)

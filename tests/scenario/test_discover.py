@@ -42,6 +42,15 @@ def test_a_file_given_twice_runs_once(tmp_path: Path) -> None:
     assert [case.id for case in discover([tmp_path / "b.toml", tmp_path]).cases] == ["b", "a"]
 
 
+def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
+    """Even if the link comes first."""
+    write(tmp_path, "b.toml")
+    (tmp_path / "a.toml").symlink_to("b.toml")
+    found = discover([tmp_path])
+    assert [case.id for case in found.cases] == ["b"]
+    assert [Path(error.source).name for error in found.errors] == ["a.toml"]
+
+
 def test_bad_files_leave_the_others(tmp_path: Path) -> None:
     """Each bad file is one error; the good ones are cases."""
     write(tmp_path, "a.toml", "c.toml")

@@ -20,8 +20,8 @@ def test_a_rank_that_raises_is_named_with_frames_of_the_script_alone(launch):
     )
     assert isinstance(run.failure, RankFailed)
     assert run.ending == "rank 1 raised ValueError at train.py:9: bad batch"
-    assert "zero_sim" not in str(run.failure)
-    assert "in <module>\n    step()" in str(run.failure)
+    assert "zero_sim" not in run.failure.report
+    assert "in <module>\n    step()" in run.failure.report
 
 
 @pytest.mark.parametrize(("code", "said"), [("3", "3"), ("'no data'", "'no data'")])
@@ -52,8 +52,41 @@ for work in works:
     )
     named = launch(source, timing="hostile", races=True)
     assert isinstance(named.failure, DataRace)
-    assert "at train.py:11 reads elements 0 to 2 of the output" in str(named.failure)
+    assert "at train.py:11 reads elements [0, 2) of the output" in str(named.failure)
     assert "issued at train.py:10" in str(named.failure)
+
+
+FUTURES = (
+    BEGIN
+    + """
+grad = torch.ones(2) * (rank + 1)
+future = dist.all_reduce(grad, async_op=True).get_future()
+early = grad.sum() if {early} else 0
+if {wait}:
+    future.wait()
+print(grad.sum().item())
+"""
+)
+
+
+def test_a_gradient_read_before_its_future_is_a_race(launch):
+    named = launch(FUTURES.format(early=True, wait=True), timing="hostile", races=True)
+    assert isinstance(named.failure, DataRace)
+    assert "at train.py:10 reads elements 0 to 2 of the output" in str(named.failure)
+    assert "issued at train.py:9" in str(named.failure)
+
+
+def test_a_future_that_is_waited_for_is_right(launch):
+    run = launch(FUTURES.format(early=False, wait=True), timing="hostile", races=True)
+    assert run.failure is None, run.failure
+    assert run.output == ("6.0",)
+
+
+def test_a_future_never_waited_for_is_named(launch):
+    run = launch(FUTURES.format(early=False, wait=False))
+    assert isinstance(run.failure, ContractViolation)
+    assert run.failure.aspect == "never-waited"
+    assert "at train.py:9" in str(run.failure)
 
 
 def test_a_gradient_changed_in_flight_is_found_without_looking_at_operations(launch):

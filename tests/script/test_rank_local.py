@@ -296,4 +296,4 @@ def test_a_library_that_each_rank_defines_is_an_error_that_says_so(launch):
         BEGIN + "lib = torch.library.Library('zero_sim_tests_lib', 'DEF')\n"
         "dist.init_process_group()\ndist.barrier()\n"
     )
-    assert "which can define a library once. Try torch.library.custom_op" in str(run.failure)
+    assert "which can define a library once. Try torch.library.custom_op" in run.failure.report

@@ -1,9 +1,17 @@
 """When two findings are one, and which may be shrunk."""
 
 import pytest
+import torch
 
-from zero_sim.findings.records import BufferMap, CaseResult, Finding, MappedBucket, MappedShard
-from zero_sim.shrink import Key, key_of, may_become, may_shrink
+from zero_sim.findings.records import (
+    BufferMap,
+    CaseResult,
+    Evidence,
+    Finding,
+    MappedBucket,
+    MappedShard,
+)
+from zero_sim.shrink import BEYOND_VALUES, Key, how_far_apart, key_of, may_become, may_shrink
 
 
 def result(verdict="fail", strip=None, message="m", **finding):
@@ -39,6 +47,20 @@ def test_two_values_of_one_finding_have_one_key():
     assert key_of(one) == key_of(other) == Key("a", "p", "dense", "values", "")
 
 
+def test_values_are_as_far_apart_as_a_part_of_the_largest():
+    """What cancels to nearly nothing is no large difference for that."""
+    sides = torch.tensor([4.0, 1e-9]), torch.tensor([3.0, 3e-9])
+    evidence = Evidence(start=0, expected=sides[0], got=sides[1])
+    assert how_far_apart(result(check="a", evidence=evidence)) == 0.25
+
+
+def test_what_is_no_difference_of_values_is_further_apart_than_any():
+    nothing, nan = torch.ones(1), torch.tensor([float("nan")])
+    evidence = Evidence(start=0, expected=nothing, got=nan)
+    assert how_far_apart(result(check="world.deadlock")) == BEYOND_VALUES
+    assert how_far_apart(result(check="a", evidence=evidence)) == BEYOND_VALUES
+
+
 def test_experts_are_another_kind():
     one = result(check="a", phase="p", param="experts.0.weight")
     assert key_of(one).kind == "expert"
@@ -63,10 +85,10 @@ def test_a_key_of_an_earlier_version_has_fewer_parts():
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("elements 0 to 3 of 7 belong to no rank", "elements 2 to 9 of 11 belong to no rank"),
+        ("elements [0, 3) of 7 belong to no rank", "elements [2, 9) of 11 belong to no rank"),
         (
-            "data race on rank 1: aten::add_ at /home/me/a.py:12 reads elements 0 to 4",
-            "data race on rank 3: aten::add_ at /tmp/a.py:12 reads elements 3 to 9",
+            "data race on rank 1: aten::add_ at /home/me/a.py:12 reads elements [0, 4)",
+            "data race on rank 3: aten::add_ at /tmp/a.py:12 reads elements [3, 9)",
         ),
         (
             "all_reduce #3 of group 'grid0' (ranks 0 2) was never waited for",

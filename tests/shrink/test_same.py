@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from zero_sim.backends import WorldPool
-from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import (
     FaultSpec,
@@ -32,6 +33,14 @@ def failed(check="a", manner=""):
     return CaseResult(id="x", verdict="fail", seconds=0.0, findings=(found,))
 
 
+def apart(by):
+    """A difference of values that are apart by a part of what was expected."""
+    expected = torch.tensor([1.0, 0.5])
+    evidence = Evidence(start=0, expected=expected, got=expected * (1 + by))
+    found = Finding(check="a", message="m", manner="values", evidence=evidence)
+    return CaseResult(id="x", verdict="fail", seconds=0.0, findings=(found,))
+
+
 def shrunk(case, judge, **more):
     limits = Limits(cases=300)
     return shrink_finding(
@@ -51,6 +60,22 @@ def test_only_to_cases_that_differ_in_the_same_manner():
     )
     assert reduced.size.ranks == 2
     assert result.findings[0].manner == "zeros"
+
+
+def test_a_large_difference_does_not_become_what_is_rounded_on_the_way():
+    """On one rank values differ by two roundings, on several by a third."""
+    reduced, _ = shrunk(CASE, lambda case: apart(0.3 if case.world.size > 1 else 2.4e-7))
+    assert (reduced.size.ranks, reduced.size.steps) == (2, 1)
+
+
+def test_a_large_difference_may_become_smaller():
+    reduced, _ = shrunk(CASE, lambda case: apart(0.3 if case.world.size > 1 else 0.05))
+    assert reduced.size.ranks == 1
+
+
+def test_what_is_rounded_on_the_way_shrinks_too():
+    reduced, _ = shrunk(CASE, lambda case: apart(6e-8 if case.world.size > 1 else 5e-8))
+    assert reduced.size.ranks == 1
 
 
 def test_only_to_cases_without_a_setting_that_the_case_has_not():

@@ -119,7 +119,7 @@ def test_a_gradient_from_the_other_side_of_the_division_is_named_as_that(
     shown = Numerics(grads_in_params=True, grads_told=declared)
     (finding,) = judge(pool, Target(engine, numerics=shown)).findings
     assert finding.check == "equality.grad"
-    assert f"these are its bits {right} the division by 3: " in finding.detail
+    assert f"these are its bits {right} the division by 3.\n" in finding.detail
     assert f"declare Numerics(grads_told='{right}-division')" in finding.detail
 
 
@@ -146,7 +146,7 @@ def test_a_norm_that_an_engine_clips_by_and_does_not_tell_is_not_observed(pool):
 
 def test_gradients_that_are_shown_are_compared_in_the_order_of_the_params(pool):
     """Or each process would have another finding of one case, and another bundle."""
-    shown = Numerics(grads_in_params=True)
+    shown = Numerics(grads_in_params=True, grads_told="before-division")
     (finding,) = judge(pool, Target(numerics=shown)).findings
     ends = [f"{block}.{layer}.{kind}" for block in (0, 1) for layer in ("up", "down")
             for kind in ("weight", "bias")]  # fmt: skip
@@ -277,6 +277,18 @@ def test_names_that_are_no_mapping_are_an_error(pool):
     result = judge(pool, Target(Wrong))
     assert result.verdict == "error"
     assert "expected `names` of Wrong to be a mapping of its own names" in result.error
+
+
+@pytest.mark.parametrize("names", [{1: "a"}, {"a": 1}])
+def test_names_that_are_no_strings_are_told_of(pool, names):
+    class Wrong(OfOtherNames):
+        def __init__(self, module, scenario, group):
+            super().__init__(module, scenario, group)
+            self.names = names
+
+    result = judge(pool, Target(Wrong))
+    assert result.verdict == "error"
+    assert "got a dict with 1 (int), which is no string. Rename the attribute" in result.error
 
 
 class Sharded(torch.Tensor):

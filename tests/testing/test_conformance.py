@@ -7,22 +7,49 @@ import shlex
 import shutil
 import subprocess
 import sys
-from itertools import islice
+from dataclasses import replace
+from functools import partial
+from itertools import islice, repeat
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from hypothesis import given, settings
 
 from tests.judge.ruled import Target as Ruled
+from tests.run.summing import Undivided
+from zero_sim.backends import WorldPool
 from zero_sim.cli.main import main
 from zero_sim.errors import Problem
-from zero_sim.findings.records import CaseResult
+from zero_sim.findings.records import CaseResult, Evidence, Finding
+from zero_sim.fuzz import drawing
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.strategies import drawn_cases
+from zero_sim.run import run_case
 from zero_sim.scenario.load import parse_cases
-from zero_sim.scenario.spec import OptimizerName
-from zero_sim.targets import find_target, import_target, refusals, target_names
+from zero_sim.scenario.spec import (
+    DataSpec,
+    ModelSpec,
+    OptimizerName,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.shrink import Limits
+from zero_sim.targets import (
+    Capabilities,
+    Numerics,
+    class_of,
+    find_target,
+    import_target,
+    refusals,
+    settings_of,
+    target_names,
+)
 from zero_sim.testing import NotConformant, conformance, scenarios
 
 # The function of the same name hides the module in its package.
@@ -83,7 +110,113 @@ def test_a_failure_leads_to_the_rules_of_the_system():
     assert "Not compared, since the target does not tell it: " in said
     assert "reduced gradients" in said
     assert "Rules that were assumed: Numerics(), as nothing is declared" in said
-    assert re.search(r"With these it passes: Numerics\(divide='\S+'\)", said)
+    (proposed,) = re.findall("declare Numerics.*", said)
+    rule = r"declare Numerics\(divide='premul(-fp32)?'\): with it this case passes, and so do "
+    assert re.match(rule, proposed)
+
+
+class Params:
+    """An engine around an optimizer of torch, of which nothing but params is shown."""
+
+    def __init__(self, module, scenario, group):
+        self.module, self.scenario, self.group = module, scenario, group
+        spec = scenario.optimizer
+        self.optimizer = class_of(spec)(module.parameters(), **settings_of(spec))
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        for param in self.module.parameters():
+            dist.all_reduce(param.grad, group=self.group)
+        self.optimizer.step()
+
+    def params(self):
+        return {name: param.detach() for name, param in self.module.named_parameters()}
+
+
+class Sums(Idle):
+    """A system that sums gradients over the ranks and never divides them."""
+
+    name = "sums"
+    follows = ("run.micro_batches",)
+
+    def __init__(self, optimizers):
+        self.capabilities = Capabilities(optimizers=optimizers, follows=self.follows)
+
+    def build(self, module, *, scenario, group):
+        return Params(module, scenario, group)
+
+
+class OfTokens(Params):
+    """Losses are multiplied by ranks over tokens: a right mean of them, by no known rule."""
+
+    def backward(self, loss, *, last_micro, rows):
+        data, ranks = self.scenario.data, self.group.size()
+        tokens = sum(data.rows + r % 3 * data.uneven_rows for r in range(ranks))
+        (loss * (ranks / tokens / self.scenario.run.micro_batches)).backward()
+
+    def step(self, *, lr_factor):
+        for param in self.module.parameters():
+            param.grad /= self.group.size()
+        super().step(lr_factor=lr_factor)
+
+
+class ByTokens(Sums):
+    """A system that divides by tokens in its losses."""
+
+    numerics = Numerics(divide="post", divide_by="tokens")
+
+    def build(self, module, *, scenario, group):
+        return OfTokens(module, scenario, group)
+
+
+ONE_STEP = Scenario(
+    schema=1,
+    name="one step",
+    model=ModelSpec(name="params", shapes=((2,),)),
+    data=DataSpec(rows=3),
+    optimizer=OptimizerSpec(lr=0.1),
+    system=SystemSpec(stage=0),
+)
+
+
+def what_is_said(target, *, ranks, seed):
+    """What `conformance` says of one case besides the finding, and what the finding says."""
+    case = replace(ONE_STEP, world=WorldSpec(size=ranks), run=RunSpec(steps=1, seed=seed))
+    with WorldPool() as pool:
+        judge = partial(run_case, pool=pool, target=target)
+        result = judge(case)
+        asked = conformance_module._Asked(
+            target=target, name="", judge=judge, pool=pool, limits=Limits()
+        )
+        return conformance_module._led(case, result, asked), result.findings[0].detail
+
+
+def test_a_rule_is_proposed_where_cases_of_sgd_on_several_ranks_confirm_it():
+    led, _ = what_is_said(Sums(("adamw", "sgd")), ranks=2, seed=1)
+    assert led.endswith(
+        "If this is intended, declare Numerics(divide='none'): with it this case passes, and so "
+        "do 12 others that tell rules apart."
+    )
+
+
+def test_no_rule_is_proposed_of_an_optimizer_that_hides_factors():
+    led, detail = what_is_said(Sums(("adamw",)), ranks=2, seed=1)
+    assert "No rule is proposed: the target takes no case that tells rules apart" in led
+    assert "these are the bits of divide = 'none'.\nNo rule is proposed: params that a" in detail
+    assert "declare Numerics" not in led + detail
+
+
+def test_no_rule_is_proposed_that_fits_one_rank_alone():
+    led, detail = what_is_said(ByTokens(("adamw", "sgd")), ranks=1, seed=6)
+    assert "bits of divide = 'none' or divide_by = 'ranks' or divide_by = 'micro-ba" in detail
+    assert "No rule is proposed: a case of one rank does not tell rules apart" in detail
+    assert "No rule is proposed: those that fit this case do not fit others" in led
+    assert "declare Numerics" not in led + detail
 
 
 def test_a_failure_that_no_rule_explains_says_so():
@@ -135,20 +268,54 @@ def test_a_search_that_has_no_time_says_so():
         conformance(Idle(), cases=20, shrink_seconds=0)()
 
 
-def test_drawing_ends_with_the_first_case_that_fails(monkeypatch):
-    judged = []
+def differing(scenario, *, by, manner="values"):
+    """A result with a difference of so large a part."""
+    evidence = Evidence(start=0, expected=torch.ones(2), got=torch.ones(2) * (1 - by))
+    found = Finding(check="equality.params", message="m", manner=manner, evidence=evidence)
+    return CaseResult(id=scenario.name, verdict="fail", seconds=0.0, findings=(found,))
+
+
+def judged_by(monkeypatch, results):
+    """Cases that come to these results, one after the other, and to passes after them."""
+    judged, left = [], iter(results)
 
     def judge(scenario, **_):
         judged.append(scenario)
-        return CaseResult(
-            id=scenario.name, verdict="pass" if len(judged) < 4 else "fail", seconds=0
-        )
+        result = next(left, lambda case: CaseResult(id=case.name, verdict="pass", seconds=0.0))
+        return result(scenario)
 
     monkeypatch.setattr(conformance_module, "run_case", judge)
+    return judged
+
+
+def test_the_case_with_the_largest_difference_is_shown(monkeypatch):
+    judged = judged_by(
+        monkeypatch,
+        [
+            partial(differing, by=1e-7, manner="one-ulp"),
+            partial(differing, by=0.3),
+            partial(differing, by=1e-6),
+        ],
+    )
+    with pytest.raises(NotConformant) as failed:
+        conformance(Idle(), cases=5, shrink_seconds=0)()
+    assert len({case.run for case in judged[:3]}) == 3
+    assert failed.value.scenario.run == judged[1].run
+    assert "equality.params: 3 of 5 cases (values 2, one-ulp 1)" in str(failed.value)
+
+
+def test_drawing_ends_with_the_first_finding_that_is_no_difference_of_values(monkeypatch):
+    def deadlock(scenario):
+        found = Finding(check="world.deadlock", message="m")
+        return CaseResult(id=scenario.name, verdict="fail", seconds=0.0, findings=(found,))
+
+    judged = judged_by(monkeypatch, [partial(differing, by=0.3), deadlock, deadlock])
     with pytest.raises(NotConformant) as failed:
         conformance(Idle(), cases=20, shrink_seconds=0)()
-    assert len(judged) == 4
-    assert failed.value.scenario.run == judged[-1].run
+    assert failed.value.scenario.run == judged[1].run
+    # What comes behind them is asked for rules.
+    assert "2 of 2 cases" not in str(failed.value)
+    assert "world.deadlock: 1 of 2 cases" in str(failed.value)
 
 
 def test_no_case_that_a_target_refuses_is_tried():
@@ -197,6 +364,16 @@ def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
     monkeypatch.setattr(conformance_module, "run_case", judge)
     with pytest.raises(AssertionError, match="nothing was shown"):
         conformance(Idle(), cases=2)()
+
+
+def test_what_excludes_all_cases_is_named(monkeypatch):
+    monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
+
+    class Excluded(Idle):
+        capabilities = Capabilities(only=(("world.strict", (False,)),))
+
+    with pytest.raises(AssertionError, match=r"no case fits target 'idle': Capabilities\.only = "):
+        conformance(Excluded(), cases=2)()
 
 
 @pytest.mark.parametrize("name", target_names())
@@ -250,3 +427,20 @@ def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
     (scenario,) = parse_cases(text, source="text", stem="drawn")
     assert scenario.world.size == 2
     assert scenario.model.shapes in (((),), ((1,),))
+
+
+def test_a_case_that_passes_by_params_only_is_judged_with_sgd(monkeypatch):
+    """What fails is shown as a case with SGD, which fails by itself."""
+    adamw = Scenario(
+        schema=1,
+        name="drawn",
+        model=ModelSpec(name="params", shapes=((3,), (5,))),
+        world=WorldSpec(size=3),
+        system=SystemSpec(stage=0),
+    )
+    monkeypatch.setattr(conformance_module, "draws", lambda *_, **__: repeat(adamw))
+    with pytest.raises(NotConformant) as failed:
+        conformance(Undivided(), cases=1, shrink_seconds=AMPLE)()
+    assert "found with SGD in place of AdamW" in str(failed.value)
+    assert failed.value.scenario.optimizer.name == "sgd"
+    assert run_case(failed.value.scenario, target=Undivided()).verdict == "fail"

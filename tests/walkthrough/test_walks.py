@@ -47,9 +47,9 @@ class TestZero1:
     def test_owners(self, zero1):
         step = step_of(zero1, "Who owns what")
         rows = {row[0]: row[1:] for row in words(step.tables[0])}
-        assert rows["W_1"] == ["80 to 143", "50: 80 to 129", "14: 130 to 143"]
-        assert rows["W_vocab"] == ["228 to 259", "", "32: 228 to 259"]
-        assert rows["all"] == ["0 to 259", "130", "130"]
+        assert rows["W_1"] == ["[80, 144)", "50: [80, 130)", "14: [130, 144)"]
+        assert rows["W_vocab"] == ["[228, 260)", "", "32: [228, 260)"]
+        assert rows["all"] == ["[0, 260)", "130", "130"]
         told = " ".join(step.text)
         assert "Element 129 of the buffer is rank 0's last, element 49 of W_1" in told
         assert "would give rank 0 112 elements and rank 1 148" in told

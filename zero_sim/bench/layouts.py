@@ -57,6 +57,6 @@ def require_cover(layout: Layout) -> None:
                     reached = fragment.in_buffer.stop
             if reached != bucket.padding.start:
                 raise LayoutError(
-                    f"Expected an owner of every element, but nobody has those from {reached} to "
-                    f"{bucket.padding.start} of buffer {buffer.key}."
+                    f"Expected an owner of every element, but nobody has those of "
+                    f"[{reached}, {bucket.padding.start}) of buffer {buffer.key}."
                 )

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero_sim.bench import cases, layouts, memory, peers
+from zero_sim.errors import UsageError
 from zero_sim.report.records import Measurement
 from zero_sim.scenario.spec import WorldSpec
+from zero_sim.scenario.suggest import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +141,17 @@ def run_benchmarks(*, only: str = "") -> Iterator[Measurement]:
 
     Args:
         only: A part of the names of those to take; all where it is empty.
+
+    Raises:
+        UsageError: No figure has that in its name.
     """
+    names = [figure.name for row in ROWS for figure in row.figures]
+    if not any(only in name for name in names):
+        words = [word for name in names for word in (name, *name.split())]
+        raise UsageError(
+            f"expected a part of a figure's name, got {only!r}.{did_you_mean(only, words)} "
+            f"Figures: {'; '.join(names)}."
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -111,8 +111,8 @@ def check_buffer_map(buffer_map: BufferMap, *, rank_stop: int) -> None:
     """
     if not 0 <= buffer_map.start < buffer_map.stop <= buffer_map.elems:
         raise InvalidField(
-            f"strip: expected a part of {buffer_map.elems} elements, got {buffer_map.start} to "
-            f"{buffer_map.stop}"
+            f"strip: expected a part of {buffer_map.elems} elements, got "
+            f"[{buffer_map.start}, {buffer_map.stop})"
         )
     integers(list(buffer_map.differ_ranks), stop=rank_stop, where="strip.differ_ranks")
     for shard in buffer_map.shards:
@@ -198,7 +198,7 @@ def _anonymous(scenario: Scenario) -> Scenario:
 def _check_spans(spans: Sequence[tuple[int, int]], *, where: str) -> None:
     for start, stop in spans:
         if not 0 <= start <= stop:
-            raise InvalidField(f"{where}: expected spans from 0 on, got {start} to {stop}")
+            raise InvalidField(f"{where}: expected spans from 0 on, got [{start}, {stop})")
 
 
 def _dtype(tensor: Tensor) -> str:

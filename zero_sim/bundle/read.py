@@ -395,6 +395,8 @@ def _add_event(
     elif kind == "call":
         (index,) = integers([event.pop("group", None)], stop=len(groups), where=f"{where}.group")
         name, ranks = groups[index]
+        if typed(event.pop("harness", False), bool, where=f"{where}.harness"):
+            log.harness.add(len(log.collectives))
         whole = event | {"group": name, "group_ranks": []}
         record = record_of(CollectiveRecord, whole, where=where)._replace(group_ranks=ranks)
         if record.rank not in ranks:

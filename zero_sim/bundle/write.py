@@ -155,7 +155,7 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
     """One JSON object a line; a group's ranks once only, or large worlds would fill the disk."""
     for world, log in enumerate(logs):
         groups: dict[tuple[str, tuple[int, ...]], int] = {}
-        for record in log.collectives:
+        for index, record in enumerate(log.collectives):
             key = (record.group, record.group_ranks)
             if key not in groups:
                 groups[key] = len(groups)
@@ -163,6 +163,8 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
                 yield _line(world, "group", {"name": record.group, "ranks": ranks})
             fields = record._asdict() | {"group": groups[key]}
             del fields["group_ranks"]
+            if index in log.harness:
+                fields["harness"] = True
             yield _line(world, "call", fields)
         for moment in log.moments:
             yield _line(world, "moment", moment._asdict())

@@ -99,13 +99,13 @@ def find_bytes(
         magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
         first = window.tell() + name_bytes + extra_bytes
         if magic != _MAGIC or first + size_bytes > stop - start:
-            raise ValueError(f"{magic!r} and bytes {first} to {first + size_bytes}")
+            raise ValueError(f"{magic!r} and bytes [{first}, {first + size_bytes})")
     except (
         zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, ValueError, OverflowError,
         LookupError, struct.error,
     ) as error:  # fmt: skip
         raise CheckpointError(
-            f"expected a container of torch.save around {size_bytes} bytes in bytes {start} to "
-            f"{stop} of {where}, got {error}."
+            f"expected a container of torch.save around {size_bytes} bytes in bytes "
+            f"[{start}, {stop}) of {where}, got {error}."
         ) from error
     return start + first

@@ -114,8 +114,8 @@ def _check_pieces(
             span = Span(piece.start, piece.stop)
             entry = build_part(param=piece.param, tensor=piece.tensor, span=span, dtype=dtype)
         if piece != entry.piece:
-            wanted = f"{entry.piece.key!r}, {entry.piece.start} to {entry.piece.stop}"
-            got = f"{ascii(piece.key)[:80]}, {piece.start} to {piece.stop}"
+            wanted = f"{entry.piece.key!r}, [{entry.piece.start}, {entry.piece.stop})"
+            got = f"{ascii(piece.key)[:80]}, [{piece.start}, {piece.stop})"
             raise InvalidField(where, wanted, got)
         if piece.key in keys:
             raise InvalidField(f"{where}.key", "another than those before", repr(piece.key))
@@ -134,8 +134,8 @@ def _check_containers(
     for index, (entry, (start, stop)) in enumerate(held):
         least, most = reached + entry.size_bytes, reached + entry.size_bytes + AROUND_BYTES_MAX
         if start != reached or not least < stop <= most:
-            expected = f"from {reached} to after {least} and at most {most}"
-            raise InvalidField(f"{path}.containers[{index}]", expected, f"from {start} to {stop}")
+            expected = f"[{reached}, stop) with a stop after {least} and at most {most}"
+            raise InvalidField(f"{path}.containers[{index}]", expected, f"[{start}, {stop})")
         reached = stop
     if file.size_bytes != reached:
         raise InvalidField(

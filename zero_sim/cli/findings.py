@@ -24,6 +24,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
     from zero_sim.report.explain import EXPLANATIONS
     from zero_sim.report.explain import explain as explain_check
     from zero_sim.report.text import render_bundle, render_explanation
+    from zero_sim.scenario.suggest import did_you_mean
 
     bundle, check = None, name
     if name not in EXPLANATIONS:
@@ -33,7 +34,10 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
             path = find_bundle(name, folder=bundles)
         except BundleError as error:
             checks = ", ".join(EXPLANATIONS)
-            raise UsageError(f"expected a check or a bundle. {error}\nChecks: {checks}.") from None
+            near = did_you_mean(name, EXPLANATIONS)
+            raise UsageError(
+                f"expected a check or a bundle, got {name!r}.{near} {error}\nChecks: {checks}."
+            ) from None
         bundle = read_bundle(path)
         check = bundle.findings[0].check
     explanation = explain_check(check)

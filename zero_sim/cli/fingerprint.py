@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from zero_sim.cli.parts import echo_report, json_option
+from zero_sim.cli.parts import echo_report, json_option, require_with
 from zero_sim.cli.session import progress
+from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 
 
@@ -18,7 +19,8 @@ from zero_sim.host.packages import packages_needed
     "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose calls."
 )
 @json_option
-def fingerprint(path: Path, case: str | None, rank: int, as_json: bool) -> None:
+@click.pass_context
+def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_json: bool) -> None:
     """Say which stage of ZeRO the calls in FILE look like, with what overlap, and what is odd.
 
     FILE is a scenario, which is run; a Chrome trace of torch's profiler or of `zero-sim export`; or
@@ -33,9 +35,15 @@ def fingerprint(path: Path, case: str | None, rank: int, as_json: bool) -> None:
         from zero_sim.scenario.load import load_scenario
 
         scenario = load_scenario(path, case=case)
+        if rank >= scenario.world.size:
+            raise UsageError(
+                f"expected --rank to be below the {scenario.world.size} ranks of {scenario.name}, "
+                f"got {rank}."
+            )
         with progress(f"measure {scenario.name}"):
             calls = calls_of_log(measure(scenario).log, rank=rank)
     else:
+        require_with(ctx, "a scenario file", "case", given=False)
         calls = read_calls(path, rank=rank)
     found = look(calls)
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.options import own_options, parse_own_options
+from zero_sim.cli.options import own_options, own_options_again, parse_own_options
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     EXIT_NOTHING_SELECTED,
@@ -28,7 +29,7 @@ from zero_sim.report.commands import replay_command
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from zero_sim.fuzz.campaign import CampaignTotals, Plan
     from zero_sim.fuzz.records import Found
@@ -184,8 +185,7 @@ def fuzz(
         shard=shard,
         corpus=folder,
     )
-    started = time.monotonic()
-    progress = _Progress(started)
+    progress = _Progress(started := time.monotonic())
     # What a model prints must not end up in the middle of the JSON.
     out = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with out, open_batch_pool(render=render_case, jobs=jobs, scheduler=scheduler) as batch_pool:
@@ -201,7 +201,8 @@ def fuzz(
         of_all = {**totals.as_dict(), **(all_coverage(totals, plan=plan) if coverage else {})}
         echo_report({**of_all, **where, "seconds": elapsed, "exit_status": status})
     else:
-        show_totals(totals, plan=plan, elapsed=elapsed, coverage=coverage)
+        again = resume_command(plan, place=corpus)
+        show_totals(totals, plan=plan, elapsed=elapsed, coverage=coverage, again=again)
     ctx.exit(status)
 
 
@@ -228,6 +229,28 @@ def exit_status_of(totals: CampaignTotals) -> int:
     return EXIT_LOST if totals.lost else 0
 
 
+def resume_command(plan: Plan, *, place: str | None) -> str:
+    """The command that goes on with a campaign.
+
+    Args:
+        plan: Of the campaign.
+        place: Its corpus, if not the folder in `plan`.
+    """
+    words = ["--corpus", place or str(plan.corpus)]
+    for option, value, default in (
+        ("--target", plan.target, "zero_sim"),
+        ("--seed", plan.seed, 0),
+        ("--device", plan.device, "cpu"),
+        ("--family", plan.family, 1),
+        ("--shard", "/".join(map(str, plan.shard)), "1/1"),
+        ("--cases", plan.cases, None),
+        ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),
+    ):
+        if value != default:
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.options))])
+
+
 def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
     """Why a campaign ran no case, and what to try."""
     if totals.earlier_cases:
@@ -238,6 +261,10 @@ def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
     if not any(plan.batches()):
         shard = "" if plan.shard == (1, 1) else f" for shard {plan.shard[0]}/{plan.shard[1]}"
         return f"--cases {plan.cases} leaves none{shard}"
+    if totals.futile:
+        return totals.futile
+    if plan.seconds is None:
+        return "its corpora hold none"
     return f"--seconds {plan.seconds:g} ran out before the first one. Try more"
 
 
@@ -325,6 +352,8 @@ def _show_silent(totals: CampaignTotals) -> None:
             for what, count in sorted(totals.unobserved.items())
         )
         click.echo(printable(f"Not observed, since the target does not tell it: {silent}"))
+    for taken in sorted(totals.taken):
+        click.echo(printable(taken))
 
 
 def _case_of(found: Found) -> str:
@@ -348,7 +377,25 @@ def _shares(found: Found, totals: CampaignTotals) -> bool:
     return any(each.is_met_by(key) for each in others for key in keys)
 
 
-def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool) -> None:
+def _largest_first(found: Sequence[Found]) -> list[Found]:
+    """Findings of one check together, those whose values are furthest apart first."""
+    checks = {each.key.check: place for place, each in reversed([*enumerate(found)])}
+    return sorted(found, key=lambda each: (checks[each.key.check], -each.apart))
+
+
+def _show_heading(found: Found, totals: CampaignTotals) -> None:
+    """Print the heading that findings of one check share, above the first of several."""
+    alike = _largest_first([each for each in totals.found if each.key.check == found.key.check])
+    if len(alike) > 1 and alike[0] is found:
+        click.echo(
+            f"{found.key.check}: {len(alike)} findings, the largest difference first; smaller ones "
+            "may have the same cause\n"
+        )
+
+
+def show_totals(
+    totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool, again: str
+) -> None:
     """Print what came of a campaign.
 
     Args:
@@ -356,13 +403,15 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
         plan: What it was to do.
         elapsed: Seconds that it took.
         coverage: Whether to show which features and pairs were drawn, and which never.
+        again: The command that goes on with it.
     """
     _show_rechecked(totals, plan=plan)
-    for found in totals.found:
+    for found in _largest_first(totals.found):
+        _show_heading(found, totals)
         count = sum(count for key, count in totals.keys.items() if found.is_met_by(key))
         size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"
         if found.as_met:
-            size += "go on with --corpus to have it made smaller"
+            size += f"to have it made smaller: {again}"
         click.echo(printable(f"{found.text}\n  {size}", lines=True))
         others = ", those of findings like it included" if _shares(found, totals) else ""
         click.echo(f"  met         in {_counted(count, 'case')}{others}")
@@ -388,7 +437,11 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
     click.echo(f"{totals.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
     if totals.is_empty and not totals.interrupted and totals.unkept is None:
         click.echo(f"No case was run: {_why_empty(totals, plan)}.")
+    elif totals.futile:
+        click.echo(printable(f"Stopped: {totals.futile}.", lines=True))
     if totals.interrupted:
-        click.echo("Interrupted; everything so far is kept. Give --corpus to go on from it.")
+        click.echo(
+            printable(f"Interrupted; everything so far is kept. Go on with:\n  {again}", lines=True)
+        )
     if totals.unkept is None:
         click.echo(printable(f"Kept in {plan.corpus}"))

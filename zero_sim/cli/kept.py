@@ -26,8 +26,10 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
     """
     with packages_needed():
         from zero_sim.run.kept_names import find_kept_names
+        from zero_sim.script.own_modules import check_found
         from zero_sim.targets import import_target
     target = import_target(name)
+    check_found(packages)
     chosen = tuple(packages) or _own_packages(target)
     cases = list(_cases(target))
     if not cases:

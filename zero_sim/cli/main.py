@@ -47,6 +47,7 @@ from zero_sim.cli.parts import (
     echo_json,
     echo_report,
     json_option,
+    require_with,
 )
 from zero_sim.cli.rules import rules
 from zero_sim.cli.session import Session, coloured, of_target, progress
@@ -98,7 +99,7 @@ class _Commands(click.Group):
                 supervisor.listen()
                 return super().invoke(ctx)
         except ZeroSimError as error:
-            click.echo(printable(f"Error: {error}", lines=True), err=True)
+            click.echo(printable(f"Error: {error.report}", lines=True), err=True)
             ctx.exit(error.exit_status)
         except KeyboardInterrupt:
             name = heard_name()
@@ -271,11 +272,7 @@ def run(
         only_able=able,
     )
     check_options(
-        backend=backend,
-        native=native,
-        device=device,
-        traced=trace is not None,
-        jobs=jobs,
+        backend=backend, native=native, device=device, traced=trace is not None, jobs=jobs
     )
     cases = [of_target(case, target, options=own) for case in found.cases]
     if backend == "sim":
@@ -350,6 +347,7 @@ def replay(
     """
     from zero_sim.report.text import render_replay
 
+    require_with(ctx, "--freeze", "folder", "file_name", "force", given=frozen)
     with packages_needed():
         from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
         from zero_sim.targets import import_target, with_options
@@ -500,14 +498,12 @@ def doctor(
         if as_json or gpu:
             raise UsageError("expected --target without --json and --gpu. Try it by itself.")
         ctx.exit(tell_kept_names(target, packages=packages))
-    if packages:
-        raise UsageError("expected --package with --target, whose packages they are.")
+    require_with(ctx, "--target", "packages", given=False)
     if gpu:
         if as_json:
             raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")
         ctx.exit(_visit(gpu_report, only=only))
-    if only:
-        raise UsageError("expected --step with --gpu, whose steps they are, got it without.")
+    require_with(ctx, "--gpu", "only", "gpu_report", given=False)
     from zero_sim.doctor import examine
     from zero_sim.report.text import render_facts
 

@@ -13,6 +13,7 @@ from zero_sim.cli.fuzz import (
     all_coverage,
     coverage_option,
     exit_status_of,
+    resume_command,
     show_totals,
 )
 from zero_sim.cli.parts import echo_report, json_option
@@ -52,6 +53,7 @@ def merge(
         from zero_sim.fuzz.corpus import counted
         from zero_sim.fuzz.merging import merge_corpora
         from zero_sim.fuzz.object_store import folder_for, is_url, open_stored
+        from zero_sim.report.text_buffer_map import in_runs
     here = [
         open_stored(place, here=folder_for(place, within=STORED_CORPORA)).here
         if is_url(place)
@@ -91,8 +93,9 @@ def merge(
             }
         )
     else:
-        show_totals(totals, plan=plan, elapsed=totals.busy_seconds, coverage=coverage)
+        again = resume_command(plan, place=None)
+        show_totals(totals, plan=plan, elapsed=totals.busy_seconds, coverage=coverage, again=again)
         if merged.shards_missing:
-            missing = ", ".join(map(str, merged.shards_missing))
-            click.echo(f"Not there of {merged.shard_count} shards: {missing}.")
+            missing = in_runs(merged.shards_missing)
+            click.echo(f"Not there of {merged.shard_count:,} shards: {missing}.")
     ctx.exit(status)

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
+from zero_sim.errors import UsageError
 from zero_sim.report.commands import DEFAULT_BUNDLES
 
 bundles_option = click.option(
@@ -48,6 +50,24 @@ def a_number(_: click.Context, option: click.Parameter, value: float | None) -> 
     if value is not None and math.isnan(value):
         raise click.BadParameter("expected a number, got nan.", param=option)
     return value
+
+
+def require_with(ctx: click.Context, flag: str, *names: str, given: bool) -> None:
+    """Refuse options that would have no effect.
+
+    Args:
+        ctx: Of the command.
+        flag: The option that they need, such as `--freeze`.
+        names: Parameters of the command.
+        given: True if the option that they need was given.
+
+    Raises:
+        UsageError: One of them was given without it.
+    """
+    for param in ctx.command.params:
+        on_line = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        if on_line and param.name in names and not given:
+            raise UsageError(f"expected {param.opts[0]} with {flag}, got it alone. Try both.")
 
 
 def echo_json(value: object) -> None:

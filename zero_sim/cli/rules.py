@@ -15,7 +15,7 @@ from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from zero_sim.run.found_rules import FoundRules
+    from zero_sim.run.rule_report import FoundRules
 
 EXIT_WRONG = 1
 
@@ -67,12 +67,18 @@ def _lines(found: FoundRules) -> Iterator[str]:
     yield from _record("numerics", "Numerics", found.numerics)
     if found.unclear:
         yield ""
-        yield "Could not be told:"
+        yield "Could not be determined:"
         yield from (f"  {each}" for each in found.unclear)
     if found.left_out:
         yield ""
         yield "Left out, with what came of asking for it:"
         yield from (f"  {what}: {why}" for what, why in found.left_out.items())
+    if found.limits:
+        yield ""
+        yield "Limits, to be declared by `refuses`; checks of its own refuse sizes of cases:"
+        for why, cases in found.limits.items():
+            shown = ", ".join(map(repr, cases[:3])) + (", ..." if len(cases) > 3 else "")
+            yield f"  {why}: {shown}"
     if found.contradicted:
         yield ""
         yield "Otherwise than declared:"

@@ -197,7 +197,11 @@ class Session:
             again = replay_command(
                 bundle, bundles=self.bundles, target=self.target, device=self.device
             )
-        said = {"case": to_chosen_toml(case.scenario), "reproduce": command, "replay": again}
+        said = {
+            "case": to_chosen_toml(result.twin or case.scenario),
+            "reproduce": command,
+            "replay": again,
+        }
         if self.junit is not None:
             self.texts.append(render_case(result, **said))
         if not self.as_json and (self._shows_each or result.verdict != "pass"):
@@ -208,6 +212,7 @@ class Session:
 
     def finish(self) -> int:
         """Show the summary; the exit status."""
+        from zero_sim.findings.records import taken_notes
         from zero_sim.report.text import render_observed, render_summary
 
         self._write_junit()
@@ -223,6 +228,9 @@ class Session:
             )
             if len(self.results) > 1 and (observed := render_observed(self.results)):
                 click.echo(observed)
+            if len(self.results) > 1:
+                for taken in sorted({note for each in self.results for note in taken_notes(each)}):
+                    click.echo(taken)
             click.echo(summary)
             for line in left_out_lines(self.passed_over):
                 click.echo(line)
@@ -290,7 +298,7 @@ class Session:
         from zero_sim.bundle import Ran, write_bundle
 
         try:
-            scenario = self._in_world_asked(case.scenario)
+            scenario = result.twin or self._in_world_asked(case.scenario)
             ran = Ran(target=self._imported or "", device=self.device)
             return write_bundle(scenario, result, folder=self.bundles, ran=ran).name
         except OSError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.parts import a_number
+from zero_sim.cli.parts import a_number, require_with
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
@@ -192,6 +192,7 @@ def torchrun(
         raise UsageError("expected --runs or --seeds, got both.")
     chosen = seeds or tuple(range(seed, seed + runs))
     several = len(chosen) > 1
+    require_with(ctx, "--runs or --seeds", "ignore", given=several)
     with packages_needed():
         from zero_sim.script.launch import Settings
     settings = Settings(
@@ -223,6 +224,7 @@ def _run(
 ) -> int:
     from zero_sim.script.compare import first_difference
     from zero_sim.script.launch import Launcher
+    from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script
 
     is_module = words[0] == "-m"
@@ -230,6 +232,7 @@ def _run(
     script = read_script(name, is_module=is_module, arguments=arguments)
     first: ScriptRun | None = None
     with Launcher(script, settings) as launcher:
+        check_found(settings.packages, folder=script.folder)
         for seed in seeds:
             run = launcher.run(seed=seed, quiet=first is not None)
             if first is None:
@@ -250,10 +253,11 @@ def _run(
 
 
 def _tell_failure(run: ScriptRun) -> None:
-    if isinstance(getattr(run.failure, "error", None), SystemExit):
+    failure = run.failure
+    if failure is None or isinstance(getattr(failure, "error", None), SystemExit):
         _say(f"Error: {run.ending}")
     else:
-        _say(f"Error: {run.failure}")
+        _say(f"Error: {failure.report}")
 
 
 def _finish(

@@ -6,7 +6,7 @@ Integers and names only; `zero_sim.report` draws it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from zero_sim.findings.compare import SPANS_MAX
@@ -42,22 +42,24 @@ def build_buffer_map(
         for place in places[rank]
         for located in _locate(rank, place)
     ]
-    buffer = next((each.place.buffer for each in owned if each.place.param == first.param), None)
-    if buffer is None:
+    inside = _buffer_of(first, owned)
+    if not inside:
         return None
-    inside = [each for each in owned if each.place.buffer == buffer]
+    own, elsewhere = _spans_by_param(inside), _spans_by_param(set(owned).difference(inside))
+    outside = {name: _without(spans, own.get(name, ())) for name, spans in elsewhere.items()}
     pieces = _pieces(inside)
     buckets = _buckets(inside)
     padding, unowned = _gaps([each.place for each in inside], pieces, buckets)
-    differ = _flat(found, pieces)
+    found = [finding for finding in found if _flat([finding], pieces, outside)]
+    differ = _flat(found, pieces, outside)
     if not differ:
         return None
     elems = max(bucket.stop for bucket in buckets)
-    start, stop = _window(pieces, differ=_flat([first], pieces) or differ, elems=elems)
+    start, stop = _window(pieces, differ=_flat([first], pieces, outside) or differ, elems=elems)
     whole = (start, stop) == (0, elems)
     return BufferMap(
         check=first.check,
-        buffer=buffer,
+        buffer=inside[0].place.buffer,
         elems=elems,
         start=start,
         stop=stop,
@@ -83,6 +85,31 @@ class _Located(NamedTuple):
     shard: int
     shard_start: int
     shard_stop: int
+
+
+def _buffer_of(first: Finding, owned: Sequence[_Located]) -> list[_Located]:
+    """All that lies in one flat buffer with the first element that differs."""
+    of_param = [each for each in owned if each.place.param == first.param]
+    offset = first.offset_in_param or 0
+    holding = [each for each in of_param if each.place.start <= offset < each.place.stop]
+    # What no rank owns is shown where the rest of its param lies.
+    at = next(iter(holding or of_param), None)
+    if at is None:
+        return []
+    inside = [each for each in owned if each.place.buffer == at.place.buffer]
+    spans = sorted((bucket.start, bucket.stop) for bucket in _buckets(inside))
+    if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
+        # Offsets begin anew in each bucket, so that each of them is a buffer of its own.
+        return [each for each in inside if each.bucket == at.bucket]
+    return inside
+
+
+def _spans_by_param(located: Iterable[_Located]) -> dict[str, list[Span]]:
+    """Elements of each param that lie somewhere."""
+    spans: dict[str, list[Span]] = {}
+    for each in located:
+        spans.setdefault(each.place.param, []).append((each.place.start, each.place.stop))
+    return {param: _merged(of_param) for param, of_param in spans.items()}
 
 
 def _locate(rank: int, place: Place) -> Iterator[_Located]:
@@ -149,8 +176,12 @@ def _gaps(
     return padding, _without(gaps, padding)
 
 
-def _flat(found: Iterable[Finding], pieces: Sequence[MappedPiece]) -> list[Span]:
-    """Where in the buffer the elements lie that differ."""
+def _flat(
+    found: Iterable[Finding],
+    pieces: Sequence[MappedPiece],
+    outside: Mapping[str, Sequence[Span]],
+) -> list[Span]:
+    """Where in the buffer the elements lie that differ, but for those that lie outside of it."""
     of_param: dict[str, list[MappedPiece]] = {}
     for piece in pieces:
         of_param.setdefault(piece.param, []).append(piece)
@@ -159,7 +190,7 @@ def _flat(found: Iterable[Finding], pieces: Sequence[MappedPiece]) -> list[Span]
             _place_span(span, of_param[finding.param])
             for finding in found
             if finding.param in of_param
-            for span in finding.differ_spans
+            for span in _without(finding.differ_spans, outside.get(finding.param, ()))
         )
     )
 

@@ -8,6 +8,7 @@ all NaNs are equal, since their payloads carry no meaning. There is no tolerance
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,23 @@ def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
         compared_count=differs.numel(),
         spans=spans_of(differs),
     )
+
+
+def relative_difference(expected: Tensor, got: Tensor) -> float:
+    """Return the largest difference, as a part of the largest magnitude on either side.
+
+    Args:
+        expected: Any shape and dtype.
+        got: Of the same number of elements.
+
+    Returns:
+        At most 2; infinity if there is a NaN or an infinity.
+    """
+    a, b = expected.reshape(-1).double(), got.reshape(-1).double()
+    most = torch.cat([a, b]).abs().max() if a.numel() else a.sum()
+    if not bool(most.isfinite()):
+        return math.inf
+    return float((a - b).abs().max() / most) if most else 0.0
 
 
 def spans_of(differs: Tensor) -> tuple[tuple[int, int], ...]:

@@ -21,6 +21,7 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
             Check.INVARIANT_OWNERSHIP,
             Check.INVARIANT_START,
             Check.INVARIANT_ZERO_GRADIENTS,
+            Check.EQUALITY_PARAMS,
             Check.EQUALITY_LOSS,
         ),
     ),

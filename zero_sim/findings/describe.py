@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_sim.findings.compare import find_difference, spans_of
 from zero_sim.findings.manner import manner_of
 from zero_sim.findings.phase import Phase
-from zero_sim.findings.ratio import common_ratio
+from zero_sim.findings.ratio import Ratio, find_ratio, ratio_in_words
 from zero_sim.findings.records import Evidence, Finding
 from zero_sim.reference import Interval
 from zero_sim.scenario.checks import Check
@@ -162,7 +162,14 @@ def owned(check: Check, key: str, step: int, rank: int, place: Place) -> Finding
     )
 
 
-def differing(at: Finding, expected: Tensor, got: Tensor, *, hint: str = "") -> Finding:
+def differing(
+    at: Finding,
+    expected: Tensor,
+    got: Tensor,
+    *,
+    hint: str = "",
+    explain: Callable[[Ratio | None], str] = lambda ratio: "",
+) -> Finding:
     """Fill in the first element that differs, its values and how many more there are.
 
     Args:
@@ -170,6 +177,7 @@ def differing(at: Finding, expected: Tensor, got: Tensor, *, hint: str = "") -> 
         expected: Any shape.
         got: What came.
         hint: What is known of it besides; said where no one factor explains it.
+        explain: Gives the cause of a factor, as in `3 x the mean: ...`; empty if there is none.
     """
     if expected.dtype != got.dtype or expected.numel() != got.numel():
         return replace(
@@ -184,7 +192,13 @@ def differing(at: Finding, expected: Tensor, got: Tensor, *, hint: str = "") -> 
     first = difference.first
     return replace(
         at,
-        message=": ".join(filter(None, [at.message, common_ratio(expected, got) or hint])),
+        # One number has many factors: that it is known to be another one tells more.
+        message=_with_cause(
+            at.message,
+            None if hint and not expected.dim() else find_ratio(expected, got),
+            hint=hint,
+            explain=explain,
+        ),
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
         expected=_hex(difference.expected) + _byte(expected, first),
@@ -200,7 +214,17 @@ def differing(at: Finding, expected: Tensor, got: Tensor, *, hint: str = "") -> 
     )
 
 
-def outside(at: Finding, interval: Interval, inside: Tensor, got: Tensor) -> Finding:
+def _with_cause(
+    message: str, ratio: Ratio | None, *, hint: str, explain: Callable[[Ratio | None], str]
+) -> str:
+    if cause := explain(ratio):
+        return f"{message.removesuffix(' differs')} is {cause}"
+    return ": ".join(filter(None, [message, ratio_in_words(ratio) or hint]))
+
+
+def outside(
+    at: Finding, interval: Interval, inside: Tensor, got: Tensor, *, cause: str = ""
+) -> Finding:
     """Fill in the first element that no order of addition gives.
 
     Args:
@@ -208,16 +232,19 @@ def outside(at: Finding, interval: Interval, inside: Tensor, got: Tensor) -> Fin
         interval: 1D: what is owed of the part.
         inside: 1D, bool: which elements lie within it.
         got: 1D.
+        cause: Of a factor, as `explain` of `differing` gives it.
     """
     stray = ~inside
     first = int(stray.nonzero()[0])
     low, high = float(interval.low[first]), float(interval.high[first])
     is_one = low == high
     middle = ((interval.low + interval.high) / 2).to(got.dtype)
+    orders = "every order of addition gives" if is_one else "any order of addition can give"
     return replace(
         at,
-        message=f"{at.message} from what "
-        + ("every order of addition gives" if is_one else "any order of addition can give"),
+        message=f"{at.message.removesuffix(' differs')} is {cause}"
+        if cause
+        else f"{at.message} from what {orders}",
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
         expected=_hex(low) if is_one else f"[{_hex(low)}, {_hex(high)}]",

@@ -10,6 +10,8 @@ of one, and neither the next smaller nor the next larger one explains all elemen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,29 +19,51 @@ _NUMBER_MAX = 2.0**53
 """Among larger ones fp64 does not have every whole number."""
 
 
-def common_ratio(expected: Tensor, got: Tensor) -> str:
-    """How every element that came follows from the expected one, in words.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """One factor between all expected elements and those that came."""
 
-    Empty where there is no one factor that is a whole number or the inverse of one.
+    number: int
+    """The factor or, if it is a fraction, its inverse."""
+    is_multiple: bool
+    is_rounded: bool
+    """True if it holds for the real numbers that the elements stand for, not for these alone."""
+
+    def __str__(self) -> str:
+        if self.is_multiple:
+            return str(self.number)
+        return f"{'-' if self.number < 0 else ''}1/{abs(self.number)}"
+
+
+def ratio_in_words(ratio: Ratio | None) -> str:
+    """Return a sentence about a factor; empty for None."""
+    if ratio is None:
+        return ""
+    rounded = ", but for rounding" if ratio.is_rounded else ""
+    return f"every element is {ratio} x the expected one{rounded}"
+
+
+def find_ratio(expected: Tensor, got: Tensor) -> Ratio | None:
+    """Find the factor, a whole number or the inverse of one; see [Note: rounded ratios].
 
     Args:
         expected: Any shape, floating-point.
         got: Of the same shape and dtype.
     """
     if not expected.is_floating_point() or not bool(expected.any()) or not bool(got.any()):
-        return ""
+        return None
     wanted, came = expected.reshape(-1).double(), got.reshape(-1).double()
     if not bool((wanted.isfinite() & came.isfinite()).all()):
-        return ""
+        return None
     # Where the expected value is largest, its roundings leave the least room.
     largest = int(wanted.abs().argmax())
     top, bottom = float(came[largest]), float(wanted[largest])
     if top == 0:
-        return ""
+        return None
     is_multiple = abs(top) >= abs(bottom)
     quotient = top / bottom if is_multiple else bottom / top
     if abs(quotient) > _NUMBER_MAX or round(quotient) == 1:
-        return ""
+        return None
     number = round(quotient)
 
     def explains(count: int, *, slack: float) -> bool:
@@ -54,14 +78,12 @@ def common_ratio(expected: Tensor, got: Tensor) -> str:
         )
         return bool(((left - right).abs() <= room).all())
 
-    shown = str(number) if is_multiple else f"{'-' if number < 0 else ''}1/{abs(number)}"
-    words = f"every element is {shown} x the expected one"
     if explains(number, slack=0):
-        return words
+        return Ratio(number=number, is_multiple=is_multiple, is_rounded=False)
     rivals = (number - 1, number + 1)
     if explains(number, slack=1) and not any(explains(each, slack=1) for each in rivals):
-        return f"{words}, but for rounding"
-    return ""
+        return Ratio(number=number, is_multiple=is_multiple, is_rounded=True)
+    return None
 
 
 def _half_units(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -82,7 +82,7 @@ def _elsewhere(came: Tensor, differs: Tensor, places: Iterable[Known]) -> list[s
             length = int(unlike[0]) if len(unlike) else there.numel()
             if length >= least and _tells(run[:length]):
                 verb = "is" if length == stop - start == int(differs.sum()) else "begins with"
-                what = f"what elements {first} to {first + length} of param {each.name!r}"
+                what = f"what elements [{first}, {first + length}) of param {each.name!r}"
                 found[f"{verb} {what} should have"] = length
     longest = max(found.values(), default=0)
     return [what for what, length in found.items() if length == longest]

@@ -13,12 +13,20 @@ from zero_sim.scenario.checks import Check
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import EventLog
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
-"""`pass`: all that is owed was observed and holds. `fail`: the system under test is wrong.
+"""`pass`: all that was observed is right; see `Scope`. `fail`: the system under test is wrong.
 `inconclusive`: nothing was wrong, but the case could not have shown it. `error`: it was not
 judged."""
+Scope = Literal["full", "params-only"]
+"""`full`: an averaged gradient or optimizer state was compared. `params-only`: neither was, and
+most optimizers hide a wrong factor of the gradient from params."""
+
+
+TAKEN = "not declared, so taken: "
+"""Beginning of a note on a rule that was worked out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -180,24 +188,33 @@ class CaseResult:
     `one-sum`, `modelled-order` or `bound`; see `zero_sim.judge.guarantee`."""
     unobserved: tuple[str, ...] = ()
     """What the target does not tell, so that nothing is said of it."""
+    scope: Scope = "full"
+    """How much a pass covers."""
     collectives: int = 0
-    """Collectives that the world recorded."""
+    """Collectives that the world recorded, without those that only the judge caused."""
     log_digest: str = ""
     """Digest of the event log: equal for two runs of one seed."""
     error: str = ""
     """Why the case was not judged; for verdict `error`."""
     strip: BufferMap | None = None
     """The flat buffer of the first finding that lies in one."""
+    twin: Scenario | None = field(default=None, compare=False, repr=False)
+    """The variant with SGD in which the findings were made; None if it is the case itself."""
     logs: tuple[EventLog, ...] = field(default=(), compare=False, repr=False)
     """The event log of each world that the case ran in; kept where it failed, or on demand."""
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but the event logs, ready for JSON."""
+        """Everything but the event logs and the twin, ready for JSON."""
         return {
             **_plain(self),
             "findings": [finding.as_dict() for finding in self.findings],
             "strip": None if self.strip is None else self.strip.as_dict(),
         }
+
+
+def taken_notes(result: CaseResult) -> tuple[str, ...]:
+    """Notes on rules that were worked out because the target declares none."""
+    return tuple(note for note in result.notes if note.startswith(TAKEN))
 
 
 def not_judged(
@@ -234,7 +251,9 @@ def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult
 
 def _plain(record: Finding | CaseResult) -> dict[str, object]:
     names = [column.name for column in dataclasses.fields(record)]
-    values = {name: getattr(record, name) for name in names if name not in ("evidence", "logs")}
+    values = {
+        name: getattr(record, name) for name in names if name not in ("evidence", "logs", "twin")
+    }
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
     }

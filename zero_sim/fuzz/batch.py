@@ -14,25 +14,28 @@ from pathlib import Path
 from zero_sim.backends import Stop, WorldPool, interrupts_ask
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ScenarioError, ZeroSimError
-from zero_sim.findings.records import CaseResult, unforeseen
+from zero_sim.findings.records import CaseResult, taken_notes, unforeseen
 from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.families import has_family, siblings
 from zero_sim.fuzz.features import features_of
 from zero_sim.fuzz.known import KnownFindings
-from zero_sim.fuzz.records import BatchReport, Found, Job, size_in_words
+from zero_sim.fuzz.records import BATCH_CASES, BatchReport, Found, Job, size_in_words
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host.device import check_device
 from zero_sim.host.files import write_whole
 from zero_sim.host.garbage import settle_memory
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run import run_case
+from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.scenario.dump import to_toml
 from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.shrink import (
     Key,
     Limits,
+    how_far_apart,
     key_of,
     may_shrink,
     places_of,
@@ -86,6 +89,7 @@ def run_batch(
             job=job,
             render=render,
             cases_from=drawn.map(lambda scenario: _aimed(scenario, job.target)),
+            why_none_fits=lambda: why_none_fits(target, options=options),
             siblings=lambda first, place: siblings(
                 first,
                 target=target,
@@ -93,6 +97,7 @@ def run_batch(
                 seed=f"{job.seed}/{place}",
                 then=lambda scenario: with_options(scenario, options),
             ),
+            target=target,
             judge=lambda scenario: _judge(
                 scenario,
                 pool=pool,
@@ -116,21 +121,29 @@ class _Batch:
     cases_from: ValuesFrom[Scenario]
     siblings: Callable[[Scenario, int], Iterator[Scenario]]
     """Other members of the family of a case, the one in this place of those that were drawn."""
+    target: Target
     judge: Judge
     may_ask: Callable[[Scenario], bool]
     """Whether the target is there for a case; drawn ones are."""
     right: Judge | None
     """Judges with a system that is right, where there is another one than the target."""
     stop: Stop
+    why_none_fits: Callable[[], str]
+    """Names the declarations of the target that exclude every case."""
     cases: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    """Cases that could not be judged, by why."""
     keys: Counter[Key] = field(default_factory=Counter)
     unproved: Counter[str] = field(default_factory=Counter)
     unobserved: Counter[str] = field(default_factory=Counter)
+    taken: set[str] = field(default_factory=set)
     cases_with: dict[str, int] = field(default_factory=dict)
     """By feature, which cases had it."""
     failed: list[tuple[int, Scenario, Key]] = field(default_factory=list)
     """Which cases have a finding, and which one."""
+    apart: dict[int, float] = field(default_factory=dict)
+    """By case that has a finding, how far apart values are; see `how_far_apart`."""
     met: dict[Key, Found] = field(default_factory=dict)
     """The first case of each key, as it was met."""
     looked_at: int = 0
@@ -140,6 +153,7 @@ class _Batch:
     """New ones, shrunk."""
     seconds: float = 0.0
     complete: bool = False
+    futile: str = ""
 
     def __post_init__(self) -> None:
         for each in self.job.known:
@@ -151,6 +165,8 @@ class _Batch:
             self._take_up()
             self._explore_all()
             self.complete = not self.stop.now
+            if self.complete and not self.job.start and not self.cases:
+                self.futile = self.why_none_fits()
             self.seconds = time.monotonic() - started
             self._shrink_all()
         except KeyboardInterrupt:
@@ -170,9 +186,11 @@ class _Batch:
             keys={str(key): count for key, count in self.keys.items()},
             unproved=dict(self.unproved),
             unobserved=dict(self.unobserved),
+            taken=tuple(sorted(self.taken)),
             found=(*self.found.values(), *self._as_met()),
             complete=self.complete,
             start=self.job.start,
+            futile=self.futile,
         )
 
     def _take_up(self) -> None:
@@ -183,6 +201,7 @@ class _Batch:
             except ScenarioError:
                 continue  # Of another version: it stays as it is.
             self.failed.append((one.case, scenario, one.key))
+            self.apart[one.case] = one.apart
             self.met[one.key] = one
 
     def _explore_all(self) -> None:
@@ -191,6 +210,10 @@ class _Batch:
             if self.stop.now:
                 return
             self._explore(scenario)
+            if self.cases == BATCH_CASES and set(self.errors.values()) == {BATCH_CASES}:
+                (error,) = self.errors
+                self.futile = f"all of its first {BATCH_CASES} cases end in the same error: {error}"
+                return
 
     def _drawn(self) -> Iterator[Scenario]:
         """Case after case, each with its family behind it, if it has one."""
@@ -201,20 +224,29 @@ class _Batch:
             if self.job.family > 1 and has_family(first):
                 yield from self.siblings(first, place)
 
-    def _explore(self, scenario: Scenario) -> None:
+    def _explore(self, drawn: Scenario) -> None:
+        scenario = drawn
         result = self.judge(scenario)
         case = self.job.start + self.cases
+        if case % TWIN_EVERY == 0:
+            result = with_twin(result, scenario, judge=self.judge, find=lambda: self.target)
+            # What fails is made smaller, kept and judged again by itself.
+            scenario = result.twin or scenario
         self.verdicts[result.verdict] += 1
+        if result.verdict == "error":
+            self.errors[result.error] += 1
         self.unobserved.update(result.unobserved)
+        self.taken.update(taken_notes(result))
         if result.verdict == "inconclusive" and result.findings:
             self.unproved[str(result.findings[0].check)] += 1
-        note_features(self.cases_with, features_of(scenario), case=self.cases)
+        note_features(self.cases_with, features_of(drawn), case=self.cases)
         self.cases += 1
         key = key_of(result)
         if key is None:
             return
         self.keys[key] += 1
         self.failed.append((case, scenario, key))
+        self.apart[case] = how_far_apart(result)
         if key not in self.met:
             self.met[key] = self._describe(key, case, scenario, result, as_met=True)
             self._keep()
@@ -237,7 +269,13 @@ class _Batch:
         return new.values()
 
     def _shrink_all(self) -> None:
-        """Shrink the first case of each finding that is not known by then."""
+        """Shrink a case of each finding that is not known by then.
+
+        Of one check the case comes first whose values are furthest apart: the others may show what
+        was rounded on the way.
+        """
+        checks = {key.check: place for place, (_, _, key) in reversed([*enumerate(self.failed)])}
+        self.failed.sort(key=lambda one: (checks[one[2].check], -self.apart[one[0]]))
         for case, scenario, key in self.failed:
             if not self.known.explain(key, scenario):
                 one = self._shrunk(key, case, scenario)
@@ -251,7 +289,7 @@ class _Batch:
     def _shrunk(self, key: Key, case: int, scenario: Scenario) -> Found:
         """Shrink a case and write what is left as a bundle."""
         # Not kept from before: event logs are large. What is drawn fails again as it did.
-        result = self.judge(scenario)
+        result = marked(self.judge(scenario), scenario)
         if not may_shrink(key) or key_of(result) != key:
             return self._written(key, case, scenario, result, complete=False)
         others = self.known.others(key, scenario)
@@ -268,6 +306,7 @@ class _Batch:
             is_over=lambda: self.stop.asked,
             right=self.right,
         )
+        best = marked(best, scenario)
         one = self._written(key, case, reduced.scenario, best, complete=reduced.complete)
         return replace(one, as_met=self.stop.asked and not reduced.complete)
 
@@ -300,6 +339,7 @@ class _Batch:
             size=size_in_words(scenario),
             places=tuple(dict.fromkeys((key.place, *places_of(result)))),
             as_met=as_met,
+            apart=how_far_apart(result),
         )
 
 

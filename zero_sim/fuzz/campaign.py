@@ -13,13 +13,12 @@ from pathlib import Path
 from zero_sim.backends.pool import is_lost
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 from zero_sim.fuzz.batch_pool import BatchPool
-from zero_sim.fuzz.corpus import Corpus, Head, counted, open_corpus
+from zero_sim.fuzz.corpus import SHARDS_MAX, Corpus, Head, counted, open_corpus
 from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.recheck import Rechecked, recheck
-from zero_sim.fuzz.records import BatchReport, Found, Job, batch_seed
+from zero_sim.fuzz.records import BATCH_CASES, BatchReport, Found, Job, batch_seed
 from zero_sim.host.files import unwritten
 
-BATCH_CASES = 50
 _FAMILIES = 8
 """Of the most members that there is room for in a batch: its last one may be cut short."""
 INTERRUPT_SECONDS = 30
@@ -53,9 +52,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         number, count = self.shard
-        if not 1 <= number <= count:
+        if not 1 <= number <= count <= SHARDS_MAX:
             raise UsageError(
-                f"expected a shard of 1/{count} to {count}/{count}, got {number}/{count}"
+                f"expected a shard of 1/N to N/N, with N of at most {SHARDS_MAX:,}, "
+                f"got {number}/{count}."
             )
         if self.family < 1:
             raise UsageError(f"expected a family of at least 1, got {self.family}")
@@ -104,6 +104,8 @@ class CampaignTotals:
     """Inconclusive cases by the check that says why."""
     unobserved: Counter[str] = field(default_factory=Counter)
     """By what the target does not tell, cases of which nothing is said of that."""
+    taken: set[str] = field(default_factory=set)
+    """Rules that were worked out because the target declares none."""
     found: list[Found] = field(default_factory=list)
     """Distinct findings, in the order in which they came."""
     coverage: Coverage = field(default_factory=Coverage)
@@ -114,6 +116,8 @@ class CampaignTotals:
     interrupted: bool = False
     unkept: ZeroSimError | None = None
     """Why no more was kept, and so no more was run."""
+    futile: str = ""
+    """Why no more was run, if further cases would show nothing."""
 
     @property
     def is_empty(self) -> bool:
@@ -132,7 +136,11 @@ class CampaignTotals:
         self.keys.update(report.keys)
         self.unproved.update(report.unproved)
         self.unobserved.update(report.unobserved)
+        self.taken.update(report.taken)
         self.coverage.take(report.cases_with, cases=report.cases)
+        # Another batch may show something where this one did not.
+        is_futile = set(self.verdicts) <= {"error"}
+        self.futile = (report.futile or self.futile) if is_futile else ""
 
     def note(self, found: Iterable[Found]) -> None:
         """Add findings; two with one smallest case are one.
@@ -176,6 +184,7 @@ class CampaignTotals:
             "failing_cases": dict(self.keys),
             "inconclusive_cases": dict(self.unproved),
             "unobserved": dict(self.unobserved),
+            "taken": sorted(self.taken),
             "findings": [
                 {
                     "check": found.key.check,
@@ -197,6 +206,7 @@ class CampaignTotals:
             "rechecked": [one.as_dict() for one in self.rechecked],
             "interrupted": self.interrupted,
             "unkept": None if self.unkept is None else str(self.unkept),
+            "futile": self.futile,
         }
 
 
@@ -277,6 +287,8 @@ class _Run:
             else:
                 self.totals.note(report.found)
         self.totals.earlier_cases = self.totals.cases
+        # It may be mended since.
+        self.totals.futile = ""
 
     def run(self) -> None:
         try:
@@ -311,7 +323,8 @@ class _Run:
 
     def _is_over(self) -> bool:
         left = self._seconds_left()
-        is_stopped = self.totals.interrupted or self.totals.unkept is not None
+        totals = self.totals
+        is_stopped = totals.interrupted or totals.unkept is not None or bool(totals.futile)
         return is_stopped or (left is not None and left <= 0)
 
     def _seconds_left(self) -> float | None:

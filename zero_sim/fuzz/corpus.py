@@ -39,6 +39,8 @@ FORMAT = "zero_sim corpus"
 VERSION = 1
 FILE_BYTES_MAX = 1 << 30
 """What is larger was not written by us."""
+SHARDS_MAX = 1_000_000
+"""Shards of a campaign, so that a stranger's corpus cannot make a reader list more of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +94,7 @@ class Head:
             family=int(data.get("family", 1)),
         )
         number, count = head.shard
-        if head.as_dict() != data or not 1 <= number <= count:
+        if head.as_dict() != data or not 1 <= number <= count <= SHARDS_MAX:
             raise ValueError("no head of a corpus")
         return head
 

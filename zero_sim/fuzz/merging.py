@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,8 +48,8 @@ def merge_corpora(folders: Sequence[Path], *, into: Path) -> Merged:
                 f"{parts[0].path} and {json.dumps(part.head.as_dict())} in {part.path}. "
                 "Try the folders of one campaign."
             )
-    numbers = [part.head.shard[0] for part in parts]
-    twice = {number for number in numbers if numbers.count(number) > 1}
+    numbers = Counter(part.head.shard[0] for part in parts)
+    twice = {number for number, times in numbers.items() if times > 1}
     if twice:
         raise UsageError(
             f"expected each shard once, got {min(twice)}/{count} in "

@@ -13,6 +13,7 @@ from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key
 
+BATCH_CASES = 50
 _SEED_BYTES = 8
 _FEATURES_MAX = 1_000
 """Of a batch: what has more was not written by us."""
@@ -51,6 +52,9 @@ class Found:
     it."""
     unkept: str = ""
     """Why it has no bundle, where it should have one."""
+    apart: float = 0.0
+    """How far apart values are in its case, as `how_far_apart` has it; 0 if an earlier version did
+    not say."""
 
     @property
     def is_of(self) -> tuple[object, ...]:
@@ -147,6 +151,8 @@ class BatchReport:
     """Inconclusive cases by the check that says why."""
     unobserved: dict[str, int] = field(default_factory=dict)
     """By what the target does not tell, cases of which nothing is said of that."""
+    taken: tuple[str, ...] = ()
+    """Rules that were worked out because the target declares none."""
     found: tuple[Found, ...] = ()
     """New ones."""
     complete: bool = True
@@ -155,6 +161,8 @@ class BatchReport:
     """The first case that was run: those before are in an earlier report."""
     lost: str = ""
     """Why nothing is known of it, where its worker died."""
+    futile: str = ""
+    """Why further cases would show nothing: none fits the target, or all end in one error."""
 
     def as_dict(self) -> dict[str, object]:
         """Everything, ready for JSON."""
@@ -169,6 +177,7 @@ class BatchReport:
         """
         fields = dict(data)
         fields["found"] = tuple(map(Found.from_dict, data["found"]))
+        fields["taken"] = tuple(data.get("taken", ()))
         # Of an earlier form, from which which case had what cannot be told any more.
         fields.pop("layouts", None)
         report = cls(**fields)

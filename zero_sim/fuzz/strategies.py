@@ -111,6 +111,7 @@ def drawn_cases(
     steps_max: int = STEPS_MAX,
     models_from: Sequence[ModelName] = MODELS,
     reload: bool = True,
+    with_refused: bool = False,
 ) -> Drawable[Scenario]:
     """Cases that must pass, or be inconclusive: any features with any others.
 
@@ -123,6 +124,7 @@ def drawn_cases(
         models_from: Models to draw from, the simplest first; of them those that the target can
             train.
         reload: Whether cases may save a checkpoint and go on in another world.
+        with_refused: Whether cases that the target refuses are drawn, too.
     """
     able = EVERYTHING if target is None else capabilities_of(target)
     if target is not None and target.name != OWN:
@@ -145,7 +147,8 @@ def drawn_cases(
         case = replace(case, system=replace(case.system, target=target.name))
         return with_drawn_options(choices, case, target=target)
 
-    return Drawable(aimed).filter(lambda case: not refusals(target, case))
+    fitting = Drawable(aimed)
+    return fitting if with_refused else fitting.filter(lambda case: not refusals(target, case))
 
 
 def _drawn_case(
@@ -158,6 +161,9 @@ def _drawn_case(
     reload: bool,
     skips: bool = False,
 ) -> Scenario:
+    able_models = set(models_from).intersection(able.models)
+    if not all((able_models, able.dtypes, able.optimizers, able.orders, able.stages)):
+        choices.refuse()
     # What goes wrong among many ranks, or in many steps, mostly does in few, where a case costs a
     # fraction: broken systems are found sooner for it.
     swarm = Swarm(choices, able=able, has_theme=True)

@@ -26,16 +26,18 @@ from torch import Tensor
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
+from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, with_digests
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rank_digests import RankDigests
+from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.copies import state_copies
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
-from zero_sim.targets.adapt import PARTS
+from zero_sim.targets.adapt import GRADIENTS, PARTS
 
 _NOT_TOLD = (
     "the order of addition is not known, so that an update can only be followed from the gradient "
@@ -222,29 +224,52 @@ class BoundedComparison:
         """
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
-        if part.grad is None:
-            self._unfollowed = _NOT_TOLD.format(what="reduced gradients")
-            self.uncertified_step = step
-            return
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
         wanted = expected.grads[name].reshape(-1)[start:stop]
-        self._comparer.elems += wanted.numel()
-        if part.grad.dtype != wanted.dtype or part.grad.numel() != wanted.numel():
-            yield findings.differing(at, wanted, part.grad)
+        bound, grad = expected.bounds[name].cut(start, stop), part.grad
+        if grad is None and bool(((bound.low == 0) & (bound.high == 0)).all()):
+            # None stands for zeros, as of a param that is frozen or that no rank used.
+            grad, part = wanted, replace(part, grad=wanted)
+        if grad is None:
+            if self._group.telling[rank] and bool(bound.signed.any()):
+                yield findings.missing(at, "the system has no gradient of this param")
+                return
+            self._group.unobserved.add(GRADIENTS)
+            self._unfollowed = _NOT_TOLD.format(what=GRADIENTS)
+            self.uncertified_step = step
             return
-        bound = expected.bounds[name].cut(start, stop)
-        if self._tells_divided(expected):
-            bound = bound.divided_by(expected.divisor)
-        inside = bound.holds(part.grad)
+        self._comparer.elems += wanted.numel()
+        if grad.dtype != wanted.dtype or grad.numel() != wanted.numel():
+            yield findings.differing(at, wanted, grad)
+            return
+        of_sum = bound
+        divisor = expected.divisor if self._tells_divided(expected) else 1
+        if divisor != 1:
+            bound = of_sum.divided_by(divisor)
+        inside = bound.holds(grad)
         if not bool(inside.all()):
-            yield findings.outside(at, bound, inside, part.grad)
+            cause = self._factors(expected).explain_within(of_sum, grad, divisor=divisor)
+            found = findings.outside(at, bound, inside, grad, cause=cause)
+            hint = told_within_bounds(
+                of_sum, grad, divisor=expected.divisor, divided=self._group.tells_divided
+            )
+            yield replace(found, detail=hint)
         if self._replica_count > 1:
             yield from self._compare_copies(
-                "grad", part.grad, step=step, rank=rank, param=name, start=start
+                "grad", grad, step=step, rank=rank, param=name, start=start
             )
         follower = self._follow(rank, part, expected)
         yield from self._group.compare_update(
             part, rank=rank, step=step, master=follower.master, state=follower.state
+        )
+
+    def _factors(self, expected: BoundedStep) -> FactorCauses:
+        division = expected.update.division
+        return FactorCauses.of(
+            expected.losses,
+            divisor=1 if division.how == "none" else division.count,
+            replicas=self._group.scenario.system.redundancy,
+            is_mean=division.rest == 1 or self._group.tells_divided,
         )
 
     def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:
@@ -299,7 +324,7 @@ class BoundedComparison:
             rank: The rank, within the judged group.
             step: Index of the step, from 0.
         """
-        for name, like in self.steps[step].params.items():
+        for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)
             if got is None:

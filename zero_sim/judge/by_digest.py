@@ -162,10 +162,10 @@ class DigestComparison:
         grad = expected.grads[span]
         if grad is not None and part.grad is not None:
             self._agree(grad.digest, part.grad)
-        elif grad is not None and not self._group.telling[rank]:
-            self._group.unobserved.add(GRADIENTS)
         elif grad is not None and not grad.is_zero:
-            raise DigestsDiffer
+            if self._group.telling[rank]:
+                raise DigestsDiffer
+            self._group.unobserved.add(GRADIENTS)
         self._agree(expected.masters[span], part.master)
         if expected.state[span].keys() != part.state.keys():
             raise DigestsDiffer
@@ -180,8 +180,11 @@ class DigestComparison:
         Raises:
             DigestsDiffer: They are not as owed.
         """
-        if self.is_alone or not self._group.shows_grads_of_params:
+        if self.is_alone:
             yield from self._exact.compare_reported(engine, rank=rank, step=step)
+            return
+        self._group.note_unreported(divisor=self._heard[step].divisor)
+        if not self._group.shows_grads_of_params:
             return
         reported = engine.gradients()
         for name, grad in self._heard[step].grads_of_params.items():

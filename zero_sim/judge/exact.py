@@ -13,18 +13,29 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
+from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.loaded import compare_loaded
-from zero_sim.judge.rules import RulesTrial, grad_picked, param_picked, part_picked
-from zero_sim.judge.told import OtherGrads, in_told_dtype, told_as, told_otherwise
+from zero_sim.judge.rules import (
+    Pick,
+    RulesTrial,
+    grad_picked,
+    param_picked,
+    part_picked,
+    why_blind,
+)
+from zero_sim.judge.told import OtherGrads, reported_sum, told_as, told_otherwise
 from zero_sim.judge.trajectory import LateReference, frozen
 from zero_sim.reference import (
     POSITION_FREE,
     Addresses,
     Orders,
+    PartialSum,
     Reference,
     ReferenceStep,
+    norms_of_shard,
+    partial_sums,
     quotient,
     step_together,
 )
@@ -56,8 +67,10 @@ class ExactComparison:
         is_certified = isinstance(reference, LateReference) or reference.certified
         self.uncertified_step: int | None = None if is_certified else group.first_step
         self._told: Tensor | None = None
-        self._rules = RulesTrial()
-        self._grad_rules = RulesTrial("gradient")
+        self._watches_updates = False
+        self._rules = RulesTrial(scenario=group.scenario)
+        self._grad_rules = RulesTrial("gradient", scenario=group.scenario)
+        self._mistakes = RulesTrial("mistake")
 
     @property
     def _reference(self) -> Reference:
@@ -77,13 +90,14 @@ class ExactComparison:
         """
         self._reference.set_addresses(addresses)
         self._reference.set_holdings(self._group.ownership.holdings)
-        self.watch_updates()
+        silent = PARTS in self._group.unobserved and not self._group.numerics.grads_in_params
+        if silent or self._watches_updates:
+            self._reference.tells_grads = False
 
     def watch_updates(self) -> None:
-        """Let updates be explained by rules for gradients, where these are not told."""
-        silent = PARTS in self._group.unobserved and not self._group.numerics.grads_in_params
-        if silent or GRADIENTS in self._group.unobserved:
-            self._reference.tells_grads = False
+        """Let updates be explained by rules for gradients, because these are not told."""
+        self._watches_updates = True
+        self._reference.tells_grads = False
 
     def note_told(self, norm: Tensor | None) -> None:
         """Note the norm that a rank tells of the step that is about to be compared.
@@ -137,6 +151,8 @@ class ExactComparison:
 
     def _prepare(self) -> Orders | None:
         """Save the steps that some rank has yet to see; return what the ring's order depends on."""
+        # A rank that waits for no other one comes here before all have built their engines.
+        self.watch_updates()
         for earlier, kept in self.steps.items():
             self.steps[earlier] = frozen(kept)
         if self._group.scenario.world.order in POSITION_FREE:
@@ -162,6 +178,7 @@ class ExactComparison:
         self.steps.pop(step, None)
         self._rules.forget(step)
         self._grad_rules.forget(step)
+        self._mistakes.forget(step)
 
     def scales(self, step: int) -> Mapping[str, Tensor]:
         """The scales of params in fp8 after a step.
@@ -197,14 +214,47 @@ class ExactComparison:
             self._group.unobserved.add("norm")
             norm = None
         if norm is not None and self._comparer.differs(expected.norm, norm):
-            found = self._group.differing(findings.norm(step, rank), expected.norm, norm)
-            yield replace(
-                found, detail="\n".join(filter(None, [found.detail, _norm_rule(expected, norm)]))
+            known = list(self._known_norms(expected, rank=rank))
+            found = self._group.differing(
+                findings.norm(step, rank),
+                expected.norm,
+                norm,
+                known=lambda: known,
+                factors=self._factors_of(expected, is_mean=True, noun="that of the {}"),
             )
+            # A norm of one shard may have the bits of a rule, too, where others are empty.
+            is_known = any(same_bits(each.values, norm) for each in known)
+            rule = "" if is_known else self._norm_rule(expected, norm)
+            yield replace(found, detail="\n".join(filter(None, [found.detail, rule])))
         if result.zeros is not None and result.zeros != expected.zeros:
             yield findings.misreported(
                 "zeros", step, rank, expected=expected.zeros, got=result.zeros
             )
+
+    def _known_norms(self, expected: ReferenceStep, *, rank: int) -> Iterator[Known]:
+        """Norms that may stand in place of that of the whole gradient: those of one shard."""
+        if self._group.scenario.world.size == 1:
+            return
+        # Without alternatives nothing is clipped.
+        whole = expected.stepped if expected.otherwise is None else expected.otherwise.grads
+        shards = self._group.scenario.world.size // self._group.scenario.system.redundancy
+        holdings = self._group.ownership.holdings()
+        holding = holdings[rank % len(holdings)] if holdings else ()
+        what = "the norm of this rank's shard alone: the squares were not added over the ranks"
+        for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
+            if not same_bits(norm, expected.norm):
+                yield Known(what=what, values=norm)
+
+    def _norm_rule(self, expected: ReferenceStep, norm: Tensor) -> str:
+        """Name the known rules that give a norm, and how to declare the first one."""
+        others = {} if expected.otherwise is None else expected.otherwise.norms()
+        fitting = [said for said, other in others.items() if same_bits(other, norm)]
+        if not fitting:
+            return ""
+        advice = why_blind(self._group.scenario, shows_factor=True) or (
+            f"If this is intended, declare Numerics({fitting[0].replace(' = ', '=')})"
+        )
+        return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare a part's gradient, master and optimizer state.
@@ -239,7 +289,24 @@ class ExactComparison:
         )
         yield from found
         pick, got = part_picked(part)
-        self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=not found)
+        self._look_at_update(expected, pick=pick, got=got, rank=rank, agrees=not found)
+
+    def _look_at_update(
+        self,
+        expected: ReferenceStep,
+        *,
+        pick: Pick,
+        got: Mapping[str, Tensor],
+        rank: int,
+        agrees: bool,
+    ) -> None:
+        """Let other rules and known mistakes explain an update that differs."""
+        step = expected.step
+        self._rules.look(step, expected.otherwise, pick=pick, got=got, agrees=agrees)
+        if self._grad_rules.of_step(step) is None:
+            self._mistakes.look(
+                step, expected.mistakes, pick=lambda of: pick(of(rank)), got=got, agrees=agrees
+            )
 
     def note_agreed(self, part: OwnedPart, *, step: int) -> None:
         """Note a part that was found to be as it is owed in another way.
@@ -267,7 +334,8 @@ class ExactComparison:
         grad = cut(wanted)
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, part.place)
         if part.grad is None:
-            if not self._group.telling[rank]:
+            # None stands for zeros, as of a param that is frozen or that no rank used.
+            if grad.any() and not self._group.telling[rank]:
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
                 yield findings.missing(at, "the system has no gradient of this param")
@@ -278,7 +346,8 @@ class ExactComparison:
             known = partial(
                 self._known_grads, expected, rank=rank, name=name, start=part.place.start
             )
-            found = self._group.differing(at, grad, part.grad, known=known)
+            factors = self._factors(expected)
+            found = self._group.differing(at, grad, part.grad, known=known, factors=factors)
             side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
@@ -310,9 +379,8 @@ class ExactComparison:
             step: Index of the step, from 0.
         """
         group = self._group
+        group.note_unreported(divisor=self.steps[step].divisor)
         if not group.shows_grads_of_params:
-            if PARTS in group.unobserved:
-                group.unobserved.add(GRADIENTS)
             return
         reported = engine.gradients()
         # In the order of the params: that of a set is another one in every process.
@@ -330,7 +398,8 @@ class ExactComparison:
             if differs:
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self.steps[step], rank=rank, name=name, start=0)
-                found = self._group.differing(at, wanted, got, known=known)
+                factors = self._factors(self.steps[step])
+                found = self._group.differing(at, wanted, got, known=known, factors=factors)
                 side = told_otherwise(self.steps[step], name, _whole, got, numerics=group.numerics)
                 yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
@@ -338,21 +407,53 @@ class ExactComparison:
         self, expected: ReferenceStep, *, rank: int, name: str, start: int
     ) -> Iterator[Known]:
         """What may stand in place of a reduced gradient: a rank's own, or another param's."""
-        for other, brought in enumerate(expected.brought):
-            if name in brought:
-                whose = "this rank" if other == rank else f"rank {self._group.world_ranks[other]}"
-                yield Known(
-                    what=f"the gradient of {whose} alone, not reduced",
-                    values=in_told_dtype(brought[name], expected, name, self._group.numerics),
-                    start=start,
-                )
+        yield from self._partial_grads(expected, rank=rank, name=name, start=start)
         told = {each: self._as_reported(expected, each) for each in expected.grads}
         yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
+
+    def _partial_grads(
+        self, expected: ReferenceStep, *, rank: int, name: str, start: int
+    ) -> Iterator[Known]:
+        """Gradients that lack terms; of those with the same bits, the likeliest alone."""
+        sums = expected.other_sums
+        if sums is None or name not in sums.local.active:
+            return
+        partials = [(rank, each, each.name) for each in partial_sums(sums)]
+        for other, world_rank in enumerate(self._group.world_ranks):
+            if other != rank:
+                local = PartialSum(name=f"rank {world_rank} alone, not reduced", is_local=True)
+                partials.append((other, local, local.name))
+        seen: list[Tensor] = []
+        for observer, partial_sum, what in partials:
+            other = partial_sum.of_param(sums, name, rank=observer)
+            if other is None:
+                continue
+            values = reported_sum(other, expected, name, numerics=self._group.numerics)
+            if not any(same_bits(values, each) for each in seen):
+                seen.append(values)
+                yield Known(what=f"the gradient of {what}", values=values, start=start)
+
+    def _factors(self, expected: ReferenceStep) -> FactorCauses:
+        """Causes of a factor of reduced gradients as the target reports them."""
+        division = expected.division
+        is_sum = division.rest != 1 and not self._group.tells_divided and not division.each_round
+        return self._factors_of(expected, is_mean=not is_sum)
+
+    def _factors_of(
+        self, expected: ReferenceStep, *, is_mean: bool, noun: str = "the {}"
+    ) -> FactorCauses:
+        return FactorCauses.of(
+            expected.losses,
+            divisor=1 if expected.division.how == "none" else expected.division.count,
+            replicas=self._group.scenario.system.redundancy,
+            is_mean=is_mean,
+            noun=noun,
+        )
 
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
         """A reduced gradient as the target is to tell it; None where it is given none."""
         numerics = self._group.numerics
-        return told_as(expected, name, point=numerics.grads_told, dtype=numerics.told_dtype)
+        return told_as(expected, name, point=numerics.told_at, dtype=numerics.told_dtype)
 
     def _look_at_grad(
         self,
@@ -364,7 +465,7 @@ class ExactComparison:
         agrees: bool,
     ) -> None:
         """Let other rules explain a gradient that differs, at the point where it is told."""
-        if self._group.numerics.grads_told != "after-clip":
+        if self._group.numerics.told_at != "after-clip":
             pick, shown = grad_picked(name, got, cut=cut)
             sums = OtherGrads.of(expected, self._group.numerics)
             self._grad_rules.look(expected.step, sums, pick=pick, got=shown, agrees=agrees)
@@ -392,8 +493,8 @@ class ExactComparison:
                 known = partial(_known_params, self.steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
             pick, got = param_picked(name, params[name])
-            self._rules.look(
-                step, self.steps[step].otherwise, pick=pick, got=got, agrees=not differs
+            self._look_at_update(
+                self.steps[step], pick=pick, got=got, rank=rank, agrees=not differs
             )
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
@@ -403,20 +504,10 @@ class ExactComparison:
             judged: The judge's report so far.
         """
         bad = judged.bad_step
-        rules = self._grad_rules.of_step(bad) or self._rules.of_step(bad)
-        return replace(judged, rules=rules)
-
-
-def _norm_rule(expected: ReferenceStep, norm: Tensor) -> str:
-    """What to declare, if a norm is what another known rule gives."""
-    others = {} if expected.otherwise is None else expected.otherwise.norms()
-    fitting = [said for said, other in others.items() if same_bits(other, norm)]
-    if not fitting:
-        return ""
-    return (
-        f"these are the bits of {' or '.join(fitting)}: declare "
-        f"Numerics({fitting[0].replace(' = ', '=')}), if that is the rule of the system"
-    )
+        rules, mistakes = self._rules.of_step(bad), self._mistakes.of_step(bad)
+        if mistakes is not None and mistakes.fitting:
+            rules = replace(mistakes, also=rules)
+        return replace(judged, rules=self._grad_rules.of_step(bad) or rules)
 
 
 def _whole(tensor: Tensor) -> Tensor:

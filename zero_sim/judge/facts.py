@@ -33,6 +33,10 @@ class Facts:
     """Of these params."""
     unreported: frozenset[str] = frozenset()
     """What it does not tell, in words."""
+    tied_parts: Mapping[str, str] = field(default_factory=dict)
+    """First name of each tied param that it owns under another name, by that name."""
+    can_unwrap: bool = False
+    """True if it can give its module back."""
     start: Mapping[str, str] = field(default_factory=dict)
     """By name: a digest of each param and buffer of its module; empty where nobody asked."""
 
@@ -46,6 +50,8 @@ class Facts:
             },
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "unreported": sorted(self.unreported),
+            "tied_parts": dict(self.tied_parts),
+            "can_unwrap": self.can_unwrap,
             "start": dict(self.start),
         }
 
@@ -63,6 +69,8 @@ class Facts:
             },
             shapes={name: tuple(shape) for name, shape in data["shapes"].items()},
             unreported=frozenset(data["unreported"]),
+            tied_parts=data["tied_parts"],
+            can_unwrap=data["can_unwrap"],
             start=data["start"],
         )
 
@@ -81,6 +89,8 @@ def facts_of(engine: CompletedEngine, *, with_start: bool = False) -> Facts:
         addresses={name: memory_layout_of(param) for name, param in params.items()},
         shapes={name: tuple(param.shape) for name, param in params.items()},
         unreported=engine.unreported,
+        tied_parts=dict(engine.tied_parts),
+        can_unwrap=engine.can_unwrap,
         start={name: _digest(tensor) for name, tensor in begun.items()},
     )
 

@@ -8,8 +8,8 @@ whatever it asks the engine is the system's again.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 from zero_sim.errors import EnvironmentProblem, UntrainableError, ZeroSimError
@@ -56,6 +56,13 @@ def engine_time(pause_clock: PauseClock) -> AbstractContextManager[None]:
         pause_clock: As for `harness_time`.
     """
     return _EngineTime(pause_clock)
+
+
+@contextmanager
+def caused_by_harness(pause_clock: PauseClock) -> Iterator[None]:
+    """A block of the system's own time whose calls it would not make without the harness."""
+    with pause_clock(True), pause_clock(False):
+        yield
 
 
 # No generators: a small case has hundreds of these blocks.

@@ -86,15 +86,16 @@ def _check_cover(
                 yield _ownership(
                     name,
                     reached,
-                    f"elements {reached} to {start} of {numel} belong to no rank",
+                    f"elements [{reached}, {start}) of {numel} belong to no rank",
                     stop=start,
                 )
             elif start < reached and start < stop:
+                ranks = f"ranks {last_rank} and {rank}"
                 yield _ownership(
                     name,
                     start,
-                    f"elements {start} to {min(stop, reached)} belong to ranks "
-                    f"{last_rank} and {rank}",
+                    f"elements [{start}, {min(stop, reached)}) belong to "
+                    + (f"rank {rank} twice" if rank == last_rank else ranks),
                     stop=min(stop, reached),
                 )
             if stop > numel:

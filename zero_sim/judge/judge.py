@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_sim.cost.checkpoints import CheckpointWatch
 from zero_sim.cost.forms import ParamSize
@@ -31,14 +31,13 @@ from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.phase import Phase
-from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge import invariants
 from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
 from zero_sim.judge.by_trajectory import TrajectoryComparison
 from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.given_back import Hook, ModuleNote, check_given_back
+from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.guarantee import Guarantee
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
@@ -49,11 +48,16 @@ from zero_sim.judge.step_result import check_result
 from zero_sim.judge.step_teller import StepTeller
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.judge.trajectory import LateReference, Trajectory
-from zero_sim.judge.working_params import check_casts, check_scales, check_untrained
+from zero_sim.judge.working_params import (
+    check_casts,
+    check_repeated,
+    check_scales,
+    check_untrained,
+)
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
-from zero_sim.targets.adapt import GRADIENTS, PARTS
+from zero_sim.targets.adapt import PARTS
 from zero_sim.targets.costs import CostCase, Costs, form_of
 
 _LAGGING = (DigestComparison, TrajectoryComparison)
@@ -104,6 +108,7 @@ class Judge:
         self.world_ranks: Sequence[int] = world_ranks or range(scenario.world.size)
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
+        self.can_unwrap = True  # False if the engine of any rank has no `unwrap`.
         self.has_stepped = False
         """Whether any step was taken, and on finite gradients: others prove nothing."""
         self.owed: Counter[Guarantee] = Counter()
@@ -114,9 +119,9 @@ class Judge:
         """What each rank trains, by rank."""
         self.held_sizes: dict[int, Sequence[HeldSize]] = {}
         """What the module of each rank has, trained or not, by rank."""
-        self.costs = Costs()
-        """What is declared of the ranks' costs; alike for all of them."""
+        self.costs = Costs()  # As declared; the same for all ranks.
         self.hook_traces: dict[int, HookTrace] = {}
+        self.forward_reads: dict[int, ForwardReads] = {}  # By rank, if they are recorded.
         self._held_by_form: dict[int, Mapping[str, int]] = {}
         """What ranks are to hold by a form of their target's own, by rank."""
         self._peaks: dict[int, Sequence[_Watch]] = {}
@@ -189,13 +194,8 @@ class Judge:
         """The flat buffer of the first finding that lies in one."""
         judged = self.judge_report()
         for first in judged.merged():
-            reported = self._ownership.places
-            sharing = (ranks for ranks, names in self._ownership.sharings if first.param in names)
-            places = {
-                self.world_ranks[rank]: reported[rank]
-                for rank in next(sharing, ())
-                if rank in reported
-            }
+            sharing = self._ownership.places_beside(first.param)
+            places = {self.world_ranks[rank]: places for rank, places in sharing.items()}
             found = [finding for finding in judged.findings if finding.check == first.check]
             buffer_map = build_buffer_map(first, found=found, places=places)
             if buffer_map is not None:
@@ -211,6 +211,7 @@ class Judge:
         """
         self._ownership.note_facts(rank, facts)
         self._group.unobserved.update(facts.unreported)
+        self.can_unwrap &= facts.can_unwrap
         if self.has_started:
             self._comparison.set_addresses(self._ownership.addresses)
             tell_parts = PARTS not in self._group.unobserved
@@ -237,7 +238,12 @@ class Judge:
             rank: The rank, within the group.
             engine: Its engine; params can be read.
         """
-        self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
+        with engine.asked_once():
+            # On every rank, whether or not the reference still stands where the load left it.
+            engine.parts()
+            engine.params()
+            engine.settings()
+            self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
 
     def hold_to_costs(
         self,
@@ -323,11 +329,25 @@ class Judge:
             result: What its engine said of the step.
             engine: Its engine; params may still be in flight.
         """
-        if self._bad_step is not None and step > self._bad_step:
-            return
-        with self.aside(rank):
+        with self.aside(rank), engine.asked_once():
+            self._query_after_step(step, engine)
+            if self._bad_step is not None and step > self._bad_step:
+                return
             self._observe(rank, step, losses, result, engine)
         self._close_window(rank, step)
+
+    def _query_after_step(self, step: int, engine: CompletedEngine) -> None:
+        """Query an engine for everything that may be compared after a step.
+
+        Its answers may take collectives. So the queries follow from the case alone: no finding,
+        and nothing that one rank reports, decides whether another rank is queried.
+        """
+        engine.parts()
+        engine.stray_gradients(padding_only=True)
+        if self._group.shows_grads_of_params:
+            engine.gradients()
+        if self.costs.held is not None and step == self.weighed_step:
+            engine.held_bytes()
 
     def _observe(
         self,
@@ -343,7 +363,7 @@ class Judge:
             self._expected(step)
             if self._comparison.uncertified_step is None:
                 compare = partial(self._compare, rank, step, losses, result, engine)
-                self._hold(step, engine, compare)
+                self._hold(step, compare)
                 if self.costs.held is not None and step == self.weighed_step:
                     self._report(step, self._compare_memory(rank, step, engine))
             else:
@@ -363,11 +383,9 @@ class Judge:
 
     def _note_silence(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Note before the reference's first step whether gradients are told, which explain it."""
-        is_first = step == self.first_step and step not in self._comparison.steps
-        if is_first and PARTS not in self._group.unobserved:
+        if step == self.first_step and step not in self._comparison.steps:
             parts = engine.parts()
             if parts and all(part.grad is None for part in parts):
-                self._group.unobserved.add(GRADIENTS)
                 self._comparison.watch_updates()
 
     def _close_window(self, rank: int, step: int) -> None:
@@ -388,44 +406,26 @@ class Judge:
 
     def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
-        if self._bad_step is None or step <= self._bad_step:
-            if self._comparison.uncertified_step is None:
-                compare = partial(self._compare_params, rank, step, engine)
-                self._hold(step, engine, compare, agreed=self._parts[rank])
-            with self.aside(rank):
+        with self.aside(rank), engine.asked_once():
+            # On every rank, whatever was found: see `_query_after_step`.
+            engine.params()
+            engine.stray_padding()
+            if self._bad_step is None or step <= self._bad_step:
+                if self._comparison.uncertified_step is None:
+                    compare = partial(self._compare_params, rank, step, engine)
+                    self._hold(step, compare, agreed=self._parts[rank])
                 found = check_untrained(engine, group=self._group, step=step, rank=rank)
                 self._report(step, found)
         self._observed[rank] = step
         self._forget_shown(step)
 
-    def observe_given_back(
-        self,
-        rank: int,
-        step: int,
-        module: nn.Module,
-        *,
-        before: ModuleNote,
-        held: Mapping[str, Tensor],
-        not_its_own: frozenset[Hook],
-    ) -> None:
-        """Judge the module that a rank's engine gave back after its last step.
+    def note_findings(self, step: int, found: Iterator[Finding]) -> None:
+        """Note what a check found that needs nothing of the judge.
 
         Args:
-            rank: The rank, within the group.
-            step: That step.
-            module: What it gave back.
-            before: The module that the engine was built with.
-            held: What its params were in the engine, by name.
-            not_its_own: Hooks on it that are the harness's.
+            step: After which step.
+            found: Its findings.
         """
-        found = check_given_back(
-            module,
-            before,
-            held=held,
-            not_its_own=not_its_own,
-            step=step,
-            rank=rank,
-        )
         self._report(step, found)
 
     def step_unseen(self) -> None:
@@ -446,21 +446,18 @@ class Judge:
     def _hold(
         self,
         step: int,
-        engine: CompletedEngine,
         compare: Callable[[], Iterator[Finding]],
         *,
         agreed: Sequence[OwnedPart] = (),
     ) -> None:
         """Report what a comparison finds, with a reference of this case's own from then on."""
         if isinstance(self._comparison, _LAGGING) and not self._comparison.is_alone:
-            with engine.asked_once():
-                noted = self._group.noted()
-                with suppress(DigestsDiffer):
-                    if next(compare(), None) is None:
-                        return
-                self._group.go_back(noted)
-                self._go_alone(agreed)
-                return self._report(step, compare())
+            noted = self._group.noted()
+            with suppress(DigestsDiffer):
+                if next(compare(), None) is None:
+                    return
+            self._group.go_back(noted)
+            self._go_alone(agreed)
         self._report(step, compare())
 
     def _go_alone(self, agreed: Sequence[OwnedPart] = ()) -> None:
@@ -540,11 +537,15 @@ class Judge:
         yield from check_result(
             result, expected, optimizer=spec, unobserved=unobserved, step=step, rank=rank
         )
-        for micro, loss in enumerate(losses):
-            if self._group.comparer.differs(expected.losses[rank, micro], loss):
-                at = findings.loss(step, rank, micro)
-                known = partial(self._other_losses, expected)
-                yield self._group.differing(at, expected.losses[rank, micro], loss, known=known)
+        yield from compare_losses(
+            losses,
+            expected.losses,
+            params={} if isinstance(expected, StepDigests) else expected.params_before,
+            reads=self.forward_reads.get(rank),
+            group=self._group,
+            step=step,
+            rank=rank,
+        )
         # Views of live state, looked at once more when the params are there.
         self._parts[rank] = list(engine.parts())
         owned = [part.place for part in self._parts[rank]]
@@ -557,19 +558,14 @@ class Judge:
         yield from invariants.check_padding(engine, step=step, rank=rank)
         yield from self._comparison.compare_reported(engine, rank=rank, step=step)
 
-    def _other_losses(self, expected: AnyStep) -> Iterator[Known]:
-        for (rank, micro), loss in expected.losses.items():
-            what = f"the loss of rank {self.world_ranks[rank]}, micro-batch {micro}"
-            yield Known(what=what, values=loss)
-
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
-        with self.aside(rank):
-            params, held = engine.params(), self._ownership.held[rank]
+        params, held = engine.params(), self._ownership.held[rank]
         expected = self._comparison.scales(step)
         scales = engine.scales([name for name in expected if name in held])
         at: dict[str, Any] = {"comparer": self._group.comparer, "step": step, "rank": rank}
         yield from check_scales(scales, expected, **at)
         yield from check_casts(self._parts[rank], params, scales, **at)
+        yield from check_repeated(engine.repeated(), params, **at)
         yield from self._comparison.compare_params(params, rank=rank, step=step)
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 

@@ -12,10 +12,12 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import beside, same_bits
 from zero_sim.findings.recognition import Known, recognize
 from zero_sim.findings.records import Finding
+from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.ownership import Ownership
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Numerics, OwnedPart
+from zero_sim.targets.adapt import DIVISION, GRADIENTS, PARTS
 
 Guesses = Callable[[], Iterable[Known]]
 """Gives what may have come in place of what was expected."""
@@ -70,14 +72,31 @@ class JudgedGroup:
     @property
     def tells_divided(self) -> bool:
         """Whether the gradients that are told are divided already, where that comes after a sum."""
-        return self.numerics.grads_told != "before-division"
+        return self.numerics.told_at != "before-division"
 
     @property
     def shows_grads_of_params(self) -> bool:
         """Whether gradients of whole params are to be seen as they were summed."""
         spec = self.scenario.optimizer
-        changed = (spec.clip_norm or spec.clip_value) and self.numerics.grads_told != "after-clip"
+        changed = (spec.clip_norm or spec.clip_value) and self.numerics.told_at != "after-clip"
         return bool(self.numerics.grads_in_params and not changed and not spec.loss_scale)
+
+    def note_unreported(self, *, divisor: float) -> None:
+        """Note that the gradient or its division is unobserved if no optimizer state shows them.
+
+        Only SGD's params show the size of a gradient: other optimizers step by a gradient over its
+        own length.
+
+        Args:
+            divisor: Divisor of the sum over ranks, 1 for none.
+        """
+        if PARTS not in self.unobserved:
+            return
+        if not self.shows_grads_of_params:
+            self.unobserved.add(GRADIENTS)
+        shows_mean = self.shows_grads_of_params and (self.tells_divided or divisor == 1)
+        if not shows_mean and self.scenario.optimizer.name != "sgd":
+            self.unobserved.add(DIVISION)
 
     def noted(self) -> Noted:
         """What was noted so far, to be gone back to where a comparison begins again."""
@@ -101,7 +120,13 @@ class JudgedGroup:
         self.telling.update(noted.telling)
 
     def differing(
-        self, at: Finding, expected: Tensor, got: Tensor, *, known: Guesses = tuple
+        self,
+        at: Finding,
+        expected: Tensor,
+        got: Tensor,
+        *,
+        known: Guesses = tuple,
+        factors: FactorCauses | None = None,
     ) -> Finding:
         """Fill in a finding with what differs, and with what came instead where that is known.
 
@@ -110,13 +135,16 @@ class JudgedGroup:
             expected: Any shape.
             got: What came.
             known: Gives what that might be; asked for the first finding of each check and rank.
+            factors: Of a gradient, or of its norm, the causes of a factor.
         """
         hint, key = "", (at.check, at.step, at.rank)
         if key not in self._guessed and expected.dtype == got.dtype:
             self._guessed.add(key)
             if expected.numel() == got.numel():
                 hint = self._guess(expected, got, known)
-        return findings.differing(at, expected, got, hint=hint)
+        if factors is None:
+            return findings.differing(at, expected, got, hint=hint)
+        return findings.differing(at, expected, got, hint=hint, explain=factors.explain)
 
     def _guess(self, expected: Tensor, got: Tensor, known: Guesses) -> str:
         what = recognize(expected, got, known=known())

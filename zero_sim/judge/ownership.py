@@ -16,6 +16,11 @@ from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 
+_TIED = (
+    "the engine has this tied param under its other name {other!r}, too. Register a tied param "
+    "once, as module.named_parameters() does"
+)
+
 
 class Ownership:
     """The ranks of a group, and what each of them holds.
@@ -37,6 +42,8 @@ class Ownership:
         """How communicators add, by the ranks of each; None where nobody looked."""
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
+        self._tied_parts: dict[str, str] = {}
+        """Another name of each tied param that some rank owns under it, by its first name."""
 
     def note_facts(self, rank: int, facts: Facts) -> None:
         """Note what a rank's engine says.
@@ -49,6 +56,7 @@ class Ownership:
         self._addresses[rank] = facts.addresses
         self._starts[rank] = facts.start
         self.shapes |= facts.shapes
+        self._tied_parts |= {name: other for other, name in facts.tied_parts.items()}
 
     @property
     def are_all_there(self) -> bool:
@@ -69,6 +77,15 @@ class Ownership:
             names_of.setdefault(ranks, set()).add(name)
         return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
 
+    def places_beside(self, param: str | None) -> dict[int, list[Place]]:
+        """What each of the ranks that hold a param owns, by rank; empty if none holds it.
+
+        Args:
+            param: Its name.
+        """
+        ranks = next((ranks for ranks, names in self.sharings if param in names), ())
+        return {rank: self.places[rank] for rank in ranks if rank in self.places}
+
     def check(self, step: int, *, tell_parts: bool) -> Iterator[Finding]:
         """Check that each element of a param has one owner a replica, and that holders begin alike.
 
@@ -88,7 +105,9 @@ class Ownership:
                 shapes={name: shape for name, shape in self.shapes.items() if name in names},
                 step=step,
             ):
-                yield replace(finding, message=f"{finding.message}; {self._who_owns()}")
+                other = self._tied_parts.get(finding.param or "")
+                why = self._who_owns() if other is None else _TIED.format(other=other)
+                yield replace(finding, message=f"{finding.message}; {why}")
 
     def _who_owns(self) -> str:
         """Who is to own what, by what the case asks for, and how a target says otherwise."""

@@ -16,19 +16,26 @@ from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.records import Finding
-from zero_sim.reference import OtherUpdate
+from zero_sim.judge.factors import factor_of
+from zero_sim.reference import OtherSums, OtherUpdate
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.spec import OptimizerName, Scenario
 from zero_sim.targets import OwnedPart
 
-_UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
+UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks of what comes of an update; what differs before it has another cause."""
 _MANY = 3
 _AMBIGUOUS = (
     "a case that so many fit tells them hardly apart, and a fault may have these bits as well: "
     "`zero-sim rules` asks more of them"
 )
+_READ_SETTINGS = "The engine has to read all settings from scenario.optimizer, and lr_factor"
 
-What = Literal["update", "gradient"]
+SEES_FACTORS: tuple[OptimizerName, ...] = ("sgd", "asgd")
+"""Optimizers whose steps are as long as the gradient."""
+
+What = Literal["gradient", "mistake", "update"]
+"""Computed by the rules; a `mistake` is an update by no rule. Sorted by what is computed first."""
 
 Pick = Callable[[Any], Mapping[str, Tensor]]
 """Takes what is observed in one place, by what it is, from what a rule gives."""
@@ -67,6 +74,13 @@ class RulesTried:
     """Those that give all bits that were observed."""
     what: What = "update"
     """What is computed by them."""
+    blind: str = ""
+    """Why the case does not tell rules apart, so that none is proposed; empty if it does."""
+    factor: str = ""
+    """The factor between the gradient by the fitting rules and the expected one, and its cause;
+    empty if it is not the same by all of them."""
+    also: RulesTried | None = None
+    """Of a mistake: what came of trying rules."""
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -75,6 +89,9 @@ class RulesTried:
             "tried": self.tried,
             "fitting": list(self.fitting),
             "what": self.what,
+            "blind": self.blind,
+            "factor": self.factor,
+            "also": None if self.also is None else self.also.as_dict(),
         }
 
     @classmethod
@@ -85,10 +102,30 @@ class RulesTried:
             tried=data["tried"],
             fitting=tuple(data["fitting"]),
             what=data["what"],
+            blind=data["blind"],
+            factor=data["factor"],
+            also=None if data["also"] is None else cls.from_dict(data["also"]),
         )
+
+    @property
+    def cause(self) -> str:
+        """The cause, as the end of a message; empty if there is none or more than one."""
+        is_only = self.also is None or not self.also.fitting
+        if self.what == "mistake" and is_only and (len(self.fitting) == 1 or self._is_of_settings):
+            return f"what came is the step {self.fitting[0]}"
+        if self.what == "update" and self.factor:
+            return f"the gradient behind it is {self.factor}"
+        return ""
+
+    @property
+    def _is_of_settings(self) -> bool:
+        """True if several settings fit: of these the fewest explain what came."""
+        return bool(self.fitting) and all(" in place of " in each for each in self.fitting)
 
     def in_words(self) -> str:
         """A sentence for the reader of a finding; empty where there is nothing to say."""
+        if self.what == "mistake":
+            return self._mistakes_in_words()
         said = f"the reference computed the {self.what} with {self.assumed}"
         if not self.fitting:
             # Most gradients that are wrong are so by no rule, and the reader knows that.
@@ -106,12 +143,18 @@ class RulesTried:
         lead = f"{next(iter(names))} = " if is_one else ""
         others = [rule.removeprefix(lead) for rule in self.fitting]
         which = " or ".join(others)
-        advice = "if that is" if len(others) == 1 else "or whichever of them is"
+        intended = "this is" if len(others) == 1 else "one of these is"
         few = "" if len(others) < _MANY else f"; {_AMBIGUOUS}"
-        return (
-            f"{said}; these are the bits of {lead}{which}: declare Numerics({first}), {advice} "
-            f"the rule of the system{few}"
+        advice = self.blind or f"If {intended} intended, declare Numerics({first})"
+        return f"{said}; these are the bits of {lead}{which}{few}.\n{advice}"
+
+    def _mistakes_in_words(self) -> str:
+        lines = (
+            [] if self.cause else [f"these are the bits of the step {' or '.join(self.fitting)}"]
         )
+        lines += [_READ_SETTINGS] if self._is_of_settings else []
+        lines += [self.also.in_words()] if self.also is not None else []
+        return "\n".join(filter(None, lines)) if self.fitting else ""
 
 
 def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Finding, ...]:
@@ -123,11 +166,12 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
     """
     if tried is None or not found:
         return found
-    meant = _UPDATED if tried.what == "update" else (Check.EQUALITY_GRAD,)
-    if found[0].check not in meant or not tried.in_words():
+    meant = (Check.EQUALITY_GRAD,) if tried.what == "gradient" else UPDATED
+    if found[0].check not in meant:
         return found
     detail = "\n".join(filter(None, [found[0].detail, tried.in_words()]))
-    return (replace(found[0], detail=detail), *found[1:])
+    message = f"{found[0].message}: {tried.cause}" if tried.cause else found[0].message
+    return (replace(found[0], message=message, detail=detail), *found[1:])
 
 
 def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
@@ -143,7 +187,14 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
         return None
     alike = [each if each and each.what == first.what else None for each in reported]
     fitting = [set(each.fitting) if each else set[str]() for each in alike]
-    return replace(first, fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)))
+    also = [each.also for each in alike if each is not None]
+    return replace(
+        first,
+        fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)),
+        also=rules_together(also),
+        # One rank that shows enough is enough; empty text sorts first.
+        blind=min(each.blind for each in alike if each is not None),
+    )
 
 
 @dataclass(slots=True)
@@ -155,6 +206,10 @@ class _Step:
     updates: dict[str, object] | None = None
     """What each rule that fits so far gives; None as long as nothing differs."""
     tried: RulesTried | None = None
+    shows_state: bool = False
+    """True if optimizer state was observed, which shows a gradient's factor."""
+    sums: OtherSums | None = None
+    """From which the gradients by other rules are."""
 
     def keep(self, pick: Pick, got: Mapping[str, Tensor]) -> None:
         """Keep the rules that give what was observed."""
@@ -169,10 +224,12 @@ class RulesTrial:
 
     Args:
         what: What is computed by these rules.
+        scenario: The case, which may not tell rules apart.
     """
 
-    def __init__(self, what: What = "update") -> None:
+    def __init__(self, what: What = "update", *, scenario: Scenario | None = None) -> None:
         self._what: What = what
+        self._scenario = scenario
         self._steps: dict[int, _Step] = {}
 
     def look(
@@ -196,6 +253,7 @@ class RulesTrial:
         if otherwise is None:
             return
         state = self._steps.setdefault(step, _Step())
+        state.shows_state |= len(got) > 1
         if state.updates is None and agrees:
             state.agreed.append(pick)
             return
@@ -218,6 +276,7 @@ class RulesTrial:
         state.tried = RulesTried(
             assumed=otherwise.assumed, tried=tried, fitting=(), what=self._what
         )
+        state.sums = getattr(otherwise, "sums", None)
         if state.updates:
             assumed = otherwise.update(otherwise.assumed)
             for earlier in state.agreed:
@@ -234,7 +293,38 @@ class RulesTrial:
         state = None if step is None else self._steps.get(step)
         if state is None or state.tried is None or state.updates is None:
             return None
-        return replace(state.tried, fitting=tuple(state.updates))
+        # Forms of the clip differ by a few units in the last place, no factor.
+        is_factor = self._what == "update" and not state.tried.assumed.startswith("clip")
+        shows_factor = state.shows_state or not is_factor
+        blind = "" if self._scenario is None else why_blind(self._scenario, shows_factor)
+        fitting = tuple(state.updates)
+        factors = {factor_of(rule, state.sums) for rule in fitting}
+        return replace(
+            state.tried,
+            fitting=fitting,
+            blind=blind,
+            factor=factors.pop() if len(factors) == 1 and self._sees(shows_factor) else "",
+        )
+
+    def _sees(self, shows_factor: bool) -> bool:
+        return shows_factor or (
+            self._scenario is not None and self._scenario.optimizer.name in SEES_FACTORS
+        )
+
+
+def why_blind(scenario: Scenario, shows_factor: bool) -> str:
+    """Say why a case does not tell rules apart; empty if it does.
+
+    Args:
+        scenario: The case that was judged.
+        shows_factor: Whether a gradient, or state that is made of it, is observed.
+    """
+    name = scenario.optimizer.name
+    if scenario.world.size == 1:
+        return "No rule is proposed: a case of one rank does not tell rules apart"
+    if not shows_factor and name not in SEES_FACTORS:
+        return f"No rule is proposed: params that {name} stepped hardly show a gradient's factor"
+    return ""
 
 
 def part_picked(part: OwnedPart) -> tuple[Pick, Mapping[str, Tensor]]:

@@ -76,6 +76,7 @@ class StepDigests:
     zeros: int
     skipped: bool
     loss_scale: float | None
+    divisor: float
     nonzero_fraction: float
     scales: Mapping[str, Tensor]  # each 0D, fp32
     data_digests: Mapping[int, str]
@@ -102,6 +103,7 @@ class StepDigests:
             "zeros": self.zeros,
             "skipped": self.skipped,
             "loss_scale": self.loss_scale,
+            "divisor": self.divisor,
             "nonzero_fraction": self.nonzero_fraction,
             "scales": {name: _as_dict(scale) for name, scale in self.scales.items()},
             "data_digests": list(self.data_digests.items()),
@@ -126,6 +128,7 @@ class StepDigests:
             zeros=data["zeros"],
             skipped=data["skipped"],
             loss_scale=data["loss_scale"],
+            divisor=data["divisor"],
             nonzero_fraction=data["nonzero_fraction"],
             scales={name: _tensor(scale) for name, scale in data["scales"].items()},
             data_digests=dict(data["data_digests"]),
@@ -186,6 +189,7 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
         zeros=taken.zeros,
         skipped=taken.skipped,
         loss_scale=taken.loss_scale,
+        divisor=taken.divisor,
         nonzero_fraction=taken.nonzero_fraction,
         scales=taken.scales,
         data_digests={rank: digest.hex() for rank, digest in taken.data_digests.items()},
@@ -246,7 +250,7 @@ class _Hashed:
         if name not in self._told:
             numerics = self.group.numerics
             self._told[name] = told_as(
-                self.taken, name, point=numerics.grads_told, dtype=numerics.told_dtype
+                self.taken, name, point=numerics.told_at, dtype=numerics.told_dtype
             )
         told = self._told[name]
         if told is None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
-from zero_sim.reference import Division, OtherSums, ReferenceStep
+from zero_sim.findings.ratio import find_ratio
+from zero_sim.reference import Division, OtherSum, OtherSums, ReferenceStep
+from zero_sim.reference.bounding import Interval
 from zero_sim.targets import Numerics
 from zero_sim.targets.numerics import GradsTold, ToldDtype
 
@@ -42,17 +44,19 @@ def told_as(
     return None if expected.skipped else torch.zeros_like(expected.masters[name])
 
 
-def in_told_dtype(grad: Tensor, expected: ReferenceStep, name: str, numerics: Numerics) -> Tensor:
-    """What a rank alone brought, as the target would tell it.
+def reported_sum(
+    other: OtherSum, expected: ReferenceStep, name: str, *, numerics: Numerics
+) -> Tensor:
+    """Return a sum at the point and in the dtype in which the target reports gradients.
 
     Args:
-        grad: What it brought.
+        other: Another sum than that of all ranks.
         expected: The step as the reference took it.
         name: The param.
-        numerics: What the target declares.
+        numerics: Declared by the target.
     """
-    like = expected.params[name].dtype
-    return _in_dtype(grad, expected.division, numerics.grads_told, numerics.told_dtype, like)
+    point, dtype = numerics.told_at, numerics.told_dtype
+    return _in_dtype(other.total, other.division, point, dtype, expected.params[name].dtype)
 
 
 def told_otherwise(
@@ -75,19 +79,55 @@ def told_otherwise(
     for point in get_args(GradsTold):
         for dtype in get_args(ToldDtype):
             other = told_as(expected, name, point=point, dtype=dtype)
-            is_declared = (point, dtype) == (numerics.grads_told, numerics.told_dtype)
+            is_declared = (point, dtype) == (numerics.told_at, numerics.told_dtype)
             if other is None or is_declared or not _is(cut(other), got):
                 continue
-            said = [f"grads_told='{point}'"] if point != numerics.grads_told else []
+            said = [f"grads_told='{point}'"] if point != numerics.told_at else []
             said += [f"told_dtype='{dtype}'"] if dtype != numerics.told_dtype else []
-            where = point.replace("-", " the ")
-            where += f" by {expected.divisor:g}" if point != "after-clip" else ""
-            where += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
-            return (
-                f"these are its bits {where}: where the system shows gradients so, declare "
-                f"Numerics({', '.join(said)})"
-            )
+            what = f"its bits {_where(point, expected.divisor)}"
+            what += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
+            return _declare(what, ", ".join(said))
+    told = told_as(expected, name, point="before-division", dtype=numerics.told_dtype)
+    if told is None or numerics.told_at != "before-division" or expected.divisor == 1:
+        return ""
+    told = cut(told)
+    alike = told.numel() == got.numel() and told.dtype == got.dtype
+    ratio = find_ratio(told, got) if alike else None
+    if ratio is not None and ratio.is_rounded and str(ratio) == f"1/{expected.divisor:g}":
+        # The target divides by another rule, too.
+        what = f"its values {_where('after-division', expected.divisor)}, but for rounding"
+        return _declare(what, "grads_told='after-division'")
     return ""
+
+
+def told_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided: bool) -> str:
+    """What to declare if a gradient lies within its bounds on the other side of the division.
+
+    Args:
+        bound: 1D; bound of the sum before it is divided.
+        got: 1D; gradient that lies outside of its bounds.
+        divisor: Divisor of the sum.
+        divided: True if the target declares that it reports gradients after the division.
+    """
+    if divisor == 1:
+        return ""
+    point: GradsTold = "before-division" if divided else "after-division"
+    if not divided:
+        bound = bound.divided_by(divisor)
+        # Rounding keeps the order of numbers, so rounded ends bound rounded quotients.
+        low, high = (end.to(got.dtype).double() for end in (bound.low, bound.high))
+        bound = replace(bound, low=low, high=high)
+    if not bool(bound.holds(got).all()):
+        return ""
+    return _declare(f"within its bounds {_where(point, divisor)}", f"grads_told='{point}'")
+
+
+def _where(point: GradsTold, divisor: float) -> str:
+    return point.replace("-", " the ") + (f" by {divisor:g}" if point != "after-clip" else "")
+
+
+def _declare(what: str, said: str) -> str:
+    return f"these are {what}.\nIf this is intended, declare Numerics({said})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,14 +181,13 @@ class _Told:
 
     def _computed(self, name: str) -> Tensor:
         grads, expected = self.grads, self.grads.expected
-        point, dtype = grads.numerics.grads_told, grads.numerics.told_dtype
+        point, dtype = grads.numerics.told_at, grads.numerics.told_dtype
         if self.rule == grads.assumed or name not in grads.sums.local.active:
             told = told_as(expected, name, point=point, dtype=dtype)
             assert told is not None, "gradients after the clip are not explained"
             return told
         other = grads.sums.sum(self.rule, name)
-        like = expected.params[name].dtype
-        return _in_dtype(other.total, other.division, point, dtype, like)
+        return reported_sum(other, expected, name, numerics=grads.numerics)
 
 
 def _in_dtype(

@@ -78,7 +78,7 @@ class Trajectory:
                 frozen(each),
                 other_sums=None,
                 otherwise=None,
-                brought=(),
+                mistakes=None,
                 masters_before={},
                 params_before={},
             )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from zero_sim.findings.dataflow import of_first_step, sort_and_merge
-from zero_sim.findings.records import BufferMap, CaseResult, Finding
+from zero_sim.findings.records import BufferMap, CaseResult, Finding, Scope
 from zero_sim.judge import guards
 from zero_sim.judge.expected import settle
 from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
 from zero_sim.judge.judge_report import JudgeReport
-from zero_sim.judge.rules import rules_together, with_rules
+from zero_sim.judge.rules import UPDATED, rules_together, with_rules
+from zero_sim.reference import settings_in_words
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import FaultRecord
+from zero_sim.targets.adapt import DIVISION, GRADIENTS, PARTS
 from zero_sim.workloads import EXACT_MODELS
 
 
@@ -51,16 +53,19 @@ class Observations:
         return (*with_rules(sort_and_merge(found), rules), *self.failures)
 
     def buffer_map(self) -> BufferMap | None:
-        """The buffer of the first finding, or of another one where that lies in none."""
-        found, drawn = (
-            self.findings(),
-            [buffer_map for buffer_map in self.buffer_maps if buffer_map is not None],
-        )
-        for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False):
-            identities = [finding.identity for finding in judged.findings]
-            if buffer_map is not None and found and found[0].identity in identities:
-                return buffer_map
-        return next(iter(drawn), None)
+        """The buffer of the first finding that lies in one."""
+        drawn = [
+            (judged, buffer_map)
+            for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False)
+            if buffer_map is not None
+        ]
+        for finding in self.findings():
+            for judged, buffer_map in drawn:
+                identities = [each.identity for each in judged.findings]
+                # Another group has another buffer, though the same check finds something there.
+                if buffer_map.check == finding.check and finding.identity in identities:
+                    return buffer_map
+        return None
 
 
 def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
@@ -70,7 +75,7 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
         scenario: The case that is judged.
         observations: What came of it.
     """
-    found = observations.findings()
+    found = _with_settings(observations.findings(), scenario)
     if not found:
         found = tuple(_check_accuracy(scenario, observations.accuracy))
     # A run that went wrong has said nothing yet about how much a pass would have meant.
@@ -78,6 +83,7 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
     verdict, findings, reached = settle(
         scenario.expect.finding, found=found, doubts=doubts, faults=observations.faults
     )
+    unobserved = _unobserved(observations)
     owed = sum((judged.owed for judged in observations.judged), start=Counter[Guarantee]())
     notes = [*reached, *_notes(observations, agreed=not found), *observations.notes]
     if scenario.model.name in EXACT_MODELS or not scenario.world.order_known:
@@ -92,11 +98,23 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
         notes=tuple(notes),
         owed={str(row): count for row, count in sorted(owed.items())},
         compared_elems=sum(judged.compared_elems for judged in observations.judged),
-        unobserved=_unobserved(observations),
+        unobserved=unobserved,
+        scope=_scope(unobserved),
         collectives=observations.collectives,
         log_digest=observations.log_digest,
         strip=observations.buffer_map() if findings else None,
     )
+
+
+def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Finding, ...]:
+    """Findings, the first one of an update with what the reference stepped with."""
+    first = next((finding for finding in found if finding.check in UPDATED), None)
+    if first is None or first.step is None:
+        return tuple(found)
+    spec = scenario.optimizer
+    settings = settings_in_words(spec, step=first.step, param=first.param)
+    detail = "\n".join(filter(None, [f"reference: {settings}", first.detail]))
+    return tuple(replace(each, detail=detail) if each is first else each for each in found)
 
 
 def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:
@@ -115,6 +133,11 @@ def _unobserved(observations: Observations) -> tuple[str, ...]:
     return tuple(
         sorted(frozenset[str]().union(*(judged.unobserved for judged in observations.judged)))
     )
+
+
+def _scope(unobserved: Collection[str]) -> Scope:
+    is_hidden = PARTS in unobserved and not {GRADIENTS, DIVISION}.isdisjoint(unobserved)
+    return "params-only" if is_hidden else "full"
 
 
 def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -74,6 +74,30 @@ def check_casts(
         if comparer.differs(cast, working):
             at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
             yield findings.differing(at, cast, working)
+
+
+def check_repeated(
+    repeated: Iterable[tuple[str, str, Tensor]],
+    params: Mapping[str, Tensor],
+    *,
+    comparer: Comparer,
+    step: int,
+    rank: int,
+) -> Iterator[Finding]:
+    """Check that a param that is told under two names, such as a tied one, is one param.
+
+    Args:
+        repeated: The param, the name under which it was told again, and the values there.
+        params: All that was told, each once.
+        comparer: Counts what is compared.
+        step: After which step.
+        rank: The rank, within the judged group.
+    """
+    for name, other, values in repeated:
+        if comparer.differs(params[name], values):
+            at = findings.param(step, rank, name)
+            message = f"the engine has this param once more as {other!r}, with other values"
+            yield findings.differing(replace(at, message=message), params[name], values)
 
 
 def check_untrained(

@@ -30,6 +30,7 @@ from zero_sim.mutants import (
     whole_params,
 )
 from zero_sim.mutants.records import CLASSES, Mutant
+from zero_sim.scenario.suggest import did_you_mean
 
 
 def _in(module: ModuleType) -> list[Mutant]:
@@ -105,8 +106,8 @@ def find_mutants(
     unknown = [wanted for wanted in ids if wanted not in known]
     if unknown:
         raise UsageError(
-            f"expected ids of mutants, some of {', '.join(sorted(known))}; got "
-            f"{', '.join(map(repr, unknown))}"
+            f"expected ids of mutants, such as {min(known)} or {max(known)}, got "
+            f"{', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], sorted(known))}"
         )
     if kind is not None and kind not in CLASSES:
         raise UsageError(f"expected a class, one of {', '.join(CLASSES)}; got {kind!r}")

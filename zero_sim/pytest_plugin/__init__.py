@@ -86,6 +86,12 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARK}(size, **world): run the test on every rank of a world of this size; the rest is "
         "handed to zero_sim.sim.World.",
     )
+    for path in config.getini("zero_sim_scenarios"):
+        if not path.exists():
+            raise pytest.UsageError(
+                f"expected zero_sim_scenarios to name files and folders, got {path}, where there "
+                "is nothing. Check the path in the ini file."
+            )
     config.stash[RESOURCES] = SessionResources(config)
 
 

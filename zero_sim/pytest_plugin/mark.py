@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import inspect
+import operator
 import unittest
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,21 +11,12 @@ from typing import Any
 
 import pytest
 
+from zero_sim.errors import UsageError
+from zero_sim.host.arguments import WORLD_SETTINGS, check_kind, is_of_kind, unrun_function
+
 MARK = "world_size"
 WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
 _HINT = f"Try @pytest.mark.{MARK}(4)."
-KINDS: Mapping[str, tuple[str, tuple[type[Any], ...]]] = {
-    "order": ("a name", (str,)),
-    "schedule": ("a name or a recipe", (object,)),
-    "timing": ("a name", (str,)),
-    "seed": ("an integer", (int,)),
-    "depth": ("an integer", (int,)),
-    "races": ("True or False", (bool,)),
-    "stall_seconds": ("a number", (int, float)),
-    "strict": ("True or False", (bool,)),
-    "faults": ("a list", (list, tuple)),
-}
-"""What a setting may be; which values of it, the world itself decides."""
 _SIZE_WORDS = ("size", "world_size", "n", "ranks", "nprocs", "num_ranks")
 
 
@@ -85,27 +76,27 @@ def _closest(item: pytest.Item) -> list[pytest.Mark]:
 def _read(item: pytest.Item, mark: pytest.Mark) -> Wanted:
     got = _show(mark)
     for name, value in mark.kwargs.items():
-        if name not in KINDS:
+        if name not in WORLD_SETTINGS:
             raise Refused(item, f"{got}: there is no setting {name!r}{_meant(name)}")
-        expected, kinds = KINDS[name]
-        # A bool is an int to Python, but no seed.
-        if not isinstance(value, kinds) or (isinstance(value, bool) and int in kinds):
-            raise Refused(item, f"{got}: expected {name} to be {expected}, got {value!r}.")
-    size = mark.args[0] if len(mark.args) == 1 else None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        try:
+            check_kind(name, value, WORLD_SETTINGS[name])
+        except UsageError as error:
+            raise Refused(item, f"{got}: {error}.") from None
+    size: Any = mark.args[0] if len(mark.args) == 1 else None
+    if not is_of_kind(size, "an integer") or size < 1:
         more = " What else it takes is given by name." if len(mark.args) > 1 else ""
         raise Refused(
             item,
             f"{got}: expected the number of ranks, one positive integer.{more} {_HINT}",
         )
-    return Wanted(size=size, settings=dict(mark.kwargs))
+    return Wanted(size=operator.index(size), settings=dict(mark.kwargs))
 
 
 def _meant(name: str) -> str:
-    known = ", ".join(KINDS)
+    known = ", ".join(WORLD_SETTINGS)
     if name in _SIZE_WORDS:
         return f". The number of ranks comes first and without a name. {_HINT}"
-    near = difflib.get_close_matches(name.lower(), list(KINDS), n=1)
+    near = difflib.get_close_matches(name.lower(), list(WORLD_SETTINGS), n=1)
     return f"; did you mean {near[0]!r}? It takes {known}." if near else f". It takes {known}."
 
 
@@ -131,9 +122,10 @@ def _check_kind(item: pytest.Item) -> None:
             f"{item.cls.__name__}, a unittest.TestCase, which would run outside of any world. "
             "Try a plain class, with fixtures in place of setUp, and `rank` as an argument.",
         )
-    if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
+    unrun = unrun_function(item.obj)
+    if unrun == "an async def function":
         raise Refused(item, f"{is_async()} Try a plain function that calls asyncio.run(...).")
-    if inspect.isgeneratorfunction(item.obj):
+    if unrun is not None:
         raise Refused(item, "expected a test function under the mark, got one that yields.")
     if type(item).runtest is not pytest.Function.runtest:
         raise Refused(

@@ -10,7 +10,6 @@ a pass is left to who asked.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import random
 from collections.abc import Generator, Mapping
@@ -87,12 +86,10 @@ def run_on_processes(resources: SessionResources, item: pytest.Function, wanted:
 
 
 def _check_settings(item: pytest.Function, wanted: Wanted) -> None:
-    from zero_sim.sim.world.world import check_settings
+    from zero_sim.sim.world.settings import check_settings
 
-    names = inspect.signature(check_settings).parameters
-    chosen = {name: value for name, value in wanted.settings.items() if name in names}
     try:
-        check_settings(world_size=wanted.size, **chosen)
+        check_settings(wanted.size, wanted.settings)
     except UsageError as error:
         raise Refused(item, f"{error}.") from None
     if wanted.settings.get("faults"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 from zero_sim.errors import EnvironmentProblem, UsageError
+from zero_sim.host.arguments import unrun_result
 from zero_sim.pytest_plugin.mark import Refused, Wanted, check_arguments, is_async
 from zero_sim.pytest_plugin.resources import SessionResources
 
@@ -55,11 +56,10 @@ def _check_returned(item: pytest.Function, returned: object) -> None:
     """Refuse a test whose body may not have run, or that returns what it should have asserted."""
     if returned is None:
         return
-    if inspect.iscoroutine(returned):
-        returned.close()
-    if hasattr(returned, "__await__") or hasattr(returned, "__aiter__"):
+    unrun = unrun_result(returned)
+    if unrun == "an async def function":
         raise Refused(item, f"{is_async()} Try a plain function that calls asyncio.run(...).")
-    if inspect.isgenerator(returned):
+    if unrun is not None:
         raise Refused(item, "expected a test function, got a generator, whose body never ran.")
     raise Refused(
         item,

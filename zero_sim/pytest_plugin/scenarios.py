@@ -53,6 +53,7 @@ class ScenarioCase(pytest.Item):
         result = resources.judge(self.scenario)
         self.user_properties += [
             ("zero_sim.verdict", result.verdict),
+            ("zero_sim.scope", result.scope),
             ("zero_sim.compared_elems", result.compared_elems),
         ]
         if result.verdict == "pass":
@@ -60,7 +61,7 @@ class ScenarioCase(pytest.Item):
         reproduce, replay, bundle = self._reproduce(), "", ""
         self.user_properties.append(("zero_sim.reproduce", reproduce))
         try:
-            bundle = resources.write_bundle(self.scenario, result)
+            bundle = resources.write_bundle(result.twin or self.scenario, result)
         except OSError as error:
             # A full disk must not cost the case its verdict.
             said = f"no bundle in {resources.bundles}: {error.strerror}"
@@ -79,7 +80,7 @@ class ScenarioCase(pytest.Item):
 
             return render_case(
                 error.result,
-                case=to_chosen_toml(self.scenario),
+                case=to_chosen_toml(error.result.twin or self.scenario),
                 reproduce=error.reproduce,
                 replay=error.replay,
             )

@@ -10,10 +10,12 @@ from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, takes_root
 from zero_sim.reference.computed import computed_from, computed_of_system
 from zero_sim.reference.division import AVERAGES, DIVIDE_RULES, DivideRule, Division, quotient
 from zero_sim.reference.following import Follower
-from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm
+from zero_sim.reference.mistakes import Mistakes
+from zero_sim.reference.norms import NORMS, ROOTED, Holding, Holdings, Norm, norms_of_shard
 from zero_sim.reference.oracle import Reference, ReferenceStep, Standing, step_together
-from zero_sim.reference.other_sums import OtherSums
+from zero_sim.reference.other_sums import OtherSum, OtherSums
 from zero_sim.reference.otherwise import OtherUpdate, Otherwise
+from zero_sim.reference.partial_sums import PartialSum, partial_sums
 from zero_sim.reference.placement import Addresses, MemoryLayout, memory_layout_of
 from zero_sim.reference.quantization import encode
 from zero_sim.reference.ranks import Orders
@@ -27,6 +29,7 @@ from zero_sim.reference.rules import (
     Sync,
     Unused,
 )
+from zero_sim.reference.stepping import settings_in_words
 
 __all__ = [
     "AVERAGES",
@@ -51,13 +54,16 @@ __all__ = [
     "Holdings",
     "Interval",
     "MemoryLayout",
+    "Mistakes",
     "NonFinite",
     "NonFiniteRule",
     "Norm",
     "Orders",
+    "OtherSum",
     "OtherSums",
     "OtherUpdate",
     "Otherwise",
+    "PartialSum",
     "Reference",
     "ReferenceStep",
     "Rules",
@@ -70,7 +76,10 @@ __all__ = [
     "computed_of_system",
     "encode",
     "memory_layout_of",
+    "norms_of_shard",
+    "partial_sums",
     "quotient",
+    "settings_in_words",
     "step_together",
     "takes_root",
 ]

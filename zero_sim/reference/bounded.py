@@ -49,7 +49,7 @@ class BoundedStep:
     """What `grads` are yet to be divided by: 1 but for `post`."""
     active: frozenset[str]
     """Names of the params that are trained in this step."""
-    params: Mapping[str, Tensor]  # each ND, working dtype
+    params_before: Mapping[str, Tensor]  # each ND, working dtype
     """The working params that the step began with; live."""
     norm_min: Tensor  # 0D, fp32
     norm: Tensor  # 0D, fp32
@@ -144,7 +144,7 @@ class BoundedReference:
             order_free={name: bound.certified for name, bound in bounds.items()},
             divisor=local.divisor,
             active=frozenset(local.active),
-            params=self._ranks.params(),
+            params_before=self._ranks.params(),
             norm_min=norms[0],
             norm=norms[1],
             zeros_min=zeros[0],

@@ -14,7 +14,7 @@ fp32, and a form of clipping that takes the root takes that of this sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_sim.reference.adding import AddOrder, add_ranks
-from zero_sim.reference.gradient import Measure
+from zero_sim.reference.gradient import Measure, measure
 
 Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "told"]
 """What a norm is rounded from: one fp64 sum over all elements, which every order of adding gives;
@@ -145,6 +145,36 @@ def squares_of_holdings(
             each = [torch.linalg.vector_norm(part) for _, part in parts]
             squares.append(torch.linalg.vector_norm(torch.stack(each)).square())
     return add_ranks(squares, order=order) if squares else zero
+
+
+def norms_of_shard(
+    grads: Mapping[str, Tensor], holding: Sequence[Holding], *, rank: int, shard_count: int
+) -> Iterator[Tensor]:
+    """Return 0-D fp32 norms that a rank may take of its own shard alone.
+
+    Args:
+        grads: fp32, by param that has a gradient.
+        holding: What the rank owns; empty if nobody reported it: then shards of equal size are
+            supposed, of all params behind one another, or of each by rows or elements.
+        rank: The rank among those that share the params.
+        shard_count: Number of these ranks.
+    """
+    shards = [[_part(grads, each) for each in holding if each.param in grads]]
+    if not holding and grads:
+        flat = torch.cat([grad.reshape(-1) for grad in grads.values()])
+        shards = [[_dealt(flat, rank, shard_count)]]
+        for rows in (torch.atleast_1d, torch.flatten):
+            shards.append([_dealt(rows(grad), rank, shard_count) for grad in grads.values()])
+    for parts in filter(None, shards):
+        yield measure(torch.cat([part.reshape(-1) for part in parts])).norm
+        yield torch.linalg.vector_norm(torch.cat([part.reshape(-1) for part in parts]))
+        yield norm_of_params(parts)
+
+
+def _dealt(tensor: Tensor, rank: int, shard_count: int) -> Tensor:
+    """A rank's share of the rows, where all but the last ones have as many as the first."""
+    rows = -(-tensor.size(0) // shard_count)
+    return tensor[rank * rows : (rank + 1) * rows]
 
 
 def _part(grads: Mapping[str, Tensor], held: Holding) -> Tensor:

@@ -7,14 +7,12 @@ It knows no buckets, shards, buffers or collectives. Where an order of addition 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
-from zero_sim.reference.certificate import certify
 from zero_sim.reference.clipping import clip_is_certified
 from zero_sim.reference.division import Division, quotient
 from zero_sim.reference.gradient import (
@@ -24,6 +22,7 @@ from zero_sim.reference.gradient import (
     measure_together,
     unflatten,
 )
+from zero_sim.reference.mistakes import Mistakes, StepHistory
 from zero_sim.reference.norms import Holdings, Norm, measure_by
 from zero_sim.reference.one_device import OneDevice
 from zero_sim.reference.other_sums import OtherSums
@@ -101,11 +100,10 @@ class ReferenceStep:
     """First NaN or infinity among the local gradients; None if there is none."""
     lost: str | None
     """Name of the first param whose master is not finite after the step; None if all are."""
-    brought: Sequence[Mapping[str, Tensor]]  # each ND, grad dtype
-    """By rank and param: what the rank brought to the last sum of the step; empty, as the next two,
-    where that is more than `KEPT_ELEMS_MAX` elements."""
+    mistakes: Mistakes | None
+    """What the update would have come to by known mistakes; None of more than `KEPT_ELEMS_MAX`."""
     masters_before: Mapping[str, Tensor]  # each ND, fp32
-    """What `masters` were before the step."""
+    """What `masters` were before the step; empty, as the next, of more than `KEPT_ELEMS_MAX`."""
     params_before: Mapping[str, Tensor]  # each ND, working dtype
     """What `params` were before the step."""
 
@@ -147,6 +145,15 @@ class BegunStep:
     """As in `ReferenceStep`."""
     nonzero_fraction: float
     nonfinite: NonFinite | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taken:
+    """An update, each field as in `ReferenceStep`; by default of a step that is skipped."""
+
+    stepped: Mapping[str, Tensor] = field(default_factory=dict)
+    otherwise: Otherwise | None = None
+    mistakes: Mistakes | None = None
 
 
 class Reference:
@@ -192,6 +199,7 @@ class Reference:
         self._elems = sum(master.numel() for master in self._stepper.masters.values())
         kept = self._elems * scenario.world.size * scenario.run.micro_batches
         self._keeps_micro = kept <= KEPT_ELEMS_MAX
+        self._history = StepHistory(self._stepper.masters, elems_max=KEPT_ELEMS_MAX)
         self.tells_grads = True
         """Whether reduced gradients are compared; where not, updates are explained from them."""
         self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
@@ -251,11 +259,11 @@ class Reference:
         Raises:
             UsageError: The model or the optimizer is another one.
         """
-        for field in ("model", "optimizer"):
-            before, after = getattr(self._scenario, field), getattr(scenario, field)
+        for name in ("model", "optimizer"):
+            before, after = getattr(self._scenario, name), getattr(scenario, name)
             if before != after:
                 raise UsageError(
-                    f"expected a scenario that goes on with {field} = {before}, got {after}. "
+                    f"expected a scenario that goes on with {name} = {before}, got {after}. "
                     "Try changing only `world`, `system`, `data` and `run`."
                 )
         self._scenario = scenario
@@ -268,6 +276,7 @@ class Reference:
             on_host = scenario.system.offload_state
             self._stepper = Stepper(spec, params=self._stepper.masters, on_host=on_host)
             self._loss_scale = None if spec.loss_scale is None else LossScale(spec.loss_scale)
+            self._history = StepHistory(self._stepper.masters, elems_max=KEPT_ELEMS_MAX)
         self._write_params()
 
     def standing(self) -> Standing:
@@ -351,7 +360,7 @@ class Reference:
             flat=flat,
             one_device=one_device,
             measured=measured,
-            order_free=_certify(local) if measured.finite and is_exact else None,
+            order_free=local.certify() if measured.finite and is_exact else None,
             nonzero_fraction=nonzero_fraction,
             nonfinite=nonfinite,
         )
@@ -382,18 +391,13 @@ class Reference:
         skipped = skips and not measured.finite
         if self._rules.norm == "told" and told is not None:
             measured = replace(measured, norm=told, norm_certified=True)
-        stepped: Mapping[str, Tensor] = {}
-        norm_max, otherwise = self._scenario.optimizer.clip_norm, None
+        norm_max = self._scenario.optimizer.clip_norm
         keeps = self._elems * len(local.replays) <= KEPT_ELEMS_MAX
         masters_before = _copied(self._stepper.masters) if keeps else {}
         params_before = _copied(self._ranks.params()) if keeps else {}
+        taken = _Taken()
         if not skipped:
-            with isolated():
-                if keeps:
-                    otherwise = self._otherwise(begun, measured=measured, before=masters_before)
-                stepped = self._update(
-                    begun.flat, measured=measured, active=local.active, factor=factor
-                )
+            taken = self._take(begun, measured=measured, before=masters_before)
         if self._loss_scale is not None:
             self._loss_scale.update(finite=measured.finite)
         self._next_step += 1
@@ -406,7 +410,7 @@ class Reference:
             one_device=begun.one_device,
             divisor=local.divisor,
             division=local.division,
-            stepped=stepped,
+            stepped=taken.stepped,
             masters=self._stepper.masters,
             params=self._ranks.params(),
             scales=dict(self._scales),
@@ -416,7 +420,7 @@ class Reference:
             norm_certified=measured.norm_certified,
             clip_certified=clip_certified,
             other_sums=begun.other_sums,
-            otherwise=otherwise,
+            otherwise=taken.otherwise,
             zeros=measured.zeros,
             skipped=skipped,
             loss_scale=scale,
@@ -425,10 +429,28 @@ class Reference:
             data_digests=local.data_digests,
             nonfinite=begun.nonfinite,
             lost=self._stepper.find_nonfinite(),
-            brought=local.brought() if keeps else (),
+            mistakes=taken.mistakes,
             masters_before=masters_before,
             params_before=params_before,
         )
+
+    def _take(self, begun: BegunStep, *, measured: Measure, before: Mapping[str, Tensor]) -> _Taken:
+        """Update, and keep what explains another update; `before` is empty where that is much."""
+        otherwise, active, step = None, begun.local.active, self._next_step
+        factor = lr_factor(self._scenario.optimizer, step=step)
+        with isolated():
+            if before:
+                otherwise = self._otherwise(begun, measured=measured, before=before)
+            stepped = self._update(begun.flat, measured=measured, active=active, factor=factor)
+        mistakes = self._history.add(
+            step,
+            stepped,
+            scenario=self._scenario,
+            working=self._ranks.form(self._scales),
+            holdings=self._holdings,
+            otherwise=otherwise,
+        )
+        return _Taken(stepped=stepped, otherwise=otherwise, mistakes=mistakes)
 
     def _build_one_device(self) -> OneDevice | None:
         if not self._scenario.expect.one_device:
@@ -470,14 +492,14 @@ class Reference:
         Before the first step there is no state but the masters, so that nothing has to be copied.
         """
         spec, local, step = self._scenario.optimizer, begun.local, self._next_step
-        on_host = self._scenario.system.offload_state
         clips = spec.clip_norm is not None and not bool(measured.norm < spec.clip_norm / 2)
         unused, flat = self._other_params(local), begun.flat
-        is_first = step == 0
-        stepper = partial(Stepper, spec, params=before, on_host=on_host)
         if clips or unused or not self.tells_grads:
             stepper = self._stepper.fork().fork
-        elif not is_first:
+        elif step == 0:
+            on_host = self._scenario.system.offload_state
+            stepper = partial(Stepper, spec, params=before, on_host=on_host)
+        else:
             return None
         if clips or spec.clip_value is not None:
             flat = flat.clone()
@@ -497,8 +519,8 @@ class Reference:
             followed=self._rules,
             order=self._scenario.world.order,
             factor=lr_factor(spec, step=step),
-            dtypes={name: param.dtype for name, param in self._ranks.params().items()},
-            scales=dict(self._scales),
+            working=self._ranks.form(self._scales),
+            holdings=self._holdings,
         )
 
     def _other_params(self, local: Contributions) -> tuple[str, ...]:
@@ -574,22 +596,3 @@ def step_together(
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _certify(local: Contributions) -> dict[str, Tensor]:
-    """Certify each param's sum: of what every micro-batch of every rank brings.
-
-    What ranks divide before the sum may be no multiple of a unit any more; then the quotients that
-    they contribute are what is added.
-    """
-    division, replays = local.division, local.replays
-    split = [replay.rounds if division.is_before else replay.micro_grads for replay in replays]
-    contributions = [grads for rank in split for grads in rank]
-    certified: dict[str, Tensor] = {}
-    for name, zero in replays[0].rounds[0].items():
-        # Of every micro-batch they are in its own dtype.
-        terms = [grads[name].to(zero.dtype) for grads in contributions if name in grads]
-        if division.is_before:
-            terms = [division.before(term) for term in terms]
-        certified[name] = certify(terms or [torch.zeros_like(zero)])
-    return certified

@@ -6,7 +6,7 @@ in each micro-batch, so that nothing is replayed for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_sim.reference.adding import SumSpan
 from zero_sim.reference.division import DIVIDE_RULES, DivideBy, Division, count_contributions
 from zero_sim.reference.ranks import Adding, Contributions, Orders, Ranks
 from zero_sim.reference.replay import RankReplay
@@ -127,11 +128,7 @@ class OtherSums:
         rules = self.rules_of(rule)
         replays = [self._rounds(replay, name, rules) for replay in self.local.replays]
         local = self.ranks.contributions([name], replays, rules)
-        total = local.reduce_param(name, self.adding, spans=self.orders.get(name))
-        division = local.division
-        if division.each_round:
-            division = replace(division, how="none", first=None)
-        return OtherSum(total=total, division=division)
+        return _summed(local, name, self.adding, spans=self.orders.get(name))
 
     def rules_of(self, rule: str) -> Rules:
         """The rules of the reference that are declared so."""
@@ -150,6 +147,51 @@ class OtherSums:
             plain["predivide_by"] = None
         return replace(rules, **plain)
 
+    def divisor_of(self, rule: str) -> float | None:
+        """What the mean is divided by in all, by a rule; None if the rule is of something else.
+
+        Args:
+            rule: One of `singles` or `pairs`, or any other.
+        """
+        if rule not in self._changes:
+            return None
+        rules = self.rules_of(rule)
+        division = self.ranks.contributions(self.local.active, self.local.replays, rules).division
+        return 1 if division.how == "none" else division.count
+
+    def part_of_sum(
+        self,
+        name: str,
+        *,
+        micros: Collection[int] | None = None,
+        rank: int | None = None,
+        is_divided: bool = True,
+    ) -> OtherSum | None:
+        """The gradient of a param by a system that leaves out some of what is to be added.
+
+        Args:
+            name: The param, one that is trained in the step.
+            micros: The micro-batches that it adds; None for all.
+            rank: The one rank that it adds; None for all.
+            is_divided: Whether it is divided as the sum of all would be.
+
+        Returns:
+            None if that rank does not hold the param.
+        """
+        replays = [each for each in self.local.replays if name in each.rounds[0]]
+        if rank is not None:
+            replays = [each for each in replays if each is self.local.replays[rank]]
+        if not replays:
+            return None
+        rounds = [self._rounds(each, name, self.followed, micros=micros) for each in replays]
+        division = self.local.division if is_divided else Division(how="none", count=1)
+        local = self.ranks.contributions([name], rounds, self.followed)
+        local = replace(local, division=division)
+        adding, spans = self.adding, self.orders.get(name)
+        if rank is not None:
+            adding, spans = Adding(order="linear"), None
+        return _summed(local, name, adding, spans=spans)
+
     def _count(self, by: DivideBy) -> float:
         return count_contributions(
             by,
@@ -158,8 +200,15 @@ class OtherSums:
             rows=sum(replay.rows for replay in self.local.replays),
         )
 
-    def _rounds(self, replay: RankReplay, name: str, rules: Rules) -> RankReplay:
-        """What a rank would have brought of one param."""
+    def _rounds(
+        self,
+        replay: RankReplay,
+        name: str,
+        rules: Rules,
+        *,
+        micros: Collection[int] | None = None,
+    ) -> RankReplay:
+        """What a rank would have brought of one param, from all micro-batches or some."""
         sync, accumulate, reduce = self.ranks.how(rules)
         dtype = dtype_named(accumulate if sync == "last" else reduce)
         if name not in replay.rounds[0]:
@@ -169,7 +218,7 @@ class OtherSums:
         rounds: list[Tensor | None] = [None] * sums
         for micro, grads in enumerate(replay.micro_grads):
             grad = grads.get(name)
-            if grad is not None:
+            if grad is not None and (micros is None or micro in micros):
                 term = grad if dtype is None else grad.to(dtype)
                 held = rounds[micro % sums]
                 rounds[micro % sums] = term if held is None else held + term
@@ -179,6 +228,16 @@ class OtherSums:
     def _own(self, replay: RankReplay, name: str, dtype: torch.dtype | None) -> torch.dtype:
         own = next((grads[name].dtype for grads in replay.micro_grads if name in grads), None)
         return dtype or own or replay.rounds[0][name].dtype
+
+
+def _summed(
+    local: Contributions, name: str, adding: Adding, *, spans: Sequence[SumSpan] | None
+) -> OtherSum:
+    division = local.division
+    total = local.reduce_param(name, adding, spans=spans)
+    if division.each_round:
+        division = replace(division, how="none", first=None)
+    return OtherSum(total=total, division=division)
 
 
 def said_of(change: Change) -> str:

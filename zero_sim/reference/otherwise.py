@@ -13,9 +13,9 @@ from zero_sim.reference.adding import POSITION_FREE, AddOrder
 from zero_sim.reference.clipping import CLIP_FORMS, ClipForm, clip_factor, takes_root
 from zero_sim.reference.division import quotient
 from zero_sim.reference.gradient import Measure, flatten_wide, unflatten
-from zero_sim.reference.norms import NORMS, ROOTED
-from zero_sim.reference.other_sums import OtherSums
-from zero_sim.reference.quantization import encode, scale_for
+from zero_sim.reference.norms import NORMS, ROOTED, Holdings
+from zero_sim.reference.other_sums import OtherSum, OtherSums
+from zero_sim.reference.quantization import WorkingParams
 from zero_sim.reference.replay import isolated
 from zero_sim.reference.rules import ClipFunction, Rules, clip_by_rule_
 from zero_sim.reference.stepping import Stepper
@@ -61,10 +61,9 @@ class Otherwise:
     """In which calls add over the ranks."""
     factor: float
     """What learning rates are multiplied by."""
-    dtypes: Mapping[str, torch.dtype]
-    """By param: of the working ones."""
-    scales: Mapping[str, Tensor]
-    """Of params in fp8, before the step."""
+    working: WorkingParams
+    holdings: Callable[[], Holdings]
+    """Gives the parts of params that each rank owns; none if nobody reported them."""
 
     @property
     def assumed(self) -> str:
@@ -108,16 +107,35 @@ class Otherwise:
             if rule != self.assumed:
                 form = next((f for f in self._forms() if _declared(f) in rule), form)
                 grads, measured = self._gradient(rule)
-            flat = flatten_wide(grads, names=list(grads)).clone()
-            stepper = self.before()
-            if self.clip_value is not None:
-                flat.clamp_(-self.clip_value, self.clip_value)
-            if self.clip_norm is not None:
-                rules = replace(self.followed, clip=form)
-                clip_by_rule_(flat, measured=measured, norm_max=self.clip_norm, rules=rules)
-            stepper.step(unflatten(flat, like=grads), factor=self.factor)
-            masters = stepper.masters
-            params = {name: self._cast(name, masters[name], grads) for name in masters}
+            return self._taken(grads, measured, form=form)
+
+    def update_by(self, sums: Mapping[str, OtherSum]) -> OtherUpdate:
+        """Take the update anew from other gradients, by the rules that were assumed.
+
+        Args:
+            sums: By param; one without an entry keeps its value.
+        """
+        with isolated():
+            grads = {name: self._wide(sums[name]) for name in self.grads if name in sums}
+            measured = self.measure(flatten_wide(grads, names=list(grads)), active=list(grads))
+            return self._taken(grads, measured, form=self.followed.clip)
+
+    def _taken(
+        self, grads: Mapping[str, Tensor], measured: Measure, *, form: ClipForm | ClipFunction
+    ) -> OtherUpdate:
+        flat = flatten_wide(grads, names=list(grads)).clone()
+        stepper = self.before()
+        if self.clip_value is not None:
+            flat.clamp_(-self.clip_value, self.clip_value)
+        if self.clip_norm is not None:
+            rules = replace(self.followed, clip=form)
+            clip_by_rule_(flat, measured=measured, norm_max=self.clip_norm, rules=rules)
+        stepper.step(unflatten(flat, like=grads), factor=self.factor)
+        masters = stepper.masters
+        params = {
+            name: self.working.cast(name, masters[name], is_stepped=name in grads)
+            for name in masters
+        }
         return OtherUpdate(masters=masters, state=stepper.state(), params=params)
 
     def _gradient(self, rule: str) -> tuple[dict[str, Tensor], Measure]:
@@ -140,7 +158,10 @@ class Otherwise:
 
     def _summed(self, rule: str, name: str) -> Tensor:
         assert self.sums is not None
-        other = self.sums.sum(rule, name)
+        return self._wide(self.sums.sum(rule, name))
+
+    def _wide(self, other: OtherSum) -> Tensor:
+        """The fp32 gradient that comes of a sum."""
         total, division = other.total, other.division
         if division.is_rounded:
             total = division.after(total)
@@ -155,20 +176,15 @@ class Otherwise:
         flat = flatten_wide(self.grads, names=list(self.grads))
         # Where an order depends on positions, nothing is known of a call that adds squares.
         known = NORMS if self.order in POSITION_FREE else ("of-elements", "of-params")
-        others = [norm for norm in known if norm not in (self.followed.norm, "told")]
+        unknown = () if any(self.holdings()) else ("of-own-params", "of-shards")
+        left_out = (self.followed.norm, "told", *unknown)
+        others = [norm for norm in known if norm not in left_out]
         with isolated():
             found = {
                 f"norm = {norm!r}": self.measure(flat, active=list(self.grads), norm=norm).norm
                 for norm in others
             }
             return found | {rule: self._gradient(rule)[1].norm for rule in self._divisions}
-
-    def _cast(self, name: str, master: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
-        dtype = self.dtypes[name]
-        if name not in self.scales:
-            return master.to(dtype)
-        scale = scale_for(master, dtype=dtype) if name in grads else self.scales[name]
-        return encode(master, scale=scale, dtype=dtype)
 
     def _forms(self) -> Sequence[ClipForm]:
         if not self._clips:

@@ -9,6 +9,8 @@ is 1. Values outside the format become its greatest number, with their sign.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -50,3 +52,27 @@ def scale_for(master: Tensor, *, dtype: torch.dtype) -> Tensor:
     while amax / scale > greatest and 2 * scale * greatest <= fp32_max:
         scale *= 2
     return torch.tensor(scale, dtype=torch.float32, device=master.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingParams:
+    """The form of the working params."""
+
+    dtypes: Mapping[str, torch.dtype]
+    """By param."""
+    scales: Mapping[str, Tensor]
+    """Of params in fp8, before the step."""
+
+    def cast(self, name: str, master: Tensor, *, is_stepped: bool) -> Tensor:
+        """Return the working param of a master.
+
+        Args:
+            name: Of the param.
+            master: fp32.
+            is_stepped: Whether the step moved it, which gives a param in fp8 another scale.
+        """
+        dtype = self.dtypes[name]
+        if name not in self.scales:
+            return master.to(dtype)
+        scale = scale_for(master, dtype=dtype) if is_stepped else self.scales[name]
+        return encode(master, scale=scale, dtype=dtype)

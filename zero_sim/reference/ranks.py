@@ -10,9 +10,10 @@ from torch import Tensor
 
 from zero_sim.errors import ModelError, ScenarioError, UsageError
 from zero_sim.reference.adding import AddOrder, SumSpan, add_block_sums, add_blocks, add_replicas
+from zero_sim.reference.certificate import certify
 from zero_sim.reference.division import Division, count_contributions
 from zero_sim.reference.placement import Addresses, MemoryLayout, move_params
-from zero_sim.reference.quantization import decode, encode, find_scales
+from zero_sim.reference.quantization import WorkingParams, decode, encode, find_scales
 from zero_sim.reference.replay import NonFinite, RankReplay, Replayer
 from zero_sim.reference.rules import GradDtype, Rules, Sync, dtype_named
 from zero_sim.scenario.names import check_names
@@ -107,6 +108,24 @@ class Contributions:
         if self.reduce_dtypes is not None:
             grad = grad.to(self.reduce_dtypes[name])
         return self.division.before(grad) if self.division.is_before else grad
+
+    def certify(self) -> dict[str, Tensor]:
+        """Certify each param's sum: of what every micro-batch of every rank brings.
+
+        What ranks divide before the sum may be no multiple of a unit any more; then the quotients
+        that they contribute are what is added.
+        """
+        before = self.division.is_before
+        split = [each.rounds if before else each.micro_grads for each in self.replays]
+        contributions = [grads for rank in split for grads in rank]
+        certified: dict[str, Tensor] = {}
+        for name, zero in self.replays[0].rounds[0].items():
+            # Of every micro-batch they are in its own dtype.
+            terms = [grads[name].to(zero.dtype) for grads in contributions if name in grads]
+            if before:
+                terms = [self.division.before(term) for term in terms]
+            certified[name] = certify(terms or [torch.zeros_like(zero)])
+        return certified
 
     def reduce(self, adding: Adding, *, orders: Orders) -> dict[str, Tensor]:
         """Add the ranks' gradients round by round, divided first where a rule says so.
@@ -218,6 +237,15 @@ class Ranks:
     def scales(self) -> dict[str, Tensor]:
         """The scales of params in fp8, copied."""
         return {name: s.clone() for each in self._replayers for name, s in each.scales.items()}
+
+    def form(self, scales: Mapping[str, Tensor]) -> WorkingParams:
+        """The form of the working params.
+
+        Args:
+            scales: Of those in fp8.
+        """
+        dtypes = {name: param.dtype for name, param in self.params().items()}
+        return WorkingParams(dtypes=dtypes, scales=dict(scales))
 
     def weights(self) -> dict[str, Tensor]:
         """What the working params stand for: themselves, fp8 by its scales."""

@@ -11,6 +11,7 @@ where the loop multiplies with a rounded reciprocal. So there they are taken whe
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -54,6 +55,38 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "lamb": _BETAS_EPS,
 }
 """Which fields of the spec each class takes besides `lr`, under the same names."""
+
+
+def torch_defaults(name: OptimizerName) -> dict[str, Any]:
+    """Return the installed torch's defaults by field of the spec; none if it has no such class.
+
+    Args:
+        name: Of the optimizer.
+    """
+    cls = _CLASSES.get(name) or getattr(torch.optim, name.capitalize(), None)
+    if cls is None:
+        return {}
+    params = inspect.signature(cls).parameters
+    return {
+        option: params[option].default for option in ("lr", *_OPTIONS[name]) if option in params
+    }
+
+
+def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> str:
+    """Return the settings of one step, as in `AdamW lr 0.001 betas (0.9, 0.999) ...`.
+
+    Args:
+        spec: The optimizer.
+        step: Of which step, counted from 0; it decides the learning rate.
+        param: Name of the param, whose group has settings of its own; None for no group's.
+    """
+    options = {"lr": spec.lr} | {option: getattr(spec, option) for option in _OPTIONS[spec.name]}
+    group = None if param is None else group_of(spec, name=param)
+    options |= _group_options(group, takes=options)
+    options["lr"] *= lr_factor(spec, step=step)
+    cls = _CLASSES.get(spec.name)
+    words = [f"{option} {value}" for option, value in options.items()]
+    return " ".join([cls.__name__ if cls else spec.name.capitalize(), *words])
 
 
 def lr_factor(spec: OptimizerSpec, *, step: int) -> float:

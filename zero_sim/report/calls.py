@@ -33,6 +33,9 @@ _MARKED: dict[str, tuple[str, ...]] = {
 }
 """What is in the name of the collectives that carry what is compared in a phase."""
 
+_NOT_TOLD = (
+    "the system reports its params alone, so the update itself may be wrong; parts() shows which"
+)
 _VERBS: dict[str, str] = {Phase.REDUCE: "reduces", Phase.GATHER: "gathers"}
 
 
@@ -62,6 +65,8 @@ class Nearby:
     """Calls of the bad step that are neither."""
     missing: str
     """Which call of the bad step was to be expected and is not there; empty where none is known."""
+    why_no_suspect: str = ""
+    """Why no call is a suspect, though some carried data; empty otherwise."""
 
 
 def calls_near(
@@ -119,6 +124,7 @@ def calls_near(
         others=tuple(_near(p, when, suspect=False) for p, when in chosen if p[0] not in marked),
         left_out=max(0, len(others) - OF_STEP),
         missing=missing,
+        why_no_suspect=_NOT_TOLD if _shows_params_alone(finding, buffer_map) else "",
     )
 
 
@@ -132,9 +138,13 @@ def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
     if finding.check == Check.EQUALITY_SCALE:
         words = _REDUCING
     elif finding.phase == Phase.GATHER and not told:
-        # Of a system that shows its params alone, whatever came before is seen in them first.
-        words = _CARRYING
+        # A step that is wrong without any call is seen in the params first, too.
+        words = () if finding.check == Check.EQUALITY_PARAMS else _CARRYING
     return any(word in record.kind for word in words)
+
+
+def _shows_params_alone(finding: Finding, buffer_map: BufferMap | None) -> bool:
+    return finding.check == Check.EQUALITY_PARAMS and buffer_map is None
 
 
 def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
@@ -174,7 +184,7 @@ def _missing(
     if verb is None or not elems:
         return ""
     seen = sum(elems in (record.elems, record.output_elems) for record in carrying)
-    what = f"bucket {bucket.index}, elements {bucket.start} to {bucket.stop}"
+    what = f"bucket {bucket.index}, elements [{bucket.start}, {bucket.stop})"
     if not seen:
         return (
             f"no call of this step {verb} {elems} elements, as one for {what}, would; was it "
@@ -196,6 +206,8 @@ def render_calls(log: EventLog, finding: Finding, buffer_map: BufferMap | None =
     if nearby is None:
         return []
     lines = [f"calls of rank {nearby.rank}:"]
+    if nearby.why_no_suspect:
+        lines = [f"calls of rank {nearby.rank}, none of them a suspect: {nearby.why_no_suspect}"]
     if nearby.suspects:
         lines = [f"calls of rank {nearby.rank}, suspects first, marked >:"]
     if nearby.missing:

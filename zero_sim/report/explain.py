@@ -178,12 +178,14 @@ _EXPLANATIONS = (
     Explanation(
         check=Check.EQUALITY_PARAMS,
         meaning="Every rank's working params equal the cast of the reference's masters, all of "
-        "them, owned or not.",
+        "them, owned or not. In phase forward: so do the params that the forward read whose loss "
+        "differs.",
         why="Ranks that train on different params still produce a falling loss.",
         causes=(
             "a gather that left out a bucket, used another dtype or was not waited for",
             "the write-back of a fragment went to the wrong place",
             "the gather was issued before the owner had written its part",
+            "the engine registered a tied param twice and updated one of the two",
             "weight decay, a cast or a load took hold of a param that is never trained",
         ),
         seen_in=(

@@ -189,7 +189,7 @@ def _strip(bundle: Bundle) -> Iterator[Markup]:
         yield element("details", summary, buffer_map_pictures(buffer_map))
         return
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
-        yield element("p", f"Of it, elements {buffer_map.start:,} to {buffer_map.stop:,}:")
+        yield element("p", f"Of it, elements [{buffer_map.start:,}, {buffer_map.stop:,}):")
     yield buffer_map_pictures(buffer_map)
 
 

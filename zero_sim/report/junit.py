@@ -70,6 +70,7 @@ def case_of(result: CaseResult, *, scenario: Scenario, source: str, text: str) -
         text=text,
         properties={
             "verdict": result.verdict,
+            "scope": result.scope,
             "order": world.order if world.order_known else "any",
             "schedule": world.schedule,
             "timing": world.timing,

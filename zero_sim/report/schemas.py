@@ -78,7 +78,7 @@ def _run() -> Node:
     problem = dict.fromkeys(("source", "path", "message", "suggestion"), _TEXT)
     case = _object(
         {
-            **_fields(_records().CaseResult, without=("logs",)),
+            **_fields(_records().CaseResult, without=_NOT_TOLD),
             "source": _described(_TEXT, "The scenario file."),
             "reproduce": _described(_TEXT, "The command that runs this case alone."),
             "bundle": _described(_or_null(_TEXT), "Id of its bundle, where there is one."),
@@ -158,6 +158,9 @@ def _fuzz() -> Node:
         "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
         "inconclusive_cases": _described(_COUNTS, "Cases by the check that says why."),
         "unobserved": _described(_COUNTS, "By what the target does not tell, cases without it."),
+        "taken": _described(
+            _list(_TEXT), "Rules that were worked out because the target declares none."
+        ),
         "findings": _list(_object(finding)),
         "coverage": _coverage(),
         "lost": _list(lost),
@@ -169,6 +172,7 @@ def _fuzz() -> Node:
         ),
         "interrupted": _FLAG,
         "unkept": _described(_or_null(_TEXT), "Why no more was kept, and so no more was run."),
+        "futile": _described(_TEXT, "Why further cases would show nothing, or empty."),
         "seconds": _SECONDS,
         "device": _described(_TEXT, "Where ranks and reference computed."),
         "corpus": _TEXT,
@@ -338,12 +342,16 @@ def _rules() -> Node:
         "target": _TEXT,
         "numerics": _described(fields, "Fields of Numerics that are not as by default."),
         "capabilities": _described(fields, "Fields of Capabilities that are not as by default."),
-        "unclear": _described(_list(_TEXT), "What could not be told, and why."),
+        "unclear": _described(_list(_TEXT), "What could not be determined, and why."),
         "left_out": _described(
             {"type": "object", "additionalProperties": _TEXT},
             "What the target cannot be asked for, and what came of asking.",
         ),
         "contradicted": _described(_list(_TEXT), "What it declares otherwise."),
+        "limits": _described(
+            {"type": "object", "additionalProperties": _list(_TEXT)},
+            "By a check of its own by which it refuses sizes: names of the cases.",
+        ),
         "alarms": _described(
             _list(_TEXT),
             "What a right system has not, such as several ranks that no known rule fits: with any, "
@@ -415,8 +423,8 @@ def _object(properties: Mapping[str, Node]) -> Node:
     }
 
 
-_NOT_TOLD = ("evidence", "logs")
-"""Tensors and event logs, which are no JSON."""
+_NOT_TOLD = ("evidence", "logs", "twin")
+"""Tensors, event logs and cases, which are no JSON."""
 
 
 def _record(cls: type) -> Node:
@@ -436,7 +444,7 @@ def _fields(cls: type, *, without: Collection[str] = ()) -> dict[str, Node]:
 
 def _hints(cls: type) -> Mapping[str, object]:
     # Names that a module has for type checkers only: of fields that are not told.
-    missing = dict.fromkeys(("Tensor", "EventLog"), object)
+    missing = dict.fromkeys(("Tensor", "EventLog", "Scenario"), object)
     return typing.get_type_hints(cls, localns=missing)
 
 

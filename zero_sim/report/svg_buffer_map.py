@@ -72,13 +72,13 @@ def _ruler(frame: _Frame) -> Iterator[Markup]:
 def _parts(buffer_map: BufferMap, frame: _Frame, top: int) -> Iterator[Markup]:
     rows = [top + i * (ROW + GAP) for i in range(3)]
     for bucket in buffer_map.buckets:
-        title = f"bucket {bucket.index}: elements {bucket.start} to {bucket.stop}"
+        title = f"bucket {bucket.index}: elements [{bucket.start}, {bucket.stop})"
         yield from _box(frame, bucket.start, bucket.stop, rows[0], str(bucket.index), title, "")
     for shard in buffer_map.shards:
         ranks = ", ".join(map(str, shard.ranks))
         title = (
             f"rank {ranks}: shard {shard.index} of bucket {shard.bucket}, elements "
-            f"{shard.start} to {shard.stop}"
+            f"[{shard.start}, {shard.stop})"
         )
         hue = _hue(shard.ranks[0])
         yield from _box(frame, shard.start, shard.stop, rows[1], ranks, title, hue)
@@ -86,12 +86,12 @@ def _parts(buffer_map: BufferMap, frame: _Frame, top: int) -> Iterator[Markup]:
     for piece in buffer_map.pieces:
         number = numbers.setdefault(piece.param, len(numbers))
         stop = piece.param_start + piece.stop - piece.start
-        title = f"{piece.param}[{piece.param_start}:{stop}]: elements {piece.start} to {piece.stop}"
+        title = f"{piece.param}[{piece.param_start}:{stop}]: elements [{piece.start}, {piece.stop})"
         hue = _hue(number + 2)
         yield from _box(frame, piece.start, piece.stop, rows[2], piece.param, title, hue)
     for name, spans in (("padding", buffer_map.padding), ("unowned", buffer_map.unowned)):
         for start, stop in spans:
-            title = f"{name}: elements {start} to {stop}"
+            title = f"{name}: elements [{start}, {stop})"
             yield from _box(frame, start, stop, rows[2], name, title, "", class_=name)
 
 
@@ -133,7 +133,7 @@ def _marks(buffer_map: BufferMap, frame: _Frame, *, height: int) -> Iterator[Mar
         if start >= frame.stop or stop <= frame.start:
             continue
         left, width = frame.x(start), frame.x(stop) - frame.x(start)
-        title = element("title", f"differs: elements {start} to {stop}")
+        title = element("title", f"differs: elements [{start}, {stop})")
         # However narrow: an outline of some pixels is part of the mark.
         box = {"x": f"{left:.3f}%", "width": f"{width:.3f}%"}
         yield element("rect", y=_TOP, height=height - _TOP, class_="veil", **box)

@@ -35,10 +35,15 @@ def draw_timeline(
     Returns:
         The picture, and a sentence that says what of the run it shows.
     """
-    timeline = read_timeline(log)
-    total = len(timeline.calls)
-    first, last = _window(total, finding)
-    calls = timeline.calls[first:last]
+    # Findings and suspects name calls by their place in the log, so none may be missing here.
+    timeline = read_timeline(log, with_harness=True)
+    first, last = _window(len(timeline.calls), finding)
+    calls = [
+        call
+        for index, call in enumerate(timeline.calls[first:last], start=first)
+        if not call.of_harness or index in suspects
+    ]
+    total = len(timeline.calls) - sum(call.of_harness for call in timeline.calls)
     ranks = _ranks(timeline.world_size, finding)
     start = calls[0].issue_tick if calls else 0
     stop = max([start + 1, *(_end(call, timeline.stop_tick) for call in calls)])

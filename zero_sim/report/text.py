@@ -42,6 +42,7 @@ _STOPPED = {
 _OBSERVABLE = (
     "losses",
     "reduced gradients",
+    "division of gradients",
     "norm",
     "zeros",
     "skipped",
@@ -72,7 +73,10 @@ def render_case_line(result: CaseResult, *, width: int = 0) -> str:
         outcome = f"{_count(result.compared_elems, 'element')} compared"
         if result.collectives:
             outcome += f", {_count(result.collectives, 'collective')}"
-    head = f"{MARKS[result.verdict]:<5} {printable(result.id):<{width}}"
+    mark = MARKS[result.verdict]
+    if result.verdict == "pass" and result.scope == "params-only":
+        mark += " (params only)"
+    head = f"{mark:<5} {printable(result.id):<{width}}"
     return printable(f"{head}  {result.seconds:>8.3f} s  {outcome}")
 
 
@@ -284,6 +288,9 @@ def render_summary(
     """
     counts = Counter(result.verdict for result in results)
     parts = [f"{counts['pass']} passed"]
+    by_params = sum(each.verdict == "pass" and each.scope == "params-only" for each in results)
+    if by_params:
+        parts[0] += f" ({by_params} by params only)"
     for verdict, word in (("fail", "failed"), ("inconclusive", "inconclusive")):
         if counts[verdict]:
             parts.append(f"{counts[verdict]} {word}")

@@ -62,7 +62,7 @@ def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
     if equal_elems(buffer_map) == 0:
         return [*lines, describe_spread(buffer_map)]
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
-        lines.append(f"of it, elements {buffer_map.start:,} to {buffer_map.stop:,}")
+        lines.append(f"of it, elements [{buffer_map.start:,}, {buffer_map.stop:,})")
     numel = buffer_map.stop - buffer_map.start
     if numel > _CELLS_MAX:
         per_char = -(-numel // _CELLS_MAX)
@@ -115,7 +115,7 @@ def describe_buffer_map(buffer_map: BufferMap) -> str:
     line = f"flat buffer {buffer_map.buffer}, {buffer_map.elems:,} elements: {differ}, {spans}"
     if buffer_map.differ_ranks:
         word = "rank" if len(buffer_map.differ_ranks) == 1 else "ranks"
-        line += f", on {word} {_numbers(buffer_map.differ_ranks)}"
+        line += f", on {word} {in_runs(buffer_map.differ_ranks)}"
     return line
 
 
@@ -211,7 +211,7 @@ def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
         entries.append(f"{_NOBODY} owned by no rank")
     yield from _wrapped("param", entries)
     shared = [
-        f"{_DIGITS[ranks[0] % len(_DIGITS)]} ranks {_numbers(ranks)}"
+        f"{_DIGITS[ranks[0] % len(_DIGITS)]} ranks {in_runs(ranks)}"
         for ranks in dict.fromkeys(shard.ranks for shard in buffer_map.shards)
         if len(ranks) > 1 or ranks[0] >= len(_DIGITS)
     ]
@@ -241,13 +241,17 @@ def _short(name: str) -> str:
     return plain if len(plain) <= most else f"{plain[: most // 2]}...{plain[3 - most // 2 :]}"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order, runs shortened; a few of many."""
+def in_runs(numbers: Sequence[int]) -> str:
+    """Numbers in ascending order, runs shortened, at most eight of them: `0-2, 5 and 3 runs more`.
+
+    Args:
+        numbers: Such as ranks; not negative, each once.
+    """
     runs: list[list[int]] = []
-    for before, rank in pairwise([-2, *sorted(ranks)]):
-        if rank == before + 1:
-            runs[-1][-1] = rank
+    for before, number in pairwise([-2, *sorted(numbers)]):
+        if number == before + 1:
+            runs[-1][-1] = number
         else:
-            runs.append([rank, rank])
+            runs.append([number, number])
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
     return ", ".join(texts[:8]) + (f" and {len(texts) - 8} runs more" if len(texts) > 8 else "")

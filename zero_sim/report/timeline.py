@@ -36,6 +36,8 @@ class CallSpan:
     issue_tick: int
     land_tick: int | None
     """When its rank was done waiting for it; None where the log does not know or it never was."""
+    of_harness: bool = False
+    """True if it completed and a harness made it, or had the program make it, on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +63,14 @@ class Timeline:
     """Whether the log tells when calls landed."""
 
 
-def read_timeline(log: EventLog) -> Timeline:
+def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
     """Place every call and every turn of a log on one clock.
 
     Args:
         log: The log of one run. Where it has moments, their ticks are the clock; where not, the
             clock ticks once a turn and once a call.
+        with_harness: Whether to include collectives that are the harness's on all ranks. Those that
+            did not complete are always included, because they may be why the run ended.
     """
     groups = {record.group_ranks for record in log.collectives}
     ranks = [rank for group in groups for rank in group]
@@ -83,8 +87,10 @@ def read_timeline(log: EventLog) -> Timeline:
             peer=operations[index].peer_of(record),
             issue_tick=issue[index],
             land_tick=landed.get(index),
+            of_harness=operations[index].of_harness,
         )
         for index, record in enumerate(log.collectives)
+        if with_harness or not operations[index].of_harness
     )
     return Timeline(
         world_size=max((*ranks, *log.turns, -1)) + 1,
@@ -171,8 +177,15 @@ class _Operation:
     number: int
     came: set[int]
     completed: bool = False
+    by_program: bool = False
+    """True if a rank made it that was in no block of a harness."""
     ends: tuple[int | None, int | None] = (None, None)
     """Sender and receiver of a message."""
+
+    @property
+    def of_harness(self) -> bool:
+        """True if it completed and was the harness's on all ranks."""
+        return self.completed and not self.by_program
 
     def peer_of(self, record: CollectiveRecord) -> int | None:
         sender, receiver = self.ends
@@ -192,6 +205,7 @@ def _operations_in(log: EventLog) -> list[_Operation]:
             operation = open_.setdefault(key, _Operation(record.sequence, set()))
             operation.came.add(record.rank)
             operation.completed = len(operation.came) == len(record.group_ranks)
+        operation.by_program |= index not in log.harness
         found.append(operation)
         if index == log.refused:
             operation.completed = False

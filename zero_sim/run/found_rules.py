@@ -7,7 +7,7 @@ said to be so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
@@ -15,8 +15,10 @@ from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS
+from zero_sim.run.norm_rules import NORMS_MIN, confirm_norm, norms_passed
 from zero_sim.run.rule_cases import (
     BASE,
+    DIVISOR,
     FOLLOWED,
     SECOND,
     Vary,
@@ -30,14 +32,28 @@ from zero_sim.run.rule_cases import (
     unused_cases,
     with_model,
 )
+from zero_sim.run.rule_report import FoundRules
 from zero_sim.run.rule_search import RuleSearch
 from zero_sim.run.said_rules import Asked, in_words
-from zero_sim.scenario.spec import DtypeName, ModelName, OptimizerName, OrderName, Scenario
+from zero_sim.scenario.spec import (
+    DtypeName,
+    ModelName,
+    ModelSpec,
+    OptimizerName,
+    OrderName,
+    Scenario,
+)
 from zero_sim.targets import Capabilities, Numerics, Target, capabilities_of, numerics_of
 from zero_sim.targets.declared import followed, refusals
 
 _ALIKE_CASES = 8
 """Most cases that rules have to pass alike to be called the same here."""
+_PLAIN_MODELS: Mapping[str, Any] = {
+    "": {},
+    f", sizes that {DIVISOR} divides": {"hidden": DIVISOR},
+    f", params that {DIVISOR} divides": ModelSpec(name="params", shapes=((12,), (24, 2))),
+}
+"""Models of the plain case, by what its name ends with: the next one if sizes are refused."""
 _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
 """Options that a rule stands in the place of."""
@@ -55,39 +71,6 @@ _ALTERNATIVES: Mapping[str, Sequence[object]] = {
     "norm": tuple(norm for norm in NORMS if norm != "told"),
     "clip": CLIP_FORMS,
 }
-
-
-@dataclass(kw_only=True, slots=True)
-class FoundRules:
-    """What was found of a target."""
-
-    target: str
-    numerics: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Numerics` that are not as by default."""
-    capabilities: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Capabilities` that are not as by default."""
-    unclear: list[str] = field(default_factory=list)
-    """What could not be told, and why."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """What it cannot be asked for, and what came of asking."""
-    contradicted: list[str] = field(default_factory=list)
-    """What it declares otherwise."""
-    alarms: list[str] = field(default_factory=list)
-    """What a right system has not: what is found beside it is not to be declared."""
-    cases: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "target": self.target,
-            "numerics": dict(self.numerics),
-            "capabilities": dict(self.capabilities),
-            "unclear": list(self.unclear),
-            "left_out": dict(self.left_out),
-            "contradicted": list(self.contradicted),
-            "alarms": list(self.alarms),
-            "cases": self.cases,
-        }
 
 
 def find_rules(target: Target) -> FoundRules:
@@ -110,6 +93,8 @@ class _Search:
     found: FoundRules = field(init=False)
     search: RuleSearch = field(init=False)
     base: Scenario = BASE
+    misclips: bool = False
+    """True if it clips by no known rule."""
     failed: set[str] = field(default_factory=set)
     """Of what it cannot be asked for that which it did not refuse."""
 
@@ -127,6 +112,9 @@ class _Search:
         able = self._able(dtypes)
         self._compare(able)
         self.found.numerics, self.found.cases = self.search.numerics, self.search.cases
+        for case, why in self.search.limited.items():
+            names = self.found.limits.setdefault(why, [])
+            names += [] if case.name in names else [case.name]
         return self.found
 
     def passes(self, case: Scenario, what: str) -> bool:
@@ -158,14 +146,12 @@ class _Search:
                 # What three ranks do wrong two may hide.
                 continue
             for stage in stages:
-                world, system = {"size": size}, {"stage": stage}
-                self.base = changed(BASE, in_ranks(size), world=world, system=system)
                 # What ways of summing do not mend in one stage they do not in the other.
-                came = self.search.settle(self.base, sums=size > 1 and not alarm)
+                came = self._settle_base(size, stage, sums=size > 1 and not alarm)
                 if not came:
                     self.found.alarms.extend([alarm] if alarm else [])
                     return
-                meant = size <= (declared.world_size_max or size)
+                meant = size <= (declared.world_size_max or size) and not self._is_limited()
                 if meant and not alarm and not self._refuses(self.base):
                     alarm = self._wrong_with(size, came)
                 why = why or came
@@ -173,6 +159,20 @@ class _Search:
             f"expected target {self.target.name!r} to pass a plain case by some known rule, got "
             f"{why}. Try `zero-sim run` on one case."
         )
+
+    def _settle_base(self, size: int, stage: int, *, sums: bool) -> str:
+        """Find rules for a plain case, one that divides by many numbers if the system asks that."""
+        world, system, came = {"size": size}, {"stage": stage}, ""
+        for name, model in _PLAIN_MODELS.items():
+            named = f"{in_ranks(size)}{name}"
+            self.base = changed(BASE, named, model=model, world=world, system=system)
+            came = self.search.settle(self.base, sums=sums)
+            if not self._is_limited():
+                break
+        return came
+
+    def _is_limited(self) -> bool:
+        return self.base in self.search.limited
 
     def _wrong_with(self, ranks: int, why: str) -> str:
         nearest = self.search.nearest
@@ -189,8 +189,7 @@ class _Search:
 
     def _settle_dtype(self, dtype: DtypeName) -> bool:
         """Settle the rules of a dtype; whether it can be asked for that at all."""
-        ranks = min(7, capabilities_of(self.target).world_size_max or 7)
-        ranks = ranks if self.base.world.size > 1 else 1
+        ranks = self._ranks_max(dtype)
         before = dict(self.search.numerics)
         cases = list(rule_cases(self.base, dtype=dtype, ranks_max=ranks))
         # What a target refuses of itself says nothing of its rules, but where it refuses all.
@@ -215,6 +214,17 @@ class _Search:
         self._settle_together(dtype, cases, before=before)
         return True
 
+    def _ranks_max(self, dtype: DtypeName) -> int:
+        """Most ranks of a case: as many as the sizes allow, of one rank no more."""
+        most, base = capabilities_of(self.target).world_size_max or 7, self.base.world.size
+        for ranks in (min(7, most), min(6, most), min(4, most)) if base > 1 else ():
+            name = f"{dtype}, {in_ranks(ranks)}"
+            many = changed(self.base, name, model={"dtype": dtype}, world={"size": ranks})
+            self.search.judge(many)
+            if many not in self.search.limited:
+                return ranks
+        return base
+
     def _settle_together(
         self, dtype: DtypeName, cases: Sequence[Scenario], *, before: dict[str, Any]
     ) -> None:
@@ -235,9 +245,19 @@ class _Search:
             return
 
     def _settle_clip(self) -> None:
-        why = self.search.settle(*clip_cases(self.base))
+        why = self.search.settle(*clip_cases(self.base)) or self._confirm_norm_rule()
         if why:
             self.found.left_out["optimizer.clip_norm"] = why
+            self.misclips = self.search.nearest is not None
+
+    def _confirm_norm_rule(self) -> str:
+        ranks_max = min(4, capabilities_of(self.target).world_size_max or 4)
+        return confirm_norm(
+            self.search,
+            self.base,
+            ranks_max=ranks_max if self.base.world.size > 1 else 1,
+            refuses=self._refuses,
+        )
 
     def _settle_overflow(self) -> None:
         case = overflow_case(self.base)
@@ -262,8 +282,13 @@ class _Search:
             "optimizer.name",
             lambda name: changed(base, optimizer={"name": name}),
         )
-        able["models"] = self._of(
-            get_args(ModelName), "model.name", lambda name: with_model(base, name)
+        able["models"] = tuple(
+            name
+            for name in get_args(ModelName)
+            if self._passes_in_some_size(
+                (with_model(base, name, divisor=divisor) for divisor in (1, DIVISOR)),
+                f"model.name = {name!r}",
+            )
         )
         able["orders"] = self._of(
             get_args(OrderName), "world.order", lambda name: changed(base, world={"order": name})
@@ -279,8 +304,10 @@ class _Search:
         able["stages"] = (*stages, *higher)
         shapes = {"empty_params": ((3,), (0,), (2,)), "scalar_params": ((3,), (), (2,))}
         for name, shape in shapes.items():
-            bare = changed(base, model={"name": "params", "shapes": shape})
-            able[name] = "params" in able["models"] and self.passes(bare, f"a shape in {shape}")
+            sizes = (shape, tuple(tuple(DIVISOR * n for n in each) for each in shape))
+            bare = (changed(base, model={"name": "params", "shapes": each}) for each in sizes)
+            what = f"a shape in {shape}"
+            able[name] = "params" in able["models"] and self._passes_in_some_size(bare, what)
         able["follows"] = self._follows(declared, dtypes)
         able["optimizers"] = tuple(
             name for name in able["optimizers"] if self._takes_settings(name, able["follows"])
@@ -291,6 +318,16 @@ class _Search:
         self, values: Sequence[Any], path: str, case_of: Callable[[Any], Scenario]
     ) -> tuple[Any, ...]:
         return tuple(v for v in values if self.passes(case_of(v), f"{path} = {v!r}"))
+
+    def _passes_in_some_size(self, cases: Iterable[Scenario], what: str) -> bool:
+        """Whether the first case passes whose sizes the system does not refuse."""
+        for case in cases:
+            self.found.left_out.pop(what, None)
+            if self.passes(case, what):
+                return True
+            if case not in self.search.limited:
+                return False
+        return False
 
     def _passes_in(
         self, dtypes: Sequence[str], vary: Vary, path: str, *, declared: Capabilities
@@ -352,6 +389,8 @@ class _Search:
                 if name not in self.search.numerics and path in declared.follows:
                     follows.append(path)
             elif path in FOLLOWED:
+                if path == "optimizer.clip_norm" and self.misclips:
+                    continue
                 if self._passes_in(dtypes, FOLLOWED[path], path, declared=declared):
                     follows.append(path)
             elif path in declared.follows:
@@ -393,7 +432,10 @@ class _Search:
                 continue
             of_clip = name in ("norm", "clip")
             cases = [each for each in passed if bool(each.optimizer.clip_norm) == of_clip]
-            cases = cases[:_ALIKE_CASES]
+            # Forms that differ in few gradients are told apart by all of them alone.
+            cases = cases if of_clip else cases[:_ALIKE_CASES]
+            if name == "norm" and self.search.numerics.get(name) == "told":
+                continue
             if not cases:
                 self.found.unclear.append(f"{name}: no case passes that would tell: as declared")
                 continue
@@ -412,7 +454,11 @@ class _Search:
                 self.found.unclear.append(f"{name} = {said}: the same bits in all of these cases")
         self._take_the_rest(declared, passed[:_ALIKE_CASES])
         if self.search.numerics.get("norm") == "told" != declared.get("norm"):
-            self.found.unclear.append("norm: no form that is known has its bits: taken as told")
+            count = norms_passed(self.search)
+            why = f"no known form has the bits of all norms of {count} random gradients"
+            if count < NORMS_MIN:
+                why = f"{count} random gradients passed, and forms are told apart by {NORMS_MIN}"
+            self.found.unclear.append(f"norm: {why}: taken as told")
         self.search.numerics = {
             name: value for name, value in self.search.numerics.items() if value != _DEFAULTS[name]
         }
@@ -478,10 +524,21 @@ class _Search:
 
     def _alarm_of_none(self, names: Sequence[str]) -> None:
         """Note capabilities of which it has none, with what came of asking for the first one."""
+        left_out = {
+            name: [each for each in self.found.left_out.items() if each[0].startswith(asked)]
+            for name in names
+            if (asked := f"{_NEEDED[name]} = ")
+        }
+        limits = set(self.search.limited.values())
+        # What sizes alone keep it from is a limit to declare.
+        names = [
+            name
+            for name, came in left_out.items()
+            if not came or any(why not in limits for _, why in came)
+        ]
         if not names:
             return
-        asked = f"{_NEEDED[names[0]]} = "
-        came = [each for each in self.found.left_out.items() if each[0].startswith(asked)]
+        came = left_out[names[0]]
         self.found.alarms.append(
             f"{', '.join(names)} = (): nothing passes by the rules that were found, so that these "
             "are not the system's, or it is wrong" + "".join(f": {w}: {why}" for w, why in came[:1])
@@ -508,14 +565,16 @@ _NEEDED = {
     "orders": "world.order",
 }
 """Capabilities of which every system has one, and the field of a case that asks for it."""
-_DEFAULTS = {each.name: each.default for each in fields(Numerics)}
+_DEFAULTS = {each.name: each.default for each in fields(Numerics)} | {
+    "grads_told": Numerics().told_at
+}
 
 
 def _plain(numerics: Numerics) -> dict[str, Any]:
     return {
         name: getattr(numerics, name)
         for name, default in _DEFAULTS.items()
-        if getattr(numerics, name) != default
+        if getattr(numerics, name) not in (None, default)
     }
 
 

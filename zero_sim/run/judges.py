@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal, Self
 
 from zero_sim.backends import WorldPool
@@ -25,9 +25,10 @@ from zero_sim.host.garbage import settle_memory
 from zero_sim.run import CaseResult, run_case
 from zero_sim.run.real_judge import on_workers
 from zero_sim.run.setup import own_setup
+from zero_sim.run.sgd_twin import with_twin
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import import_target
+from zero_sim.targets import find_target, import_target
 
 Judge = Callable[[Scenario], CaseResult]
 
@@ -70,12 +71,18 @@ def open_judge(
     target = None if chosen.target is None else import_target(chosen.target)
     settle_memory()
     with WorldPool() as pool:
-        yield lambda scenario: run_case(
-            scenario,
+        judge = partial(
+            run_case,
             pool=pool,
             keep_logs=chosen.keep_logs,
             target=target,
             device=chosen.device,
+        )
+        yield lambda scenario: with_twin(
+            judge(scenario),
+            scenario,
+            judge=judge,
+            find=lambda: target or find_target(scenario.system.target),
         )
 
 

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +119,10 @@ class _ComparedNames:
         self._own = OwnNames(names)
         self._given: dict[int, list[Any]] = {}
         self.changed: dict[str, None] = {}
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        return self._own.skipped
 
     def begin(self, caller: int) -> None:
         self._own.begin(caller)

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_sim.cost.checkpoints import CheckpointWatch, checkpoint_bytes
 from zero_sim.cost.forms import ParamSize, sizes_of
@@ -26,8 +26,20 @@ from zero_sim.cost.staging import StagingWatch, staged_bytes
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.host.device import seed_device
 from zero_sim.judge.facts import Facts, facts_of
-from zero_sim.judge.given_back import Hook, ModuleNote, hooks_of, note_module
-from zero_sim.judge.harness import PauseClock, engine_time, harness_time
+from zero_sim.judge.forward_reads import ForwardReads
+from zero_sim.judge.given_back import (
+    Hook,
+    ModuleNote,
+    check_given_back,
+    hooks_of,
+    note_module,
+)
+from zero_sim.judge.harness import (
+    PauseClock,
+    caused_by_harness,
+    engine_time,
+    harness_time,
+)
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
 from zero_sim.run.dp_cp_groups import DpCpGroup
@@ -66,6 +78,8 @@ class Segment:
     """Checkpoint to end with."""
     save_step: int | None = None
     """The step before which it is begun, where training goes on meanwhile."""
+    read_step: int | None = None
+    """The step in which the params that forwards read are recorded; None for none."""
 
 
 @dataclass(slots=True)
@@ -153,7 +167,8 @@ def build_program(
         group, context = dist.group.WORLD, contexts[0]
         if len(contexts) > 1:
             # Every rank makes every group, in one order, as torch.distributed demands.
-            groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
+            with caused_by_harness(pause_clock):
+                groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
             mine = next(
                 i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
             )
@@ -177,6 +192,8 @@ def build_program(
             with harness_time(pause_clock):
                 context.judge.observe_load(group.rank(), engine)
         _hold_to_costs(context.judge, built, rank=group.rank())
+        if built.reads is not None:
+            context.judge.forward_reads[group.rank()] = built.reads
         _train(
             segment,
             context,
@@ -228,6 +245,8 @@ class _Built:
     """What its optimizer is given in a step, where that goes through a buffer."""
     checkpoints: CheckpointWatch | None
     """What it keeps of activations, where it keeps checkpoints."""
+    reads: ForwardReads | None
+    """The params that its forwards read, if they are recorded."""
 
 
 def _build(
@@ -254,6 +273,8 @@ def _build(
         sizes, held_sizes = sizes_of(module), held_sizes_of(module)
         names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         note = note_module(module)
+        step = segment.read_step
+        reads = step if step is None else ForwardReads(module, step=step, pause_clock=pause_clock)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
     engine = complete(system, model=model, asking=lambda: engine_time(pause_clock))
@@ -262,17 +283,14 @@ def _build(
         engine.load(segment.load, weights_only=segment.weights_only)
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     traces = clock if overlaps and costs.in_flight == "textbook" else None
-    watch = None
-    if scenario.system.reduce_buffer_elems is not None:
-        watch = watch_grad_peaks
-    elif scenario.system.stage >= 2:
-        watch = partial(watch_peaks, module)
+    watch = _watch_of_peaks(scenario, module)
     costed = engine.costed if costs.held == "textbook" else None
     hook_trace, own_hooks = None, frozenset[Hook]()
     peaks: PeakWatch | GradPeakWatch | None = None
     with harness_time(pause_clock):
         # Those of the engine, among others.
-        before = hooks_of(module) if traces is not None or watch is not None else frozenset[Hook]()
+        hooked = (traces, watch, reads) != (None, None, None)
+        before = hooks_of(module) if hooked else frozenset[Hook]()
         if traces is not None:
             hook_trace = record_hooks(module, names=names, clock=traces)
         if watch is not None and isinstance(costed, PeakEngine):
@@ -283,7 +301,9 @@ def _build(
                 rank=group.rank(),
                 look=costed.whole_bytes,
             )
-        if hook_trace is not None or peaks is not None:
+        if reads is not None:
+            reads.watch()
+        if (hook_trace, peaks, reads) != (None, None, None):
             own_hooks = hooks_of(module) - before
     return _Built(
         engine=engine,
@@ -297,7 +317,17 @@ def _build(
         peaks=peaks,
         staging=_watch_staging(sizes, scenario=scenario, costed=costed, rank=group.rank()),
         checkpoints=_watch_checkpoints(scenario, costed=costed, rank=group.rank()),
+        reads=reads,
     )
+
+
+def _watch_of_peaks(
+    scenario: Scenario, module: nn.Module
+) -> Callable[..., PeakWatch | GradPeakWatch] | None:
+    """How to watch what is whole within a step; None at stages that shard no gradients."""
+    if scenario.system.reduce_buffer_elems is not None:
+        return watch_grad_peaks
+    return partial(watch_peaks, module) if scenario.system.stage >= 2 else None
 
 
 def _watch_staging(
@@ -338,7 +368,8 @@ def _train(
     deferred = overlaps_params(scenario.system)
     if dist.get_world_size() > group.size():
         # Judges of all dp-cp groups step together, which they can once every engine is there.
-        dist.barrier()
+        with caused_by_harness(pause_clock):
+            dist.barrier()
     saving: Saving | None = None
     for step in range(segment.start, segment.stop):
         if step == segment.save_step:
@@ -378,11 +409,13 @@ def _train(
         _end_save(segment, segment.save, engine, saving)
         return
     # On every rank: where params are sharded, a forward is one of them all.
-    accuracy = workload.accuracy(engine.module)
+    with caused_by_harness(pause_clock):
+        accuracy = workload.accuracy(engine.module)
+    notes = engine.notes()
     if context.dp_cp_group.ranks[rank] == 0:
         outcome.accuracy = accuracy
-        outcome.notes.extend(engine.notes())
-    if engine.can_unwrap:
+        outcome.notes.extend(notes)
+    if judge.can_unwrap:
         _unwrap(built, judge, rank=rank, step=segment.stop - 1, pause_clock=pause_clock)
 
 
@@ -408,11 +441,13 @@ def _unwrap(built: _Built, judge: Judge, *, rank: int, step: int, pause_clock: P
     """Have the module given back, last of all, and let the judge look at it."""
     with harness_time(pause_clock):
         held = {name: param.clone() for name, param in built.engine.params().items()}
-    module = built.engine.unwrap()
+    with caused_by_harness(pause_clock):
+        module = built.engine.unwrap()
     with harness_time(pause_clock):
-        judge.observe_given_back(
-            rank, step, module, before=built.note, held=held, not_its_own=built.own_hooks
+        found = check_given_back(
+            module, built.note, held=held, not_its_own=built.own_hooks, step=step, rank=rank
         )
+        judge.note_findings(step, found)
 
 
 def _between(built: _Built, step: int) -> Callable[[], None] | None:
@@ -486,6 +521,8 @@ def _take_part(
         return []
     with harness_time(pause_clock):
         batch = draw_batch(workload, scenario, step, rank, micro)
+    if built.reads is not None:
+        built.reads.start(step, micro)
     between = _between(built, step) if step == context.judge.weighed_step else None
     return [_micro_batch(engine, workload, batch, last_micro=last, between=between)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -21,6 +21,11 @@ _CALLER, _RANK = -1, 0
 class Own(RankLocalOfWorld, Protocol):
     """What moves with the baton, and can be let go of."""
 
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """Declared names that are not there, and why."""
+        ...
+
     def forget(self) -> None:
         """Let go of everything that ranks had."""
         ...
@@ -34,6 +39,11 @@ class OwnState:
         self._modules = None
         if declared.packages:
             self._modules = OwnModules(folder=None, packages=declared.packages)
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """Declared names that are not there, and why."""
+        return self._names.skipped
 
     def begin(self, caller: int) -> None:
         """Forget all ranks, and take out what is in place as `caller`'s."""
@@ -77,6 +87,11 @@ class RankLocalState:
         if declared.cuda_is_cpu:
             self._cuda = CudaOnCpu(device_count=ranks_max, rank=lambda: rank_state.rank or 0)
 
+    def notes(self) -> list[str]:
+        """Notes on declared names that the installed library lacks, once ranks have run."""
+        skipped = {} if self.own is None else self.own.skipped
+        return [f"rank-local name {name!r} is skipped: {why}" for name, why in skipped.items()]
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Around all runs; to be entered by the thread that runs them."""
@@ -93,10 +108,17 @@ class RankLocalState:
 
 
 @contextmanager
-def as_in_new_process(target: Target, *, ranks_max: int) -> Iterator[None]:
+def as_in_new_process(
+    target: Target, *, ranks_max: int, notes: list[str] | None = None
+) -> Iterator[None]:
     """Around the program of a real rank, whose process has run other cases and will run more.
 
     What the target declares as rank-local begins anew, and is as before afterwards.
+
+    Args:
+        target: The system under test.
+        ranks_max: Ranks of a world, at most.
+        notes: Receives a note on each declared name that is not there.
 
     Raises:
         EnvironmentProblem: The package that it judges is not installed.
@@ -111,6 +133,8 @@ def as_in_new_process(target: Target, *, ranks_max: int) -> Iterator[None]:
         if own is not None:
             own.begin(_CALLER)
             own.put_in_place(_RANK, previous=_CALLER)
+        if notes is not None:
+            notes.extend(state.notes())
         try:
             yield
         finally:

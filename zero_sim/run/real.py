@@ -21,6 +21,7 @@ from typing import Any
 from zero_sim.backends import RankGone, RealRank
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.harness import JudgeFailed, harness_time
+from zero_sim.run.grads_told import ToldAt
 from zero_sim.run.probing import OrderDrift, measure_orders
 from zero_sim.run.program import Segment, build_program, segments_of
 from zero_sim.run.rank_local import as_in_new_process
@@ -45,7 +46,8 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
             `processes`, how many there are; `order`, the one to add in whatever the backend does,
             or null for its own; `added_in`, the order that is in either case; `target`,
             `module:name` of the system under test, or empty for the one that the scenario names;
-            `device`, where the ranks compute, `cpu` or `cuda`; `probe`, whether the case relies on
+            `grads_told`, a point that the target does not declare itself, or empty; `device`,
+            where the ranks compute, `cpu` or `cuda`; `probe`, whether the case relies on
             the order that the backend adds in by itself.
         real_rank: This process.
 
@@ -65,7 +67,9 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     trial = Trial(device=payload["device"], added_in=payload["added_in"])
 
     def find() -> Target:
-        return import_target(payload["target"] or scenario.system.target)
+        target = import_target(payload["target"] or scenario.system.target)
+        point = payload["grads_told"]
+        return ToldAt(target, point) if point else target
 
     try:
         # Where another rank gave up, it says why.
@@ -159,7 +163,8 @@ class _OwnRank:
                 order_seed=scenario.run.seed,
             ):
                 try:
-                    with as_in_new_process(target, ranks_max=self.processes):
+                    notes = trial.outcome.notes if index == 0 else None
+                    with as_in_new_process(target, ranks_max=self.processes, notes=notes):
                         program(real_rank.rank)
                 except (Exception, SystemExit):
                     # Leaving the world is what makes others raise, too.

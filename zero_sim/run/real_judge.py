@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 from zero_sim.backends import Ending, RealRank, Teams
 from zero_sim.backends import torchrun as launched
 from zero_sim.backends.transports import find_transport
 from zero_sim.findings.records import CaseResult, Finding
+from zero_sim.run.grads_told import Point, judge_as_told
 from zero_sim.run.probing import OrderDrift
 from zero_sim.run.program import folder_for
 from zero_sim.run.real import judge_rank, processes_of
 from zero_sim.run.reports import CaseRun, Failure, Report
 from zero_sim.run.runner import judge_case
 from zero_sim.run.setup import OWN_ORDERS, Setup, judge_drifted
+from zero_sim.run.sgd_twin import with_twin
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import import_target
+from zero_sim.targets.numerics import GradsTold
 
 _LATE = "torch._dynamo"
 """What torch's optimizers import when the first one is made, which takes seconds."""
@@ -70,6 +76,8 @@ class RealJudge:
         self.setup = setup
         self._processes = processes
         self._target = target
+        self._points: defaultdict[str, Point] = defaultdict(list)
+        """By name of a target."""
 
     def __enter__(self) -> Self:
         return self
@@ -84,22 +92,36 @@ class RealJudge:
             EnvironmentProblem: Processes cannot be started, or lack something that the case needs;
                 or the case is one that `Setup.why_left_out` names.
         """
+        return with_twin(
+            self._judge_as_told(scenario),
+            scenario,
+            judge=self._judge_as_told,
+            find=lambda: import_target(self._target or scenario.system.target),
+        )
+
+    def _judge_as_told(self, scenario: Scenario) -> CaseResult:
+        if not self._target:
+            return self._judge(scenario)  # Registered targets declare where they tell gradients.
+        return judge_as_told(
+            scenario,
+            judge=self._judge,
+            find=lambda: import_target(self._target),
+            known=self._points[self._target],
+        )
+
+    def _judge(self, scenario: Scenario, point: GradsTold | None = None) -> CaseResult:
         self.setup.check(scenario)
         started = time.perf_counter()
+        backend = _Backend(run_on_ranks=partial(self._run, point=point or ""))
         try:
-            result = judge_case(scenario, self)
+            result = judge_case(scenario, backend)
         except OrderDrift as drift:
             result = judge_drifted(
-                drift, scenario, self.setup, judge=lambda case: judge_case(case, self)
+                drift, scenario, self.setup, judge=lambda case: judge_case(case, backend)
             )
         return replace(result, seconds=time.perf_counter() - started)
 
-    def run(self, scenario: Scenario) -> CaseRun:
-        """Run a case, as `Backend` says.
-
-        Raises:
-            OrderDrift: The case relies on an order in which the backend does not add.
-        """
+    def _run(self, scenario: Scenario, *, point: str) -> CaseRun:
         stall_seconds = scenario.run.stall_seconds
         with folder_for(scenario) as folder:
             payload = {
@@ -108,6 +130,7 @@ class RealJudge:
                 "order": self.setup.order_of(scenario),
                 "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
+                "grads_told": point,
                 "device": self.setup.device,
                 "probe": self.setup.relies_on_own(scenario),
             }
@@ -123,6 +146,19 @@ class RealJudge:
 
     def _notes(self, scenario: Scenario) -> Sequence[str]:
         return [self.setup.note(scenario), *self._processes.notes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Backend:
+    run_on_ranks: Callable[[Scenario], CaseRun]
+
+    def run(self, scenario: Scenario) -> CaseRun:
+        """Run a case, as `Backend` says.
+
+        Raises:
+            OrderDrift: The case relies on an order in which the backend does not add.
+        """
+        return self.run_on_ranks(scenario)
 
 
 def on_workers(setup: Setup, *, target: str = "") -> RealJudge:

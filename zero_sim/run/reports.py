@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zero_sim.errors import EnvironmentProblem
@@ -51,6 +51,8 @@ class Report:
     measured: Sequence[str] = ()
     """How communicators were seen to add."""
     accuracy: float | None = None
+    other_version: str = ""
+    """The installed version of the judged library, in words; empty for the judged one."""
     said: Sequence[str] = ()
     """What the system has to say of the run."""
     buffer_maps: Sequence[BufferMap | None] = ()
@@ -65,6 +67,7 @@ class Report:
             "drifts": list(self.drifts),
             "measured": list(self.measured),
             "accuracy": self.accuracy,
+            "other_version": self.other_version,
             "said": list(self.said),
         }
 
@@ -79,6 +82,7 @@ class Report:
             drifts=data["drifts"],
             measured=data["measured"],
             accuracy=data["accuracy"],
+            other_version=data["other_version"],
             said=data["said"],
         )
 
@@ -132,11 +136,21 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         accuracy=next((each.accuracy for each in ran.reports if each.accuracy is not None), None),
         said=said,
         notes=ran.notes,
-        collectives=sum(len(log.collectives) for log in ran.logs),
+        collectives=sum(len(log.collectives) - len(log.harness) for log in ran.logs),
         log_digest="+".join(log.digest() for log in ran.logs) if with_digest else "",
         buffer_maps=[buffer_map for report in ran.reports for buffer_map in report.buffer_maps],
     )
-    return reach_verdict(scenario, observations)
+    other_version = next((r.other_version for r in ran.reports if r.other_version), "")
+    return _with_version(reach_verdict(scenario, observations), other_version)
+
+
+def _with_version(result: CaseResult, other_version: str) -> CaseResult:
+    """Return the result of a failed case, its first finding with the library's version."""
+    if result.verdict != "fail" or not other_version:
+        return result
+    first, *others = result.findings
+    detail = "\n".join(filter(None, [first.detail, other_version]))
+    return replace(result, findings=(replace(first, detail=detail), *others))
 
 
 def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:

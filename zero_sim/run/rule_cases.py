@@ -39,6 +39,10 @@ BASE = Scenario(
 )
 
 
+DIVISOR = 12
+"""Sizes that it divides can be divided among 1, 2, 3, 4 and 6 ranks."""
+
+
 def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
     """The case with fields of its tables replaced.
 
@@ -59,18 +63,21 @@ def in_ranks(count: int) -> str:
     return f"{count} rank{'' if count == 1 else 's'}"
 
 
-def with_model(base: Scenario, name: ModelName) -> Scenario:
+def with_model(base: Scenario, name: ModelName, *, divisor: int = 1) -> Scenario:
     """The case with another model, a small one.
 
     Args:
         base: Any case.
         name: Of the model.
+        divisor: Number of which the sizes that a case can choose are multiples.
     """
-    shapes = ((3,), (2, 2)) if name in ("params", "bit-hash") else None
+    bare = ((rounded(3, divisor),), (rounded(2, divisor), 2))
+    shapes = bare if name in ("params", "bit-hash") else None
+    hidden = rounded(ModelSpec(name=name).hidden, divisor)
     if name in EXACT_MODELS:
         # What is divided by three before the sum is no exact number any more.
         base = changed(base, world={"size": min(2, base.world.size)})
-    return changed(base, model=ModelSpec(name=name, shapes=shapes))
+    return changed(base, model=ModelSpec(name=name, shapes=shapes, hidden=hidden))
 
 
 def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[Scenario]:
@@ -131,6 +138,33 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
         yield changed(base, f"clipped, seed {seed}", optimizer=clip, run={"seed": seed})
     # What is asked of a target that declares to clip: nothing that fits the rest may fail there.
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
+
+
+def rounded(number: int, divisor: int) -> int:
+    """The least multiple of a divisor that is at least a number."""
+    return -(-number // divisor) * divisor
+
+
+def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
+    """Cases of several ranks, micro-batches and unequal rows, which tell rules apart.
+
+    Args:
+        like: A case whose dtype and stage they have.
+        optimizer: The optimizer.
+    """
+    base = changed(
+        BASE,
+        model={"dtype": like.model.dtype},
+        optimizer=optimizer,
+        system={"stage": like.system.stage},
+        run={"steps": 2},
+    )
+    for ranks, micro_batches in ((2, 1), (3, 1), (2, 2), (3, 2), (3, 3), (4, 3)):
+        name = f"{in_ranks(ranks)}, {micro_batches} micro-batches"
+        run = {"micro_batches": micro_batches, "seed": ranks * micro_batches}
+        case = changed(base, name, world={"size": ranks}, run=run)
+        yield case
+        yield changed(case, f"{name}, unequal rows", data={"uneven_rows": True})
 
 
 SETTINGS: Mapping[str, Any] = {

@@ -14,6 +14,7 @@ from zero_sim.backends import WorldPool
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.reference import DIVIDE_RULES
+from zero_sim.run.refused_sizes import refused_size
 from zero_sim.run.runner import run_case
 from zero_sim.run.said_rules import Asked, declared_by, in_words, with_change
 from zero_sim.scenario.checks import Check
@@ -106,6 +107,8 @@ class RuleSearch:
     """Cases that rules decide."""
     cases: int = 0
     """How many were run."""
+    limited: dict[Scenario, str] = field(default_factory=dict)
+    """Cases that the system refuses by a check of its own, and which one."""
     why: str = ""
     """What came first of the cases that are being settled."""
     nearest: Failed | None = None
@@ -121,29 +124,37 @@ class RuleSearch:
         """
         self.cases += 1
         try:
-            numerics = Numerics(**(self.numerics if said is None else said))
-            result = run_case(case, pool=self.pool, target=Asked(self.target, numerics))
+            # Declared, because this search tries the others.
+            rules: dict[str, Any] = {"grads_told": "before-division"}
+            rules |= self.numerics if said is None else said
+            asked = Asked(self.target, Numerics(**rules))
+            result = run_case(case, pool=self.pool, target=asked)
         except (UsageError, EnvironmentProblem) as error:
             # Of several problems the first.
             return " ".join(line.strip() for line in str(error).splitlines()[:2])
         if result.verdict == "error":
             return (result.error or "it could not be judged").splitlines()[0]
+        if limit := refused_size(result):
+            self.limited[case] = limit
+            return limit
         return result
 
     def settle(self, *cases: Scenario, sums: bool = False) -> str:
         """Find rules that make cases pass; in words what is wrong where none does.
 
         Args:
-            cases: What has to pass, the plainest first.
+            cases: What has to pass, the plainest first; those whose sizes the system refuses are
+                left out.
             sums: Whether ways of summing are tried where a param differs and nothing says why.
         """
         self.why, self.nearest, self._grads_differed = "", None, False
         for told_always in (False, True):
             tried = _Tried(sums=sums, told_always=told_always)
             said = self._fitting(cases, dict(self.numerics), tried=tried, depth=_DEPTH)
-            if said is not None:
+            passed = [case for case in cases if case not in self.limited]
+            if said is not None and passed:
                 self.numerics = said
-                self.passed.extend(cases)
+                self.passed.extend(passed)
                 return ""
             if not self._grads_differed:
                 break
@@ -161,9 +172,13 @@ class RuleSearch:
         """A declaration with which all cases pass, from one by what findings say; or None."""
         tried.said.append(said)
         for passed, case in enumerate(cases):
+            if case in self.limited:
+                continue
             result = self.judge(case, said)
             if isinstance(result, str):
                 self.why = self.why or result
+                if case in self.limited:
+                    continue
                 return None
             if result.verdict != "fail":
                 continue
@@ -203,9 +218,9 @@ class RuleSearch:
             return (*changes, *_TOLD), True
         if check is Check.EQUALITY_PARAMS and may_guess and tried.sums and not changes:
             return _SUMMED, True
-        if not changes and check is Check.EQUALITY_NORM:
+        if check is Check.EQUALITY_NORM:
             # Whatever its form, what clips by it can be judged by what is told.
-            return ({"norm": "told"},), False
+            return (*changes, {"norm": "told"}), False
         return changes, False
 
     def _note(

@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.host import supervisor
 from zero_sim.judge.trajectory import Trajectories
+from zero_sim.run.grads_told import Point, ToldAt, judge_as_told
 from zero_sim.run.reports import CaseRun, result_of
 from zero_sim.run.simulated import Simulated
+from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target
+from zero_sim.targets.numerics import GradsTold
+
+_POINTS: WeakKeyDictionary[WorldPool, list[tuple[Target, Point]]] = WeakKeyDictionary()
+"""By the worlds that are kept from case to case: targets, which need not be hashable."""
 
 
 class Backend(Protocol):
@@ -50,10 +57,27 @@ def judge_case(
     try:
         ran = backend.run(scenario)
         result = result_of(scenario, ran, with_digest=with_digest)
+        if isinstance(backend, Simulated) and (step := _loss_step(result)) is not None:
+            # The same run, to see whether that forward read other params than there are.
+            ran = replace(backend, read_step=step).run(scenario)
+            again = result_of(scenario, ran, with_digest=with_digest)
+            result = again if _is_explained(result, again) else result
     finally:
         supervisor.count_case()
     logs = tuple(ran.logs) if keep_logs or result.verdict == "fail" else ()
     return replace(result, seconds=time.perf_counter() - started, logs=logs)
+
+
+def _loss_step(result: CaseResult) -> int | None:
+    """The step of a case's first finding, if that is a loss."""
+    first = next(iter(result.findings), None)
+    return None if first is None or first.check != Check.EQUALITY_LOSS else first.step
+
+
+def _is_explained(before: CaseResult, again: CaseResult) -> bool:
+    """Whether a second run has the findings of the first one behind one that explains them."""
+    known = [finding.identity for finding in again.findings[1:]]
+    return bool(known) and before.findings[0].identity in known
 
 
 def run_case(
@@ -86,7 +110,28 @@ def run_case(
         EnvironmentProblem: This machine lacks something that the case needs.
     """
     with WorldPool() if pool is None else nullcontext(pool) as worlds:
-        backend = Simulated(
-            worlds=worlds, target=target, turns=turns, device=device, trajectories=trajectories
-        )
-        return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
+
+        def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
+            told = target if target is None or point is None else ToldAt(target, point)
+            if case is not scenario:
+                backend = Simulated(worlds=worlds, target=told, device=device)
+                return judge_case(case, backend, with_digest=False)
+            backend = Simulated(
+                worlds=worlds, target=told, turns=turns, device=device, trajectories=trajectories
+            )
+            return judge_case(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
+
+        if target is None:
+            return judge(scenario, None)  # Registered targets declare it.
+        known = _point_of(target, worlds)
+        return judge_as_told(scenario, judge=judge, find=lambda: target, known=known)
+
+
+def _point_of(target: Target, pool: WorldPool) -> Point:
+    """The point that was worked out for a target in these worlds, if it was."""
+    points = _POINTS.setdefault(pool, [])
+    known = next((point for each, point in points if each is target), None)
+    if known is None:
+        known = []
+        points.append((target, known))
+    return known

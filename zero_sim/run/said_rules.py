@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from zero_sim.findings.records import CaseResult
 from zero_sim.targets import Numerics, Target
 
 _DECLARE = re.compile(r"declare Numerics\((.*?)\)(?:,|$)", flags=re.MULTILINE)
-_FITTING = re.compile(r"these are the bits of (.*?): declare")
+_FITTING = re.compile(r"these are the bits of (?!the step)(.*?)(?:; a case .*)?\.$", re.MULTILINE)
+_ADVICE = re.compile(
+    r"^(If [a-z ]+ intended, declare Numerics\(.*\)|No rule is proposed: .*)$\n?", re.MULTILINE
+)
 _DTYPE_FIELDS = ("accumulate_dtype", "reduce_dtype")
 
 
@@ -54,6 +58,19 @@ def declared_by(result: CaseResult) -> list[dict[str, Any]]:
                 for each in text.split(" or ")
             )
     return [each for index, each in enumerate(said) if each not in said[:index]]
+
+
+def without_advice(result: CaseResult) -> CaseResult:
+    """Return the result without proposals of its findings, which one case alone suggests.
+
+    Args:
+        result: Of a case.
+    """
+    kept = (
+        replace(finding, detail=_ADVICE.sub("", finding.detail).rstrip())
+        for finding in result.findings
+    )
+    return replace(result, findings=tuple(kept))
 
 
 def _parsed(text: str) -> dict[str, Any]:

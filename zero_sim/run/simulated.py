@@ -59,6 +59,8 @@ class Simulated:
     """What is done for ranks, in place of what the target declares."""
     trajectories: Trajectories | None = None
     """What references of cases before it took, to which it adds."""
+    read_step: int | None = None
+    """The step in which the params that forwards read are recorded; None for none."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
@@ -77,9 +79,14 @@ class Simulated:
         torch.set_num_threads(1)
         try:
             with kept, folder_for(scenario) as folder:
-                segments = tuple(segments_of(scenario, folder=Path(folder)))
+                segments = tuple(
+                    replace(segment, read_step=self.read_step)
+                    for segment in segments_of(scenario, folder=Path(folder))
+                )
                 threads_max = max(segment.scenario.world.size for segment in segments)
                 trial.run(segments, ranks, find=find, rank_threads=threads_max)
+            if ranks.own is not None:
+                trial.outcome.notes.extend(ranks.own.notes())
             report = trial.report(with_buffer_maps=True)
         finally:
             torch.set_num_threads(threads)

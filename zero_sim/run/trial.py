@@ -25,6 +25,7 @@ from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, check_asked
+from zero_sim.targets.rank_local import why_not_judged
 
 
 class Ranks(Protocol):
@@ -68,6 +69,8 @@ class Trial:
     """Where the backend adds otherwise than the case relies on; then it was not judged."""
     measured: Sequence[str] = ()
     """How communicators were seen to add."""
+    other_version: str = ""
+    """The installed version of the judged library, in words; empty for the judged one."""
     raised_at: float | None = None
     """When a rank raised, where that was a while ago."""
 
@@ -100,6 +103,7 @@ class Trial:
         segment = segments[0]
         try:
             target = find()
+            self.other_version = why_not_judged(target)
             check_asked(target, segment.scenario)
             for index, segment in enumerate(segments):
                 ranks.run(segment, index, self, target=target)
@@ -184,6 +188,7 @@ class Trial:
             drifts=self.drifts,
             measured=self.measured,
             accuracy=self.outcome.accuracy,
+            other_version=self.other_version,
             said=self.outcome.notes,
             buffer_maps=[judge.buffer_map() for judge in self.judges] if with_buffer_maps else (),
         )

@@ -89,7 +89,8 @@ def _files(paths: Iterable[str | Path], errors: list[ScenarioError]) -> list[Pat
             )
             errors.append(ScenarioError(str(path), [problem]))
         for file in inside:
-            found.setdefault(os.path.realpath(file), file)
+            # A link counts as itself, so that it is refused and the file that it leads to is not.
+            found.setdefault(os.path.join(os.path.realpath(file.parent), file.name), file)
     return list(found.values())
 
 

@@ -147,8 +147,11 @@ def _read(path: Path, *, instead: str = "Name a scenario, or a folder with some.
     if not os.path.lexists(path):
         raise refuse("expected a TOML file, got nothing at this path.", "Check the path.")
     try:
-        data = read_regular(path, bytes_max=FILE_BYTES_MAX)
+        # A stranger's link could lead to any file, a line of which an error would show.
+        data = read_regular(path, bytes_max=FILE_BYTES_MAX, follow=False)
     except Unreadable as reason:
+        if path.is_symlink():
+            instead = "Put a copy of the file in place of the link."
         raise refuse(
             f"expected a TOML file of at most {FILE_BYTES_MAX:,} bytes, got: {reason}.",
             instead,

@@ -31,9 +31,16 @@ _EXAMPLES = {
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """The name most like `word`, None where none is near."""
-    found = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=_CUTOFF)
-    return found[0] if found else None
+    """The name most like `word` in either case, None if none is near."""
+    by_lower = {name.lower(): name for name in names}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=_CUTOFF)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """End of a message about a name that is not there: ` Did you mean 'x'?`, or nothing."""
+    near = closest(word, names)
+    return "" if near is None else f" Did you mean {str(near)!r}?"
 
 
 _INSTEAD = {"faults.step": "call"}

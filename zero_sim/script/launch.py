@@ -14,7 +14,7 @@ from zero_sim.script.cuda import CudaOnCpu
 from zero_sim.script.custom_ops import operators_of_ranks
 from zero_sim.script.output import RankOutput
 from zero_sim.script.points import record_with
-from zero_sim.script.process_calls import calls_of_ranks
+from zero_sim.script.process_calls import calls_of_ranks, processes_of_ranks
 from zero_sim.script.program import Script, run_script
 from zero_sim.script.rank_state import RankState
 from zero_sim.script.record import PointRecorder, ScriptRun
@@ -138,6 +138,7 @@ class Launcher:
         with contextlib.ExitStack() as stack:
             out, err = stack.enter_context(self._output(quiet=quiet))
             stack.enter_context(calls_of_ranks(self._state.owns))
+            stack.enter_context(processes_of_ranks())
             stack.enter_context(operators_of_ranks())
             if settings.cuda_is_cpu:
                 stack.enter_context(cuda.installed())

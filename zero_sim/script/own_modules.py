@@ -7,15 +7,19 @@ without asking anybody; so the entries of whoever has the baton stand in it, and
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 import sysconfig
 from collections.abc import Collection
+from importlib.machinery import PathFinder
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
 from zero_sim.errors import UsageError
+from zero_sim.scenario.suggest import did_you_mean
 
 SHARED = frozenset({"numpy", "torch", "zero_sim"})
 """Packages that one process has once, wherever they lie."""
@@ -26,6 +30,29 @@ _STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 # Names that are being imported, with locks that belong to threads: a rank that waits for others in
 # the middle of an import must not keep them from importing theirs.
 _locks: dict[str, Any] = importlib._bootstrap._module_locks  # pyrefly: ignore
+
+
+def check_found(packages: Collection[str], *, folder: str | None = None) -> None:
+    """Check that packages can be imported.
+
+    Args:
+        packages: Names of top-level packages.
+        folder: Where to look first; None for Python's own path alone.
+
+    Raises:
+        UsageError: There is no package of a name.
+    """
+    path = [*([] if folder is None else [folder]), *sys.path]
+    for name in packages:
+        # Finders of editable installs are no entries of the path.
+        if PathFinder.find_spec(name, path) is None and (
+            name not in sys.modules and importlib.util.find_spec(name) is None
+        ):
+            known = [module.name for module in pkgutil.iter_modules(path)]
+            raise UsageError(
+                f"expected a top-level package that can be imported, got {name!r}."
+                f"{did_you_mean(name, known)} Check its name, and that it is installed."
+            )
 
 
 class OwnModules:

@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_sim.errors import UsageError
+
+class NoSuchName(Exception):
+    """A name has no place: its module, class, function or argument is not there."""
+
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
 """Stands for the value of a name that is not there."""
@@ -64,15 +67,17 @@ class OwnNames:
         self.caller: list[Any] = []
         """What the caller has, of which ranks begin with copies."""
         self._saved: dict[int, list[Any]] = {}
+        self.skipped: dict[str, str] = {}
+        """Names without a place, and why: another version of a library may have them."""
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and take out what is in place as `caller`'s.
-
-        Raises:
-            UsageError: There is no such name.
-        """
-        if not self._slots:
-            self._slots = [slot for name in self._names for slot in find_slots(name)]
+        """Forget all ranks, and take out what is in place as `caller`'s."""
+        if not self._slots and not self.skipped:
+            for name in self._names:
+                try:
+                    self._slots.extend(find_slots(name))
+                except NoSuchName as error:
+                    self.skipped[name] = str(error)
         self._saved.clear()
         self.take_out(caller)
         self.caller = self._saved[caller]
@@ -102,12 +107,12 @@ def find_slots(name: str) -> list[Slot]:
     """Where a name stands, or all data of a module; imports it.
 
     Raises:
-        UsageError: There is no such module, class, function or argument.
+        NoSuchName: There is no such module, class, function or argument.
     """
     module_name, _, path = name.partition(":")
     if path != "*":
         return [find_slot(name)]
-    module = _import(module_name, name)
+    module = _import(module_name)
     return [Slot(module, key) for key, value in vars(module).items() if is_data(key, value)]
 
 
@@ -127,34 +132,34 @@ _NO_DATA = (
 )
 
 
-def _import(module_name: str, name: str) -> Any:
+def _import(module_name: str) -> Any:
     try:
         return sys.modules.get(module_name) or importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise _no_such(name, f"no module {error.name!r}") from None
+        raise NoSuchName(f"no module {error.name!r}") from None
 
 
 def find_slot(name: str) -> Slot:
     """Where a name stands; imports its module.
 
     Raises:
-        UsageError: There is no such module, class, function or argument.
+        NoSuchName: There is no such module, class, function or argument.
     """
     module_name, _, path = name.partition(":")
     path, _, argument = path.removesuffix(")").partition("(")
-    place: Any = _import(module_name, name)
+    place: Any = _import(module_name)
     *owners, key = path.split(".")
     for owner in owners:
         place = vars(place).get(owner)
         if place is None:
-            raise _no_such(name, f"no {owner!r} in it")
+            raise NoSuchName(f"no {owner!r} in it")
     if not argument:
         return Slot(place, key)
     function = inspect.unwrap(getattr(place, key, None))  # pyrefly: ignore
     function = getattr(function, "__func__", function)
     positions = default_positions(function)
     if argument not in positions:
-        raise _no_such(name, f"no default of {argument!r} in it")
+        raise NoSuchName(f"no default of {argument!r} in it")
     return Slot(function, positions[argument])
 
 
@@ -180,10 +185,3 @@ def copied(value: Any) -> Any:
         pairs = ((key, copied(each)) for key, each in value.items())
         return collections.defaultdict(value.default_factory, pairs)
     return value
-
-
-def _no_such(name: str, why: str) -> UsageError:
-    return UsageError(
-        f"expected a name that a rank can have for itself, got {name!r}: {why}. Try "
-        "`zero-sim doctor --target`, which finds such names."
-    )

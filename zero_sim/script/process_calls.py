@@ -1,7 +1,7 @@
 """Calls that concern a process as a whole, where a rank of a script makes them.
 
 What it wants done at its exit is done when it ends. Handlers of signals are taken and never called:
-a signal that ends the command ends it, with all ranks.
+a signal that ends the command ends it, with all ranks. Processes that are to be ranks are refused.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
+import torch.multiprocessing
+
+from zero_sim.script.child_guard import REFUSED_STATUS, GuardedRun, NoRank, no_rank
+from zero_sim.sim.callsite import here
 from zero_sim.sim.world.rank_threads import rank_state
 
 
@@ -66,6 +72,45 @@ def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
         mock.patch.object(atexit, "unregister", unregister_in_rank),
         mock.patch.object(signal, "signal", put_in_rank),
         mock.patch.object(signal, "getsignal", get_in_rank),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def processes_of_ranks() -> Iterator[None]:
+    """Refuse processes that a rank starts as ranks; others of its processes run as ever."""
+    start, join = BaseProcess.start, BaseProcess.join
+    start_processes = torch.multiprocessing.start_processes
+    messages: WeakKeyDictionary[BaseProcess, str] = WeakKeyDictionary()
+
+    def start_in_rank(process: BaseProcess) -> None:
+        if rank_state.join is None:
+            start(process)
+            return
+        messages[process] = no_rank(rank_state.rank, here())
+        process.run = GuardedRun(process.run, messages[process])
+        try:
+            start(process)
+        finally:
+            del process.run
+
+    def join_in_rank(process: BaseProcess, timeout: float | None = None) -> None:
+        join(process, timeout)
+        if process in messages and process.exitcode == REFUSED_STATUS:
+            raise NoRank(messages[process])
+
+    def start_several(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **settings: Any) -> Any:
+        if rank_state.join is not None:
+            raise NoRank(no_rank(rank_state.rank, here(), count=str(nprocs)))
+        return start_processes(fn, args, nprocs, *rest, **settings)
+
+    # The attribute `spawn` of the package is a function; the module of that name calls its own.
+    module = sys.modules[start_processes.__module__]
+    with (
+        mock.patch.object(BaseProcess, "start", start_in_rank),
+        mock.patch.object(BaseProcess, "join", join_in_rank),
+        mock.patch.object(torch.multiprocessing, "start_processes", start_several),
+        mock.patch.object(module, "start_processes", start_several),
     ):
         yield
 

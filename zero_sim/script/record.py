@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zero_sim.errors import UsageError
-from zero_sim.sim import unwatched
+from zero_sim.sim import WorldFailure, unwatched
 from zero_sim.sim.callsite import site_of
 
 _DIGEST_BYTES = 16
@@ -39,7 +39,7 @@ class ScriptRun:
     """One run."""
 
     seed: int
-    failure: Exception | None
+    failure: WorldFailure | None
     """What ended it; None where every rank came to its end."""
     ending: str
     """How it ended, in words without what differs from run to run."""

@@ -1,17 +1,27 @@
 """Making a failing case as small as it goes: what small means, what is tried, and the search."""
 
-from zero_sim.shrink.keys import Key, key_of, may_become, may_shrink, places_of
+from zero_sim.shrink.keys import (
+    BEYOND_VALUES,
+    Key,
+    how_far_apart,
+    key_of,
+    may_become,
+    may_shrink,
+    places_of,
+)
 from zero_sim.shrink.reduce import Limits, Reduced, Stopped, shrink
 from zero_sim.shrink.same import right_judge, shrink_finding
 from zero_sim.shrink.size import Size, settings_of, size_of
 from zero_sim.shrink.titles import titled
 
 __all__ = [
+    "BEYOND_VALUES",
     "Key",
     "Limits",
     "Reduced",
     "Size",
     "Stopped",
+    "how_far_apart",
     "key_of",
     "may_become",
     "may_shrink",

@@ -17,6 +17,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Self
 
+import torch
+
+from zero_sim.findings.compare import relative_difference
 from zero_sim.findings.records import BufferMap, CaseResult, MappedShard
 from zero_sim.scenario.kinds import kind_of
 
@@ -28,6 +31,10 @@ _NUMBER = re.compile(r"[-+]?\b\d[\w.,+-]*|#\d+")
 _WORDS_MAX = 24
 _PLURAL = re.compile(r"\b(call|collective|element|param|rank|step)s\b")
 _SAME_SPAN = re.compile(r"#(?:\W+#)+")
+
+
+BEYOND_VALUES = 4.0
+"""More than any two numbers differ by, as a part of the larger one."""
 
 
 class Key(NamedTuple):
@@ -67,6 +74,37 @@ def key_of(result: CaseResult) -> Key | None:
         manner=first.manner or _template(first.message),
         place=next((name for name, tells in _places(result).items() if tells), ""),
     )
+
+
+def how_far_apart(result: CaseResult) -> float:
+    """Return how far apart the values of the first finding are, between 0 and 2.
+
+    Args:
+        result: Of a case that fails.
+
+    Returns:
+        `BEYOND_VALUES` if what is wrong is no difference of finite values.
+    """
+    evidence = result.findings[0].evidence if result.findings else None
+    if evidence is None or evidence.expected.numel() != evidence.got.numel():
+        return BEYOND_VALUES
+    return min(relative_difference(evidence.expected, evidence.got), BEYOND_VALUES)
+
+
+def keeps_apart(result: CaseResult, *, before: CaseResult) -> bool:
+    """Return whether values are nearer to as far apart as they were than to one rounding.
+
+    Args:
+        result: Of a smaller case.
+        before: Of the case that it was made from.
+    """
+    then, now = how_far_apart(before), how_far_apart(result)
+    evidence = before.findings[0].evidence if before.findings else None
+    if evidence is None or not evidence.expected.is_floating_point() or then == BEYOND_VALUES:
+        return True
+    rounding = torch.finfo(evidence.expected.dtype).eps
+    # Distances are factors, so that the middle is the geometric one.
+    return then <= rounding or now**2 >= then * rounding
 
 
 def may_become(key: Key, result: CaseResult) -> bool:

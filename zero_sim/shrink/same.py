@@ -9,7 +9,7 @@ from zero_sim.backends import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.run import run_case
 from zero_sim.scenario.spec import Scenario
-from zero_sim.shrink.keys import key_of, may_become
+from zero_sim.shrink.keys import keeps_apart, key_of, may_become
 from zero_sim.shrink.reduce import Limits, Reduced, shrink
 from zero_sim.shrink.size import settings_of
 from zero_sim.shrink.titles import titled
@@ -34,7 +34,8 @@ def shrink_finding(
     """Make a case smaller as long as it has the same finding, for the same reason.
 
     A smaller case counts only if its finding is that of the case, as far as a smaller one can keep
-    it; see `keys`. Where a right system passes the case, or the system itself does without the
+    it, and its values are not apart by mere rounding if those of the case are; see `keys`. Where a
+    right system passes the case, or the system itself does without the
     faults that the case plans, that has to be so of the smaller one: else it could have shown
     nothing, or shows what is not the fault's doing. And it has no setting that the case has not:
     that could bring a cause of its own with it.
@@ -60,7 +61,9 @@ def shrink_finding(
     def has_it(other: Scenario) -> bool:
         nonlocal best
         judged = judge(other)
-        if not may_become(key, judged) or not all(control(other) for control in controls):
+        if not may_become(key, judged) or not keeps_apart(judged, before=result):
+            return False
+        if not all(control(other) for control in controls):
             return False
         # Logs are large, and only those of the smallest case are told of.
         best = judged

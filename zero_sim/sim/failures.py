@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from zero_sim.errors import UsageError, ZeroSimError
 from zero_sim.sim.callsite import site_of
@@ -15,15 +15,29 @@ class WorldFailure(ZeroSimError):
 
 
 class RankFailed(WorldFailure):
-    """A rank raised; the world ended and this carries the rank and its traceback."""
+    """A rank raised; the world ended.
+
+    Args:
+        rank: World rank.
+        error: Exception of the rank; also the `__cause__`, in a copy from another process too.
+        traceback_text: Traceback of `error` as text.
+    """
 
     def __init__(self, rank: int, error: BaseException, traceback_text: str) -> None:
         self.rank = rank
         self.error = error
         self.traceback_text = traceback_text
-        super().__init__(
-            f"rank {rank} raised {type(error).__name__}: {error}\n{traceback_text.rstrip()}"
-        )
+        super().__init__(f"rank {rank} raised {type(error).__name__}: {error}")
+        self.__cause__ = error
+
+    def __setstate__(self, state: dict[str, Any] | None) -> None:
+        super().__setstate__(state)
+        self.__cause__ = self.error
+
+    @property
+    def report(self) -> str:
+        """The message and the traceback of the rank."""
+        return f"{self}\n{self.traceback_text.rstrip()}"
 
 
 class BadArgument(UsageError, RuntimeError):
@@ -203,7 +217,7 @@ class DataRace(WorldFailure):
         verb = "writes" if access.writes else "reads"
         super().__init__(
             f"data race on rank {rank}: {access.operation} at {access.site}{place} {verb} elements "
-            f"{access.start} to {access.stop} of the {buffer.role} of {buffer.what}, which is in "
+            f"[{access.start}, {access.stop}) of the {buffer.role} of {buffer.what}, which is in "
             f"flight\n"
             f"  issued at {buffer.site} and not waited for\n"
             f"  {buffer.role}: shape {tuple(tensor.shape)}, {tensor.dtype}, {busy} until then\n"

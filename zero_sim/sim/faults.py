@@ -16,11 +16,17 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
+from zero_sim.host.arguments import check_kind
 from zero_sim.sim.call import KINDS, Call
 from zero_sim.sim.log import EventLog, FaultRecord
 from zero_sim.sim.schedule import Schedule
 
 FaultKind = Literal["crash", "stall", "corrupt", "drop", "duplicate", "slow"]
+_CHOICES = {
+    "kind": get_args(FaultKind),
+    "at": ("call", "random"),
+    "side": ("send", "receive"),
+}
 
 PASSED_OVER_MAX = 100
 """A slow rank gets a turn once another one had so many meanwhile: it may be polling for it."""
@@ -113,8 +119,13 @@ def check_faults(faults: Sequence[Fault], *, world_size: int) -> None:
     for index, fault in enumerate(faults):
         if not isinstance(fault, Fault):
             raise UsageError(f"expected fault {index} to be a zero_sim.sim.Fault, got {fault!r}")
-        if fault.kind not in get_args(FaultKind):
-            _refuse(index, "kind", f"one of {', '.join(get_args(FaultKind))}", fault.kind)
+        for name in ("rank", "call", "call_stop", "element", "bit"):
+            number = getattr(fault, name)
+            if name in ("rank", "call") or number is not None:
+                check_kind(f"{name} of fault {index}", number, "an integer")
+        for name, known in _CHOICES.items():
+            if getattr(fault, name) not in known:
+                _refuse(index, name, f"one of {', '.join(known)}", getattr(fault, name))
         if not 0 <= fault.rank < world_size:
             _refuse(index, "rank", f"at least 0 and less than {world_size}", fault.rank)
         if fault.collective is not None and fault.collective not in KINDS:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from zero_sim.sim.callsite import site_of
+from zero_sim.sim.undefined import UndefinedMemory
 
 Role = Literal["input", "output"]
 """An input may still be read by the program, but not written; an output neither."""
@@ -27,6 +28,8 @@ class InFlightBuffer:
     """Where it was issued."""
     whole: Tensor | None = None
     """The tensor that the operation was given, where `tensor` may be only a part of it."""
+    undefined: bool = False
+    """True if what the operation leaves in it is undefined; see `zero_sim.sim.undefined`."""
 
     @property
     def site(self) -> str:
@@ -43,6 +46,11 @@ class InFlightBuffers:
         """How often what is in flight has changed."""
         self.watcher: Callable[[], None] | None = None
         """Called when the first one takes off and when the last one has landed."""
+        self.works_with_callbacks: dict[Any, None] = {}
+        """Works that the rank has not waited for and whose futures have callbacks."""
+        self.undefined = UndefinedMemory()
+        """Landed outputs with undefined content. Empty without a watcher, since nobody would note
+        that the program overwrites them."""
 
     def __iter__(self) -> Iterator[InFlightBuffer]:
         return iter(self._buffers.values())
@@ -54,17 +62,28 @@ class InFlightBuffers:
         """Note that its memory is lent from now on."""
         self._buffers[id(buffer)] = buffer
         self.changes += 1
+        if buffer.role == "output":
+            self.undefined.define(buffer.tensor)
         if self.watcher is not None and len(self._buffers) == 1:
             self.watcher()
 
-    def land(self, buffer: InFlightBuffer) -> None:
-        """Note that its rank has waited for it; landing twice is fine."""
-        if self._buffers.pop(id(buffer), None) is not None:
-            self.changes += 1
-            if self.watcher is not None and not self._buffers:
-                self.watcher()
+    def land(self, buffer: InFlightBuffer) -> bool:
+        """Note that its rank has waited for it; return False if it was not in flight."""
+        if self._buffers.pop(id(buffer), None) is None:
+            return False
+        self.changes += 1
+        if self.watcher is None:
+            return True
+        if buffer.undefined:
+            origin = f"output of {buffer.what}, issued at {buffer.site}"
+            self.undefined.mark(buffer.tensor, origin=origin)
+        if not self._buffers:
+            self.watcher()
+        return True
 
     def clear(self) -> None:
         """Forget all, between two programs."""
         self._buffers.clear()
+        self.works_with_callbacks.clear()
+        self.undefined.clear()
         self.changes += 1

@@ -42,7 +42,10 @@ class CollectiveRecord(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size of the contribution in bytes."""
+        """Size of the contribution in bytes, not of what a backend sends.
+
+        Of a `broadcast` or `reduce` the whole tensor on every rank, root or not.
+        """
         return self.elems * self.elem_bytes
 
     @property
@@ -118,14 +121,19 @@ class EventLog:
         """One for each planned fault, in the order in which they happened or could not."""
         self.refused: int | None = None
         """Index of the call that did not fit the others' and so ended the run."""
+        self.harness: set[int] = set()
+        """Indices of calls that a harness made or had the program make, in `World.pause_clock`.
+        Exports, counts and timelines omit them; no part of the digest."""
         self.unwaited: set[int] = set()
         """Indices of asynchronous calls that their rank has not waited for, nor seen done."""
         self.watch: Callable[[CollectiveRecord], None] | None = None
         """Called with each call as it is made, in the thread of its rank."""
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
-    def add(self, record: CollectiveRecord) -> None:
-        """Note a call."""
+    def add(self, record: CollectiveRecord, *, of_harness: bool = False) -> None:
+        """Note a call, marked if its rank is in a block of `World.pause_clock`."""
+        if of_harness:
+            self.harness.add(len(self.collectives))
         self.collectives.append(record)
         latest = self._latest.get(record.rank)
         if latest is None:

@@ -56,15 +56,58 @@ def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
 
 
 def written_parts(call: Call, *, group_rank: int, group_size: int) -> list[Part]:
-    """What of `written_tensors` is written; see [Note: own parts]."""
+    """What of `written_tensors` is written, each part once; see [Note: own parts]."""
     tensors = written_tensors(call, group_rank=group_rank)
     own = _own_parts(call, group_rank=group_rank, group_size=group_size)
-    parts = []
+    repeated = repeated_outputs(call)
+    parts: list[Part] = []
+    seen: set[int] = set()
     for index, tensor in enumerate(tensors):
+        if index not in own:
+            first = repeated.get(index, index)
+            if first in seen:
+                continue
+            seen.add(first)
         start, stop = own.get(index, (0, 0))
         bounds = ((0, start), (stop, tensor.numel())) if stop > start else ((0, tensor.numel()),)
         parts += [Part(index, low, high) for low, high in bounds if low < high]
     return parts
+
+
+def repeated_outputs(call: Call) -> dict[int, int]:
+    """Outputs that an earlier output repeats: same start, shape and strides, and not empty.
+
+    Returns:
+        Index of the first output with that memory, by the index of each later one.
+    """
+    if len(call.outputs) < 2:
+        return {}
+    first: dict[object, int] = {}
+    keys = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in call.outputs]
+    return {
+        index: first[key]
+        for index, (key, tensor) in enumerate(zip(keys, call.outputs, strict=True))
+        if tensor.numel() and first.setdefault(key, index) != index
+    }
+
+
+def undefined_outputs(call: Call) -> set[int]:
+    """Indices of all outputs whose content is undefined, because several are the same memory."""
+    repeated = repeated_outputs(call)
+    return {*repeated, *repeated.values()}
+
+
+def overwritten_inputs(call: Call, *, group_rank: int, group_size: int) -> list[Tensor]:
+    """Inputs in place that an output of the same rank may replace before they are sent.
+
+    NCCL gathers outputs of one shape into memory of its own first. Those of several shapes are
+    broadcast one by one, in place.
+    """
+    if call.kind != "all_gather_list" or len({tensor.shape for tensor in call.outputs}) < 2:
+        return []
+    undefined = undefined_outputs(call)
+    own = _own_parts(call, group_rank=group_rank, group_size=group_size) if undefined else {}
+    return [call.outputs[index] for index in own if index in undefined]
 
 
 def _own_parts(call: Call, *, group_rank: int, group_size: int) -> dict[int, tuple[int, int]]:

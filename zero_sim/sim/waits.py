@@ -50,6 +50,11 @@ class Pending(Awaited, Protocol):
         ...
 
     @property
+    def strict(self) -> bool:
+        """True if what gloo accepts and NCCL refuses is an error."""
+        ...
+
+    @property
     def full(self) -> bool:
         """Whether all members are there."""
         ...

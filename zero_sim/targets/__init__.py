@@ -42,9 +42,11 @@ from zero_sim.targets.registry import (
 from zero_sim.targets.torch.optim import (
     LearningRates,
     class_of,
+    flat_state,
     group_index,
     own_settings,
     param_groups,
+    plain_optimizer,
     settings_of,
 )
 
@@ -82,6 +84,7 @@ __all__ = [
     "complete",
     "costs_of",
     "find_target",
+    "flat_state",
     "group_index",
     "import_target",
     "library_target_names",
@@ -90,6 +93,7 @@ __all__ = [
     "options_of",
     "own_settings",
     "param_groups",
+    "plain_optimizer",
     "rank_local_of",
     "reduce_ops_of",
     "refusals",

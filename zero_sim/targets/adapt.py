@@ -36,6 +36,7 @@ _REQUIRED = ("module", "zero_grad", "backward", "step", "params")
 
 PARTS = "masters and optimizer state"
 GRADIENTS = "reduced gradients"
+DIVISION = "division of gradients"
 STRAY_GRADIENTS = "gradients between steps and their padding"
 STRAY_PADDING = "padding of params and masters"
 UNTRAINED = "params that are never trained"
@@ -72,6 +73,11 @@ class CompletedEngine:
         self._answers: dict[object, Any] | None = None
         """What it was asked in a block of `asked_once`, and answered."""
         self._names = answers.check_names(getattr(engine, "names", None), engine=engine)
+        self._tied = {} if model is None else model.tied
+        self._repeated: list[tuple[str, str, Tensor]] = []
+        """Params that it told a second time: the name, the other name, and the values there."""
+        self.tied_parts: dict[str, str] = {}
+        """First name of each tied param of which it told parts under another name, by that name."""
         self.module = engine.module
         self.unreported = frozenset(
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
@@ -180,14 +186,39 @@ class CompletedEngine:
     def _ask_params(self) -> dict[str, Tensor]:
         with self._asking():
             told: object = self._engine.params()
-            if self._names and isinstance(told, Mapping):
-                told = {self._names.get(name, name): value for name, value in told.items()}
+            if isinstance(told, Mapping):
+                told = self._told_once(told)
             reported = answers.check_params(told, engine=self._engine, model=self._model)
             if self._model is not None and not self._has_stepped:
                 answers.check_sizes(reported, engine=self._engine, model=self._model)
             if self._model is not None and self._model.untrained and isinstance(told, Mapping):
                 self._told = {**reported, **answers.told_untrained(told, model=self._model)}
             return dict(reported)
+
+    def _told_once(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Params by their names in the bare model; what is told again goes to `_repeated`."""
+        once: dict[Any, Any] = {}
+        self._repeated = []
+        for own, value in told.items():
+            other = self._names.get(own, own)
+            name = self._tied.get(other, other)
+            if name in once:
+                checked = answers.check_params(
+                    {name: value}, engine=self._engine, model=self._model
+                )
+                self._repeated += [(name, own, again) for again in checked.values()]
+            else:
+                once[name] = value
+        return once
+
+    def repeated(self) -> Iterable[tuple[str, str, Tensor]]:
+        """Params that `params` told twice, such as tied ones: name, other name and values there.
+
+        Raises:
+            ProtocolError: As for `params`.
+        """
+        self._params()
+        return [(name, own, value.detach()) for name, own, value in self._repeated]
 
     def untrained(self) -> Iterator[Seen]:
         """Params that are never trained, as they are now; asks for `params`, if there are any.
@@ -252,7 +283,7 @@ class CompletedEngine:
                     f"{type(error).__name__}: {error}. Try OwnedPart(grad=None) as long as .grad "
                     "is None."
                 ) from error
-            if self._names and isinstance(reported, list):
+            if isinstance(reported, list) and (self._names or self._tied):
                 reported = [self._renamed(part) for part in reported]
             checked = answers.check_parts(reported, engine=self._engine, model=self._model)
             return list(checked)
@@ -263,6 +294,9 @@ class CompletedEngine:
         Raises:
             ProtocolError: They are of another type.
         """
+        return self._once("settings", self._ask_settings)
+
+    def _ask_settings(self) -> Settings | None:
         settings = getattr(self._engine, "settings", None)
         if settings is None:
             return None
@@ -277,7 +311,10 @@ class CompletedEngine:
         """A part with its param by its name in the bare model; what is no part stays as it is."""
         if not isinstance(part, OwnedPart) or not isinstance(part.place, Place):
             return part
-        name = self._names.get(part.place.param, part.place.param)
+        own = self._names.get(part.place.param, part.place.param)
+        name = self._tied.get(own, own)
+        if name != own:
+            self.tied_parts[own] = name
         return replace(part, place=replace(part.place, param=name))
 
     def stray_gradients(self, *, padding_only: bool) -> str:
@@ -330,6 +367,9 @@ class CompletedEngine:
         Raises:
             ProtocolError: They are no numbers by name.
         """
+        return self._once("held_bytes", self._ask_held_bytes)
+
+    def _ask_held_bytes(self) -> Mapping[str, int]:
         if self.costed is None:
             return {}
         with self._asking():

@@ -60,6 +60,8 @@ class Model:
     """Type of the device that they are on."""
     untrained: Mapping[str, Untrained] = field(default_factory=dict)
     """What those that are never trained were."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """First name of each tied param, by its other names."""
 
 
 def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
@@ -70,12 +72,15 @@ def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
         known: Names of params of other ranks' models.
     """
     params = dict(module.named_parameters())
+    first = {param: name for name, param in params.items()}
+    names = module.named_parameters(remove_duplicate=False)
     return Model(
         shapes={name: tuple(param.shape) for name, param in params.items()},
         trained=frozenset(name for name, param in params.items() if param.requires_grad),
         known=frozenset({*params, *known}),
         device=next((param.device.type for param in params.values()), "cpu"),
         untrained=untrained_of(params),
+        tied={name: first[param] for name, param in names if name not in params},
     )
 
 
@@ -289,15 +294,16 @@ def check_names(answer: object, *, engine: object) -> Mapping[str, str]:
     """
     if answer is None:
         return {}
-    fine = isinstance(answer, Mapping) and all(
-        isinstance(own, str) and isinstance(name, str) for own, name in answer.items()
+    got = shown(answer)
+    if isinstance(answer, Mapping):
+        others = [each for pair in answer.items() for each in pair if not isinstance(each, str)]
+        if not others:
+            return answer
+        got = f"a {_type(answer)} with {shown(others[0])}, which is no string"
+    raise ProtocolError(
+        f"expected `names` of {_type(engine)} to be a mapping of its own names of params to those "
+        f"of the bare model, got {got}. Rename the attribute if it is something else."
     )
-    if not fine:
-        wanted = "a mapping of its own names of params to those of the bare model"
-        raise ProtocolError(
-            f"expected `names` of {_type(engine)} to be {wanted}, got {shown(answer)}."
-        )
-    return answer  # pyrefly: ignore
 
 
 def check_saving(answer: object, *, engine: object) -> Saving:
@@ -367,6 +373,8 @@ def check_numbers(answer: object, *, engine: object, method: str) -> Mapping[str
     if not isinstance(answer, Mapping):
         raise _wrong(engine, method, "a mapping of names to numbers", answer)
     for name, value in answer.items():
+        if not isinstance(name, str):
+            raise _wrong(engine, method, "strings as names", name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise _wrong(engine, method, f"a number for {name!r}", value)
     return answer

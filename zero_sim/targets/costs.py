@@ -41,7 +41,8 @@ class Costs:
 
     volume: Literal["textbook"] | ByName | None = None
     """Bytes that a rank contributes in a step, by dtype, such as `{"float32": 4096}`. Control
-    messages may come on top: calls of a few numbers."""
+    messages may come on top: calls of a few numbers. A call counts with the tensor that the rank
+    passes in: a `broadcast` or a `reduce` with all of it on every rank, root or not."""
     calls: Literal["textbook", "told-buckets"] | None = None
     """Kind, group and elements of every call, as in the textbook; or each bucket that the parts
     tell, by `reduced_by` and `call_elems`, is reduced once for each sum over ranks, and nothing

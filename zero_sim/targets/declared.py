@@ -270,9 +270,16 @@ def _answered(
         ) from error
 
 
-def _as_tuple(told: object) -> object:
-    """All of what is told one after another; anything else as it is."""
-    return tuple(told) if isinstance(told, Iterable) else told
+def _as_problems(reported: object) -> object:
+    """The problems of a target's own, where a string is one, too; anything else unchanged."""
+    if isinstance(reported, str):
+        reported = (reported,)
+    if not isinstance(reported, Iterable):
+        return reported
+    return tuple(
+        Problem(path="system.target", message=each) if isinstance(each, str) else each
+        for each in reported
+    )
 
 
 def followed() -> tuple[str, ...]:
@@ -330,10 +337,10 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
         return ()
     asked = "say what keeps a case from being run"
     reported = _answered(
-        target, "refuses", lambda case: _as_tuple(own(case)), scenario, wanted=asked
+        target, "refuses", lambda case: _as_problems(own(case)), scenario, wanted=asked
     )
     if not isinstance(reported, tuple) or not all(isinstance(each, Problem) for each in reported):
-        wanted = "zero_sim.errors.Problem"
+        wanted = "strings or zero_sim.errors.Problem"
         raise ProtocolError(
             f"expected `refuses` of target {target.name!r} to give an iterable of {wanted}, empty "
             f"for nothing, got {shown(reported)}."

@@ -93,10 +93,12 @@ class Numerics:
     nonfinite: NonFiniteRule = "stepped"
     """Whether a step with a NaN or an infinity among its gradients is `skipped` though losses are
     not scaled; where it is not, no case has one."""
-    grads_told: GradsTold = "before-division"
+    grads_told: GradsTold | None = None
     """Whether the reduced gradients that it tells are as the collective left them, or already
-    divided where the division comes after the sum, or what the optimizer was given. A target that
-    tells masters and state without gradients gives `OwnedPart(grad=None)`."""
+    divided where the division comes after the sum, or what the optimizer was given. If left out,
+    `before-division`; and where a gradient differs then, the point is worked out on cases of 3
+    ranks, with SGD if the target has it. A target that tells masters and state without gradients
+    gives `OwnedPart(grad=None)`."""
     told_dtype: ToldDtype = "sum"
     """In which dtype it tells them: that of the sum, of the params, or fp32."""
     norm: Norm = "of-elements"
@@ -168,6 +170,11 @@ class Numerics:
                 "ranks are summed after the last micro-batch, got sync = 'last'. Try leaving "
                 "divide_each out."
             )
+
+    @property
+    def told_at(self) -> GradsTold:
+        """Point at which gradients are compared."""
+        return self.grads_told or "before-division"
 
     def replayed(self, scenario: Scenario, *, added_in: str | None = None) -> Scenario:
         """The case that the reference replays in place of the one that the target is given.
@@ -313,7 +320,7 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "reduce_dtype": (None, *get_args(GradDtype)),
     "unused": get_args(Unused),
     "nonfinite": get_args(NonFiniteRule),
-    "grads_told": get_args(GradsTold),
+    "grads_told": (None, *get_args(GradsTold)),
     "told_dtype": get_args(ToldDtype),
     "norm": NORMS,
     "clip": CLIP_FORMS,

@@ -29,6 +29,7 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.targets.costs import TEXTBOOK
 from zero_sim.targets.held import held_bytes, memory_of, whole_bytes
+from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import class_of, group_index, own_settings, settings_of
 from zero_sim.workloads.tp_block import Blocks, OneDevice
@@ -447,6 +448,7 @@ class ZeroSimTarget:
 
     name = "zero_sim"
     capabilities = None
+    numerics = Numerics(grads_told="before-division")
     costs = TEXTBOOK
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:

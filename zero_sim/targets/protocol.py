@@ -75,8 +75,9 @@ class OwnedPart:
 
     place: Place
     grad: Tensor | None  # 1D, gradient dtype
-    """The reduced gradient, at the point that the target's numerics declare; None before the first
-    step, for what has no gradient, and always in an engine that does not keep them."""
+    """The reduced gradient, at the point that the target's numerics declare. None before the first
+    step, and always in an engine that keeps no gradients. Otherwise None stands for zeros, for
+    example of a param that is frozen in this step."""
     master: Tensor  # 1D, fp32
     state: Mapping[str, Tensor]  # 1D, or 0-D for counters
     """torch's per-param optimizer state."""
@@ -123,7 +124,9 @@ class Engine(Protocol):
         """Run backward for one micro-batch.
 
         Args:
-            loss: 0-D.
+            loss: 0-D. It requires no gradient if every param that this rank's forward reads is
+                frozen in this step: then skip `loss.backward()`, which would raise, but take part
+                in the reductions of the other ranks.
             last_micro: Whether the step has no micro-batch after this one.
             rows: Number of rows (samples or tokens) that the loss was taken over.
         """
@@ -143,14 +146,22 @@ class Engine(Protocol):
     def params(self) -> Mapping[str, Tensor]:
         """Full working params on this rank, trainable ones, by their name in the bare model.
 
-        All ranks call it at the same points, so it may communicate. Those that are never trained
-        may be among them: what is told whole is compared with what they were.
+        All ranks call it at the same points, so it may communicate. It is called before the first
+        step and after each: after `settle`, but for two exceptions. A target that declares
+        `Numerics(grads_in_params=True)` is also queried right after `step`. With
+        `system.overlap_params` the call comes after the first micro-batch of the next step, which
+        has waited for every gather, and without `settle`.
+
+        A tied param has one name, the first one. Those that are never trained may be among them:
+        what is told whole is compared with what they were.
         """
         ...
 
 
 class FullEngine(Engine, Protocol):
     """All that an engine may have; each method that it has is used by itself.
+
+    All ranks call a method at the same points, whatever was found, so it may communicate.
 
     An engine that knows params by other names than the bare model has `names`, a mapping from its
     own to those; what it tells may then use its own.
@@ -180,7 +191,11 @@ class FullEngine(Engine, Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for whatever the last step left in flight, so that params can be read."""
+        """Wait for whatever the last step left in flight, so that params can be read.
+
+        Called after `step` and `parts` and before `params`, before a save and after a load. With
+        `system.overlap_params` not after each step, but after the last one.
+        """
         ...
 
     def parts(self) -> Iterable[OwnedPart]:
@@ -267,7 +282,7 @@ class CostedEngine(Protocol):
     """
 
     def held_bytes(self) -> Mapping[str, int]:
-        """Bytes that this rank holds between two steps, each memory once.
+        """Bytes that this rank holds between two steps, each memory once; must not communicate.
 
         Returns:
             `gradients`, and `sums` of them over micro-batches; flat `params`; `masters`; `state`;
@@ -324,7 +339,8 @@ class Target(Protocol):
     What it declares besides, in attributes of these names, is read where it is there:
     `capabilities` (`Capabilities`; None for all that a scenario can say), `numerics` (`Numerics`,
     or a function of the case), `options` of its own (`Option` by name), and a method
-    `refuses(scenario)` that gives more `Problem`s than the capabilities can say; and
+    `refuses(scenario)` that gives more reasons than the capabilities can say, strings or
+    `Problem`s; and
     `reduce_ops(scenario)`, the reduce operations besides SUM that it asks of a backend. Of a case
     that reloads, capabilities and `refuses` are asked once more about the world and the layout
     after the checkpoint.

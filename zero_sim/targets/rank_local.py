@@ -11,6 +11,7 @@ processes none of that is needed, and nothing of it is done.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -34,7 +35,8 @@ class RankLocal:
     names: tuple[str, ...] = ()
     """`module:name` of a global, `module:Class.attribute`, or `module:function(argument)` of a
     mutable default argument; or `module:*` for all globals of it that are no modules, classes and
-    functions. The modules are imported before the first rank begins."""
+    functions. The modules are imported before the first rank begins. A name that the installed
+    version of a library lacks is skipped, and a note of the case says so."""
     packages: tuple[str, ...] = ()
     """Top-level packages that each rank imports for itself, in every program anew."""
     cuda_is_cpu: bool = False
@@ -86,6 +88,8 @@ class Library:
     """The module that is imported."""
     extra: str
     """Of `zero-sim[extra]`, which installs it."""
+    judged: str = ""
+    """Distribution and version whose rules the target declares: `deepspeed==0.19.8`."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that it reads when it is imported, set where nobody has set them."""
 
@@ -114,6 +118,29 @@ def prepare(target: Target) -> None:
     if isinstance(library, Library):
         for name, value in library.environment:
             os.environ.setdefault(name, value)
+
+
+def why_not_judged(target: Target) -> str:
+    """Name the installed version of a library if its rules may differ; empty for the judged one.
+
+    Args:
+        target: The system under test.
+    """
+    library: object = getattr(target, "library", None)
+    if not isinstance(library, Library) or not library.judged:
+        return ""
+    name, _, judged = library.judged.partition("==")
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = "of an unknown version"
+    # Builds of one version, such as 0.19.8+cpu, compute alike.
+    if installed.partition("+")[0] == judged:
+        return ""
+    return (
+        f"{name} {installed} is installed; target {target.name!r} declares the rules of "
+        f"{name} {judged}, so this may be a change between the two"
+    )
 
 
 def _is_installed(package: str) -> bool:

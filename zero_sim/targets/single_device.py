@@ -137,6 +137,7 @@ class SingleDevice:
         divide_by="ranks",
         sync="last",
         grad_dtype="param",
+        grads_told="before-division",
         norm="of-params",
         clip="fp32-reciprocal",
     )

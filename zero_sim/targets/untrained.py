@@ -82,10 +82,10 @@ def _named(held: Mapping[str, Tensor], name: str) -> Tensor | None:
 
 
 def _lies_at(tensor: Tensor | None, place: Tensor) -> bool:
-    return tensor is not None and _is_plain(tensor) and tensor.data_ptr() == place.data_ptr()
+    return tensor is not None and is_plain(tensor) and tensor.data_ptr() == place.data_ptr()
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has memory with all its elements in it: no DTensor, nothing freed."""
     if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
         return False
@@ -101,7 +101,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _is_whole(now: Tensor, values: Tensor) -> bool:
     """Whether what is there can be compared: all elements, where they were, and none rounded."""
     return (
-        _is_plain(now)
+        is_plain(now)
         and now.numel() == values.numel()
         and now.device == values.device
         and (now.dtype == values.dtype or now.dtype in _WIDE)

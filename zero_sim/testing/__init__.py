@@ -2,5 +2,13 @@
 
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.testing.conformance import NotConformant, conformance
+from zero_sim.testing.schedules import Exploration, ExploredFailure, explore
 
-__all__ = ["NotConformant", "conformance", "scenarios"]
+__all__ = [
+    "Exploration",
+    "ExploredFailure",
+    "NotConformant",
+    "conformance",
+    "explore",
+    "scenarios",
+]

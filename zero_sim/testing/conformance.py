@@ -5,23 +5,37 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from hypothesis import settings
 
 from zero_sim.backends import WorldPool
+from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.strategies import drawn_cases
+from zero_sim.judge.rules import SEES_FACTORS
 from zero_sim.report.text import render_case, render_reduced
 from zero_sim.run import run_case
-from zero_sim.run.said_rules import Asked, declared_by, with_change
+from zero_sim.run.rule_cases import BASE, changed, clip_cases, telling_cases
+from zero_sim.run.said_rules import Asked, declared_by, with_change, without_advice
+from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
 from zero_sim.scenario.dump import to_chosen_toml
-from zero_sim.scenario.spec import Scenario, SystemSpec
-from zero_sim.shrink import Limits, key_of, may_shrink, right_judge, shrink_finding
+from zero_sim.scenario.spec import OptimizerSpec, Scenario, SystemSpec
+from zero_sim.shrink import (
+    BEYOND_VALUES,
+    Limits,
+    how_far_apart,
+    key_of,
+    may_shrink,
+    right_judge,
+    shrink_finding,
+)
 from zero_sim.targets import (
     Numerics,
     Target,
@@ -33,6 +47,7 @@ from zero_sim.targets import (
     refusals,
     target_names,
 )
+from zero_sim.targets.adapt import PARTS
 
 PLAIN = Numerics()
 SHRINK_SECONDS = 60.0
@@ -62,8 +77,10 @@ def conformance(
         test_mine = conformance(MyTarget())
 
     Every case runs on a simulated world and all that the target tells is compared, bit for bit,
-    with a reference on one device, after every step. The first case that fails is made as small as
-    it goes, as `zero-sim shrink` does it, as long as it has the same finding.
+    with a reference on one device, after every step. Of the cases that fail the one with the
+    largest difference is made as small as it goes, as `zero-sim shrink` does it, as long as it has
+    the same finding: smaller differences may be what is rounded on the way. A finding that is no
+    difference of values, such as a deadlock, ends the search at once.
 
     Args:
         target: What is judged; or its name, a registered one or `module:name`.
@@ -90,22 +107,22 @@ def conformance(
 
     def test_conformance() -> None:
         __tracebackhide__ = True
-        verdicts: Counter[str] = Counter()
         failed: NotConformant | None = None
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
-            for scenario in islice(draws(drawn, seed=_series(seed)), cases):
-                result = judge(scenario)
-                verdicts[result.verdict] += 1
-                if result.verdict not in ("pass", "inconclusive"):
-                    limits = Limits(seconds=shrink_seconds)
-                    name = target if isinstance(target, str) else name_of(judged)
-                    asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
-                    failed = _shrunk(scenario, result, asked)
-                    break
+            scenarios = islice(draws(drawn, seed=_series(seed)), cases)
+            came = _judge_all(scenarios, judge, target=judged)
+            if came.worst is not None:
+                limits = Limits(seconds=shrink_seconds)
+                name = target if isinstance(target, str) else name_of(judged)
+                asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
+                failed = _shrunk(*came.worst, asked, heading=came.heading())
+        verdicts = came.verdicts
         if failed is not None:
             raise failed
+        if not verdicts and cases:
+            raise AssertionError(f"{why_none_fits(judged)}.")
         if not verdicts["pass"]:
             raise AssertionError(
                 f"expected target {judged.name!r} to pass in some of {cases} cases, got "
@@ -123,6 +140,63 @@ def _series(seed: int | None) -> str:
     return str(seed or 0)
 
 
+@dataclass(kw_only=True, slots=True)
+class _Came:
+    """Results of cases."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    worst: tuple[Scenario, CaseResult] | None = None
+    """The case that fails with values furthest apart."""
+    apart: float = -1.0
+    """How far they are; see `how_far_apart`."""
+    manners: dict[str, Counter[str]] = field(default_factory=dict)
+    """By check: in how many cases values differ in which manner."""
+
+    def add(self, scenario: Scenario, result: CaseResult) -> None:
+        """Note a result.
+
+        Args:
+            scenario: A case.
+            result: What came of it.
+        """
+        self.verdicts[result.verdict] += 1
+        if result.verdict in ("pass", "inconclusive"):
+            return
+        if (apart := how_far_apart(result)) > self.apart:
+            self.worst, self.apart = (scenario, result), apart
+        key = key_of(result)
+        if key is not None:
+            manner = key.manner if result.findings[:1] and result.findings[0].manner else ""
+            self.manners.setdefault(key.check, Counter())[manner] += 1
+
+    def heading(self) -> str:
+        """Return how many cases fail and in which manners; empty if one does."""
+        if sum(manners.total() for manners in self.manners.values()) < 2:
+            return ""
+        lines = []
+        for check, manners in self.manners.items():
+            how = ", ".join(
+                f"{manner} {count}" for manner, count in manners.most_common() if manner
+            )
+            lines.append(
+                f"{check}: {manners.total()} of {self.verdicts.total()} cases{how and f' ({how})'}"
+            )
+        return "\n".join([*lines, "The one with the largest difference, made smaller:", "", ""])
+
+
+def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Came:
+    """Judge cases, up to the first finding that is no difference of values."""
+    came = _Came()
+    for index, scenario in enumerate(scenarios):
+        result = judge(scenario)
+        if index % TWIN_EVERY == 0:
+            result = with_twin(result, scenario, judge=judge, find=lambda: target)
+        came.add(result.twin or scenario, result)
+        if came.apart >= BEYOND_VALUES:
+            break
+    return came
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
     """What a test is of."""
@@ -135,7 +209,9 @@ class _Asked:
     limits: Limits
 
 
-def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConformant:
+def _shrunk(
+    scenario: Scenario, result: CaseResult, asked: _Asked, *, heading: str
+) -> NotConformant:
     """Make a case that fails smaller; one that could not be judged is shown as it is."""
     key = key_of(result)
     if key is None or result.verdict == "error" or not may_shrink(key):
@@ -148,19 +224,20 @@ def _shrunk(scenario: Scenario, result: CaseResult, asked: _Asked) -> NotConform
         limits=asked.limits,
         right=right_judge(asked.target, pool=asked.pool),
     )
+    result = marked(result, scenario)
     led = _led(reduced.scenario, result, asked)
     said = (
-        f"{render_case(result)}\n{render_reduced(reduced)}\n\n{led}\n\n"
+        f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{led}\n\n"
         "The smallest case that was found"
     )
     return _shown(reduced.scenario, asked, said)
 
 
 def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
-    """What was compared, by which rules, and which rules would make the case pass."""
+    """What was compared, by which rules, and the rule that would make the case pass."""
     declared = {
-        field.name: getattr(numerics_of(asked.target, scenario), field.name)
-        for field in fields(Numerics)
+        each.name: getattr(numerics_of(asked.target, scenario), each.name)
+        for each in fields(Numerics)
     }
     other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
     said = ", ".join(f"{name}={value!r}" for name, value in other.items())
@@ -172,15 +249,62 @@ def _led(scenario: Scenario, result: CaseResult, asked: _Asked) -> str:
         f"Rules that were assumed: Numerics({said})"
         + ("" if said else ", as nothing is declared; and what the case says"),
     ]
-    for change in declared_by(result):
-        now = with_change(other, change)
-        judged = run_case(scenario, pool=asked.pool, target=Asked(asked.target, Numerics(**now)))
-        if judged.verdict == "pass":
-            words = ", ".join(f"{name}={value!r}" for name, value in now.items())
-            lines.append(f"With these it passes: Numerics({words})")
-    if len(lines) == 2:
-        lines.append("No other known rule makes it pass.")
+    lines.append(_proposal(scenario, result, asked, other=other))
     return "\n".join(lines)
+
+
+def _proposal(
+    scenario: Scenario, result: CaseResult, asked: _Asked, *, other: Mapping[str, Any]
+) -> str:
+    """At most one declaration with which the case passes, and cases that tell rules apart."""
+    telling = _telling_cases(scenario, result, asked)
+    candidates = declared_by(result)
+    for change in candidates if telling else ():
+        now, cases = with_change(other, change), [scenario, *telling]
+        if "norm" in change or "clip" in change:
+            cases += _clipping_cases(scenario, asked)
+        if _all_pass(cases, now, asked):
+            words = ", ".join(f"{name}={value!r}" for name, value in now.items())
+            return (
+                f"If this is intended, declare Numerics({words}): with it this case passes, and "
+                f"so do {len(cases) - 1} others that tell rules apart."
+            )
+    if not candidates:
+        return "No other known rule makes it pass."
+    if telling:
+        return "No rule is proposed: those that fit this case do not fit others of several ranks."
+    return (
+        "No rule is proposed: the target takes no case that tells rules apart, of several ranks "
+        "and with sgd, or with optimizer state that is observed."
+    )
+
+
+def _telling_cases(scenario: Scenario, result: CaseResult, asked: _Asked) -> list[Scenario]:
+    """Cases that tell rules apart and that the target takes; none if it takes no such case."""
+    optimizers = [OptimizerSpec(name=name) for name in SEES_FACTORS]
+    if PARTS not in result.unobserved:
+        optimizers.append(scenario.optimizer)
+    for optimizer in optimizers:
+        cases = telling_cases(scenario, optimizer=replace(optimizer, lr=0.1))
+        if taken := [case for case in cases if not refusals(asked.target, case)]:
+            # Most candidates fail with several micro-batches, so those cases come first.
+            return sorted(taken, key=lambda case: -case.run.micro_batches)
+    return []
+
+
+def _clipping_cases(scenario: Scenario, asked: _Asked) -> list[Scenario]:
+    base = changed(
+        BASE, model={"dtype": scenario.model.dtype}, system={"stage": scenario.system.stage}
+    )
+    return [case for case in clip_cases(base) if not refusals(asked.target, case)]
+
+
+def _all_pass(cases: Sequence[Scenario], said: Mapping[str, Any], asked: _Asked) -> bool:
+    try:
+        target = Asked(asked.target, Numerics(**said))
+    except UsageError:
+        return False  # Rules that do not go together.
+    return all(run_case(case, pool=asked.pool, target=target).verdict == "pass" for case in cases)
 
 
 def _shown(scenario: Scenario, asked: _Asked, said: str) -> NotConformant:

@@ -84,7 +84,7 @@ def _shard(form: BucketForm) -> Cell:
     if not form.is_sharded:
         return Cell("all", "own")
     start, stop = form.shard_start, form.shard_start + form.shard_elems
-    return Cell(f"{start} to {stop}", "own" if form.owned_elems == form.shard_elems else "sent")
+    return Cell(f"[{start}, {stop})", "own" if form.owned_elems == form.shard_elems else "sent")
 
 
 def _calls(measured: Measured) -> Step:

@@ -129,7 +129,7 @@ def _owners(runs: Sequence[Run]) -> Step:
     offset = 0
     for name, shape in SHAPES.items():
         elems = torch.Size(shape).numel()
-        cells: list[Cell | str] = [name, f"{offset} to {offset + elems - 1}"]
+        cells: list[Cell | str] = [name, f"[{offset}, {offset + elems})"]
         for run in runs:
             part = run.parts.get(name)
             if part is None:
@@ -138,13 +138,13 @@ def _owners(runs: Sequence[Run]) -> Step:
             place = part.place
             assert place.flat_start is not None
             count = place.stop - place.start
-            stop = place.flat_start + count - 1
+            stop = place.flat_start + count
             mark: Mark = "own" if count == elems else "sent"
-            cells.append(Cell(f"{count}: {place.flat_start} to {stop}", mark))
+            cells.append(Cell(f"{count}: [{place.flat_start}, {stop})", mark))
         rows.append(cells)
         offset += elems
     totals = [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
-    rows.append(["all", f"0 to {offset - 1}", *(str(total) for total in totals)])
+    rows.append(["all", f"[0, {offset})", *(str(total) for total in totals)])
     cut = [run.parts["W_1"].place for run in runs]
     first = cut[0]
     assert first.flat_start is not None
@@ -225,7 +225,7 @@ def _reduced(runs: Sequence[Run]) -> Step:
     return Step(
         title="Reduce-scatter: each owner gets the sum of its own elements",
         text=[
-            "One collective moves half of each rank's buffer to the other. W_q, elements 8 to 23, "
+            "One collective moves half of each rank's buffer to the other. W_q, elements [8, 24), "
             "is rank 0's: there the sum arrives, added in bf16. Rank 1 has no sum of W_q, and "
             "needs none. The owner divides by two, in fp32."
         ],

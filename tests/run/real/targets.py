@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.run.summing import ShowsMeans, Undivided
 from zero_sim.errors import UsageError
 from zero_sim.reference import Reference
 from zero_sim.targets import find_target
@@ -67,6 +68,16 @@ class _Stale(_Engine):
                 kept = own[name].reshape(-1)[start:stop]
                 self.params()[name].detach().view(-1)[start:stop].copy_(kept)
         return result
+
+
+class _Misreads(_Engine):
+    """Rank 1 shows a wrong param after one step; it takes a gather to show any."""
+
+    def params(self):
+        params = dict(super().params())
+        if self.rank == 1 and self.steps == 2:
+            params["0.up.bias"] = params["0.up.bias"] + 1
+        return params
 
 
 class _Misnames(_Engine):
@@ -200,5 +211,7 @@ counts, flips_and_counts = _Target(_Counts), _Target(_FlipsAndCounts)
 flips, raises, dies = _Target(_Flips), _Target(_Raises), _Target(_Dies)
 stale, misnames = _Target(_Stale), _Target(_Misnames)
 hangs, refuses, tells = _Target(_Hangs), _Target(_Refuses), _Target(_Tells)
+misreads = _Target(_Misreads)
 hangs_in_a, dies_in_a = _Target(_HangsInA), _Target(_DiesInA)
 hides, slow = _Target(_Hides), _Target(_Slow)
+shows_means, undivided = ShowsMeans(), Undivided()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from zero_sim.findings.records import taken_notes
 from zero_sim.run import setup as setups
 from zero_sim.run.setup import Setup
 from zero_sim.scenario.spec import (
@@ -65,6 +66,18 @@ def test_a_wrong_element_is_found_where_the_simulated_world_finds_it(
     real, simulated = on_gloo("flips", **parts), judged(targets.flips, **parts)
     assert real.verdict == "fail"
     # Where in the log the calls stand only the simulated world knows.
+    assert real.findings == tuple(
+        replace(finding, call_start=None, call_stop=None) for finding in simulated.findings
+    )
+
+
+def test_a_finding_on_one_rank_does_not_end_the_gathers_of_its_judge_alone(
+    on_gloo, judged, targets
+):
+    # The judge of rank 0 finds nothing and goes on to gather params, for which it needs rank 1.
+    parts = {"run": RunSpec(steps=4), "system": SystemSpec(stage=3)}
+    real, simulated = on_gloo("misreads", **parts), judged(targets.misreads, **parts)
+    assert real.verdict == "fail"
     assert real.findings == tuple(
         replace(finding, call_start=None, call_stop=None) for finding in simulated.findings
     )
@@ -268,3 +281,21 @@ class TestLeftOut:
     def test_natively_what_depends_on_another_order(self, make_case):
         assert "not gloo's own" in self.why(make_case(), native=True)
         assert self.why(make_case(world=WorldSpec(size=3, order="gloo")), native=True) == ""
+
+
+OF_PARAMS = {"model": ModelSpec(name="mlp", hidden=5), "system": SystemSpec(stage=0)}
+
+
+@pytest.mark.usefixtures("targets")
+def test_a_point_that_is_not_declared_is_worked_out_on_the_processes(on_gloo):
+    result = on_gloo("shows_means", **OF_PARAMS)
+    assert result.verdict == "pass"
+    assert "grads_told = 'after-division'" in taken_notes(result)[0]
+
+
+@pytest.mark.usefixtures("targets")
+def test_a_case_that_passes_by_params_only_is_judged_with_sgd(on_gloo):
+    shapes = ModelSpec(name="params", shapes=((3,), (5,)))
+    result = on_gloo("undivided", model=shapes, system=SystemSpec(stage=0))
+    assert (result.verdict, result.twin.optimizer.name) == ("fail", "sgd")
+    assert "found with SGD in place of AdamW" in result.findings[0].detail

@@ -12,7 +12,7 @@ BOTH = torch.zeros(4)
 
 def lent(call, group_rank=1):
     """Role and memory of each flight, for one rank of two."""
-    buffers = buffers_of(call, group_rank=group_rank, group_size=2, what="it")
+    buffers = buffers_of(call, group_rank=group_rank, group_size=2, what="it", strict=True)
     seen = [(buffer.role, buffer.tensor.data_ptr(), buffer.tensor.numel()) for buffer in buffers]
     return sorted(seen, reverse=True)
 
@@ -52,6 +52,16 @@ def as_lent(*pairs):
             [("output", B), ("output", A), ("input", A)],
         ),
         (
+            Call(kind="all_gather_list", inputs=[A], outputs=[B, B]),
+            [("output", B), ("input", A)],
+            None,
+        ),
+        (
+            Call(kind="all_gather_list", inputs=[A], outputs=[A, A]),
+            [("output", A), ("input", A)],
+            None,
+        ),
+        (
             Call(kind="reduce_scatter_list", inputs=[A, B], outputs=[C]),
             [("output", C), ("input", A), ("input", B)],
             None,
@@ -88,7 +98,8 @@ def test_roles(call, at_1, at_0):
 
 def test_a_flight_knows_its_call():
     call = Call(kind="all_gather", inputs=[BOTH[:2]], outputs=[BOTH], file="train.py", line=7)
-    _, output = buffers_of(call, group_rank=0, group_size=2, what="all_gather #3 of group world")
+    what = "all_gather #3 of group world"
+    _, output = buffers_of(call, group_rank=0, group_size=2, what=what, strict=True)
     assert (output.site, output.what) == ("train.py:7", "all_gather #3 of group world")
     assert output.whole.data_ptr() == BOTH.data_ptr()
     assert output.whole.numel() == 4

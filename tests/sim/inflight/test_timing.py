@@ -302,7 +302,7 @@ def overlapped(rank):
     dist.barrier()
     for work in ring:
         work.wait()
-    future = gather.get_future().value()[0]
+    future = gather.get_future().wait()[0]
     coalesced.wait()
     lists = [torch.empty(1) for _ in range(size)]
     dist.all_gather(lists, out)

@@ -199,8 +199,10 @@ class TestBadPrograms:
         failure = self.failing(world_of(3), program, RankFailed)
         assert failure.rank == 1
         assert isinstance(failure.error, ValueError)
-        assert "rank 1 raised ValueError: my own mistake" in str(failure)
+        assert str(failure) == "rank 1 raised ValueError: my own mistake"
+        assert failure.report.startswith(f"{failure}\nTraceback (most recent call last):\n")
         assert "test_world.py" in failure.traceback_text
+        assert failure.__cause__ is failure.error
 
     def test_a_rank_that_returns_early_is_missing_in_the_table(self, world_of):
         def program(rank):

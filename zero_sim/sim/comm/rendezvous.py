@@ -80,6 +80,11 @@ class Collective:
         return len(self.group.ranks)
 
     @property
+    def strict(self) -> bool:
+        """As of its group."""
+        return self.group.strict
+
+    @property
     def full(self) -> bool:
         """Whether all members are there."""
         return not self.missing_count
@@ -196,6 +201,11 @@ class Message:
     def key(self) -> str:
         """Names it among the operations of a run, whatever the schedule."""
         return f"{self.group.name}|{self.rank}|{self.number}"
+
+    @property
+    def strict(self) -> bool:
+        """As of its group."""
+        return self.group.strict
 
     @property
     def full(self) -> bool:

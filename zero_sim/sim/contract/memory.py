@@ -3,6 +3,8 @@
 [Note: in place]
 NCCL documents one in-place form of each collective: the smaller tensor lies in the larger one, at
 the rank's own place. Everything else that overlaps is read while it is written, or written twice.
+Only a tensor that is an output several times is accepted: all of it is undefined afterwards, and
+no more than that (`zero_sim.sim.undefined`).
 
 [Note: no shapes]
 NCCL moves memory and knows no shapes. So two ranks that see the same bytes as (2, 3) and as (3, 2)
@@ -18,9 +20,12 @@ import torch
 from torch import Tensor
 
 from zero_sim.sim.call import Call
+from zero_sim.sim.roles import repeated_outputs
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
+_OWN_OUTPUT = ("all_gather_list", "gather")
+"""Kinds whose input in place is a whole output, which nobody else's data is put into."""
 
 
 def shape_of(tensor: Tensor) -> tuple[object, ...]:
@@ -94,17 +99,26 @@ def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None
         world_size: Size of the group.
 
     Returns:
-        The two tensors in words, or None where all is well.
+        The two tensors in words, with the consequence; None if all is well.
     """
     if len(call.inputs) == len(call.outputs) == 1 and _apart(call.inputs[0], call.outputs[0]):
         return None
     written = call.kind in _IN_PLACE
     inputs = [_stretch(f"input {i}", t, written=written) for i, t in enumerate(call.inputs)]
     outputs = [_stretch(f"output {i}", t, written=True) for i, t in enumerate(call.outputs)]
+    in_place: set[str] = set()
     for whole, part, start in _allowed(call, inputs, outputs, group_rank, world_size):
         if part.start == start and part.stop <= whole.stop:
             whole.written = True
             part.stop = part.start
+            in_place |= {whole.name, part.name}
+    repeated = repeated_outputs(call)
+    if repeated and call.kind not in _OWN_OUTPUT:
+        # An input that lies in one of them would be read while another one is written.
+        barred = {repeated.get(i, i) for i, each in enumerate(outputs) if each.name in in_place}
+        repeated = {i: first for i, first in repeated.items() if first not in barred}
+    for index in repeated:
+        outputs[index].stop = outputs[index].start
     # What is empty overlaps nothing; that goes for the parts just found to be in place as well.
     return _sweep([each for each in (*inputs, *outputs) if each.start < each.stop])
 
@@ -161,9 +175,14 @@ def _sweep(stretches: list[_Stretch]) -> str | None:
         other = farthest if each.written else farthest_written
         if other is not None and each.start < other.stop:
             shared = min(each.stop, other.stop) - each.start
+            consequence = (
+                "write both, in any order"
+                if each.written and other.written
+                else "read what it has overwritten"
+            )
             return (
                 f"{each.name} shares {shared} bytes with {other.name}, "
-                f"{each.start - other.start} bytes after its start"
+                f"{each.start - other.start} bytes after its start. NCCL would {consequence}"
             )
         if farthest is None or each.stop > farthest.stop:
             farthest = each

@@ -35,8 +35,8 @@ def never_waited(records: Sequence[CollectiveRecord]) -> ContractViolation:
         lines.append(f"so did other ranks: {others}")
     lines.extend(f"  at {site}" for site in sites[:_SHOWN])
     lines.append(
-        "Without it the results may not be there yet. Call wait() on the work, poll "
-        "is_completed() until it says yes, or take its future."
+        "Without it the results may not be there yet. Call wait() on the work or on its future, "
+        "or poll the work's is_completed() until it says yes."
     )
     return ContractViolation(
         "\n".join(lines),

@@ -207,7 +207,7 @@ def _check_memory(
                 rank,
                 "aliasing",
                 f"expected tensors that share no memory, except in place at rank x count; {aliased}"
-                ". NCCL would read what it has overwritten. Pass a copy.",
+                ". Pass a copy.",
             )
 
 

@@ -197,6 +197,7 @@ class Late:
                 group_rank=member,
                 group_size=awaited.size,
                 others=self._buffers[rank],
+                strict=awaited.strict,
             )
             finish_streams(buffer.tensor for buffer in snapshots.buffers)
         for buffer in snapshots.buffers:
@@ -313,7 +314,8 @@ class Late:
                     op.snapshots.check_inputs()
                     self._log.note(op.rank, "read", op.record)
             copied = [op.snapshots.copied for op in ops]
-            perform(copied, self._order, due_faults=operation.awaited[0].due_faults)
+            awaited = operation.awaited[0]
+            perform(copied, self._order, due_faults=awaited.due_faults, strict=awaited.strict)
         for op in ops:
             self._log.note(op.rank, "perform", op.record)
             if op.plan.write == "perform":

@@ -2,8 +2,8 @@
 
 A detector sees every tensor operation of one rank: it is a `TorchDispatchMode`, which torch asks
 before each operation, also those of autograd, of hooks and of torch's C++ code. What gets at memory
-without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `print`, which torch hides
-from modes, and threads of the program's own.
+without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `torch.save`, pickling,
+`print`, which torch hides from modes, and threads of the program's own.
 
 [Note: an unwatched simulator]
 The simulator moves the data of all ranks in the thread of one, and the judge looks at what it
@@ -12,9 +12,10 @@ stack of modes; where it is not on top, it stays and looks away.
 
 [Note: only while it matters]
 An operation that passes a mode costs three times as much, and most pass while nothing is in flight.
-So the detector is on the stack of modes only while its rank has something in flight, and in every
-backward, in which a hook may lend something; see [Note: modes in a backward]. A backward that C++
-code begins of its own, as no part of torch does, is seen only if something was in flight before.
+So the detector is on the stack of modes only while its rank has something in flight or undefined
+(`zero_sim.sim.undefined`), and in every backward, in which a hook may lend something; see
+[Note: modes in a backward]. A backward that C++ code begins of its own, as no part of torch does,
+is seen only if something was in flight before.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_sim.sim import dispatch
-from zero_sim.sim.callsite import call_site
-from zero_sim.sim.failures import Access, DataRace, WorldFailure
+from zero_sim.sim.callsite import call_site, site_of
+from zero_sim.sim.failures import Access, ContractViolation, DataRace, WorldFailure
 from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
 from zero_sim.sim.inflight import backward
 from zero_sim.sim.inflight.uses import is_training, uses_of
@@ -145,7 +146,7 @@ class RaceDetector(TorchDispatchMode):
         """Be on the stack of modes, or not; see [Note: only while it matters]."""
         if self.paused or _running.detector is not self:
             return
-        if self._backwards or len(self._buffers):
+        if self._backwards or len(self._buffers) or self._buffers.undefined:
             # While it handles an operation, torch has it off the stack and will put it back.
             if not self._handled and not dispatch.is_on_stack(self):
                 dispatch.push_mode_lowest(self)
@@ -182,7 +183,7 @@ class RaceDetector(TorchDispatchMode):
             self._chart()
         self._handled += 1
         try:
-            if self._charted_spans and not self.paused:
+            if (self._charted_spans or self._buffers.undefined) and not self.paused:
                 return self._run_watched(func, args, kwargs)
             return func(*args, **kwargs)
         finally:
@@ -202,22 +203,30 @@ class RaceDetector(TorchDispatchMode):
         for index, name, effect in uses_of(func):
             value = args[index] if index < len(args) else kwargs.get(name)
             tensors = value if isinstance(value, (list, tuple)) else (value,)
-            writes = effect == "write" or (
+            writes = effect in ("write", "update") or (
                 effect == "statistics" and is_training(func, args, kwargs)
             )
             barred = self._no_write if writes else self._no_read
+            undefined = self._buffers.undefined
             for tensor in tensors:
                 # Optional ones can be missing, and numbers stand in for tensors.
-                if not isinstance(tensor, Tensor) or not barred.meet(*extent(tensor)):
+                if not isinstance(tensor, Tensor):
+                    continue
+                if not barred.meet(*extent(tensor)) and not undefined:
                     continue
                 if effect == "view":
                     views.append(tensor)
-                else:
-                    self._check(func, tensor, writes=writes)
+                    continue
+                self._check(func, tensor, writes=writes)
+                if effect != "write":
+                    self._check_defined(func, tensor)
+                if writes:
+                    undefined.define(tensor)
         result = func(*args, **kwargs)
         for tensor in views:
             if not _shares_storage(result, tensor):
                 self._check(func, tensor, writes=False)
+                self._check_defined(func, tensor)
         return result
 
     def _check(self, func: Any, tensor: Tensor, *, writes: bool) -> None:
@@ -235,6 +244,27 @@ class RaceDetector(TorchDispatchMode):
             touched = shared_elems(buffer.tensor, tensor)
             if touched is not None:
                 raise self._fail(self._race(func, buffer, touched=touched, writes=writes))
+
+    def _check_defined(self, func: Any, tensor: Tensor) -> None:
+        """Refuse to read undefined memory.
+
+        Raises:
+            ContractViolation: A part of the tensor is undefined.
+        """
+        origin = self._buffers.undefined.origin_of(tensor)
+        if origin is not None:
+            rank = self._rank
+            raise self._fail(
+                ContractViolation(
+                    f"rank {rank}: {dispatch.name_of(func)} at {site_of(*call_site())} reads the "
+                    f"{origin}, whose content is undefined: this tensor is there as several "
+                    "outputs, and any of them may be written last. Pass a tensor of its own for "
+                    "each output that is read.",
+                    aspect="undefined-output",
+                    rank=rank,
+                    other_rank=rank,
+                )
+            )
 
     def _race(
         self, func: Any, buffer: InFlightBuffer, *, touched: tuple[int, int], writes: bool

@@ -21,13 +21,22 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.failures import InFlightRace
 from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers, Role
 from zero_sim.sim.inflight.poison import bits_of, is_poison, poison, poison_of
-from zero_sim.sim.roles import read_tensors, span_bytes, written_parts, written_tensors
+from zero_sim.sim.roles import (
+    read_tensors,
+    repeated_outputs,
+    span_bytes,
+    undefined_outputs,
+    written_parts,
+    written_tensors,
+)
 from zero_sim.sim.shared_memory import shared_elems
 
 _WAIT_FIRST = "Wait for the operation before the program touches this memory, or give it a copy."
 
 
-def buffers_of(call: Call, *, what: str, group_rank: int, group_size: int) -> list[InFlightBuffer]:
+def buffers_of(
+    call: Call, *, what: str, group_rank: int, group_size: int, strict: bool
+) -> list[InFlightBuffer]:
     """What a rank lends to an operation, as buffers; memory both read and written is an output.
 
     Args:
@@ -35,20 +44,31 @@ def buffers_of(call: Call, *, what: str, group_rank: int, group_size: int) -> li
         what: The operation, as in `all_gather #3 of group world`.
         group_rank: The rank's place in the group.
         group_size: Number of members.
+        strict: Whether memory that is several outputs has undefined content.
     """
     written = [tensor.detach() for tensor in written_tensors(call, group_rank=group_rank)]
     parts = written_parts(call, group_rank=group_rank, group_size=group_size)
     read = read_tensors(call, group_rank=group_rank)
     inputs = [] if _in_place(call, group_rank) else [tensor.detach() for tensor in read]
-    given: list[tuple[Role, Tensor, Tensor]] = [
-        *(("input", tensor, tensor) for tensor in inputs),
-        *(("output", part.of(written), written[part.tensor]) for part in parts),
+    undefined = undefined_outputs(call) if strict else set()
+    given: list[tuple[Role, Tensor, Tensor, bool]] = [
+        *(("input", tensor, tensor, False) for tensor in inputs),
+        *(
+            ("output", part.of(written), written[part.tensor], part.tensor in undefined)
+            for part in parts
+        ),
     ]
     return [
         InFlightBuffer(
-            role=role, tensor=tensor, what=what, file=call.file, line=call.line, whole=whole
+            role=role,
+            tensor=tensor,
+            what=what,
+            file=call.file,
+            line=call.line,
+            whole=whole,
+            undefined=is_undefined,
         )
-        for role, tensor, whole in given
+        for role, tensor, whole, is_undefined in given
         if tensor.numel()
     ]
 
@@ -68,6 +88,7 @@ class BufferSnapshots:
         group_rank: The rank's place in the group.
         group_size: Number of members.
         others: The rank's buffers in flight already.
+        strict: Whether memory that is several outputs has undefined content.
 
     Raises:
         InFlightRace: An earlier operation of the rank still writes memory that this one reads or
@@ -83,9 +104,12 @@ class BufferSnapshots:
         group_rank: int,
         group_size: int,
         others: InFlightBuffers,
+        strict: bool,
     ) -> None:
         self.rank = rank
-        self.buffers = buffers_of(call, what=what, group_rank=group_rank, group_size=group_size)
+        self.buffers = buffers_of(
+            call, what=what, group_rank=group_rank, group_size=group_size, strict=strict
+        )
         _check_free(self.buffers, others, rank=rank)
         self.copied = _copied_call(call, group_rank=group_rank)
         parts = written_parts(call, group_rank=group_rank, group_size=group_size)
@@ -172,7 +196,10 @@ def _copied_call(call: Call, *, group_rank: int) -> Call:
         inputs = [_copy(tensor) for tensor in call.inputs]
     else:
         inputs = [_fresh(tensor) for tensor in call.inputs]
-    return replace(call, inputs=inputs, outputs=[_fresh(tensor) for tensor in call.outputs])
+    outputs = [_fresh(tensor) for tensor in call.outputs]
+    for index, first in repeated_outputs(call).items():
+        outputs[index] = outputs[first]
+    return replace(call, inputs=inputs, outputs=outputs)
 
 
 def _copy(tensor: Tensor) -> Tensor:

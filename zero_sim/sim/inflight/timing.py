@@ -21,9 +21,11 @@ from zero_sim.sim.comm.collectives import PERFORM
 from zero_sim.sim.comm.planned_faults import perform_with_faults
 from zero_sim.sim.faults import DueFault
 from zero_sim.sim.in_flight_buffers import InFlightBuffer, InFlightBuffers
+from zero_sim.sim.inflight.poison import poison
 from zero_sim.sim.inflight.races import unwatched
 from zero_sim.sim.inflight.snapshots import buffers_of
 from zero_sim.sim.order import Order
+from zero_sim.sim.roles import undefined_outputs
 from zero_sim.sim.waits import Pending, Turns
 
 _AS_IT_IS = nullcontext()
@@ -45,6 +47,11 @@ class RankOp(Protocol):
     @property
     def buffers(self) -> Sequence[InFlightBuffer]:
         """What the rank has in flight for it."""
+        ...
+
+    @property
+    def written(self) -> bool:
+        """True if its outputs are in the rank's memory."""
         ...
 
     def start_wait(self) -> None:
@@ -110,6 +117,11 @@ class EagerOp:
     record: int
     buffers: Sequence[InFlightBuffer] = ()
 
+    @property
+    def written(self) -> bool:
+        """True once it was performed; `RankOp.written`."""
+        return self.awaited.done
+
     def start_wait(self) -> None:
         """Nothing to do; `RankOp.start_wait`."""
 
@@ -146,7 +158,12 @@ class Eager:
         """Perform the operation if all members are there; `Timing.issue`."""
         if awaited.full:
             with aside(self._races), torch.inference_mode():
-                perform(awaited.members, self._order, due_faults=awaited.due_faults)
+                perform(
+                    awaited.members,
+                    self._order,
+                    due_faults=awaited.due_faults,
+                    strict=awaited.strict,
+                )
             for each in (awaited, awaited.joins):
                 if each is not None:
                     each.conclude()
@@ -154,7 +171,13 @@ class Eager:
         # A sparse tensor's memory is made anew by what is written to it, so nothing can be lent.
         if not self._races or call.kind == SPARSE:
             return EagerOp(awaited, record)
-        buffers = buffers_of(call, what=awaited.what, group_rank=member, group_size=awaited.size)
+        buffers = buffers_of(
+            call,
+            what=awaited.what,
+            group_rank=member,
+            group_size=awaited.size,
+            strict=awaited.strict,
+        )
         for buffer in buffers:
             self._buffers[rank].add(buffer)
         return EagerOp(awaited, record, buffers)
@@ -177,7 +200,11 @@ def aside(races: bool) -> AbstractContextManager[object]:
 
 
 def perform(
-    calls: Sequence[Call], order: Order, *, due_faults: Mapping[int, Sequence[DueFault]]
+    calls: Sequence[Call],
+    order: Order,
+    *,
+    due_faults: Mapping[int, Sequence[DueFault]],
+    strict: bool,
 ) -> None:
     """Move the data of an operation.
 
@@ -185,9 +212,13 @@ def perform(
         calls: The members' calls in group-rank order; a send and its receive.
         order: Order model of the reductions.
         due_faults: Planned faults that act on the data, by the member's group rank.
+        strict: Whether memory that is several outputs has undefined content.
     """
     if due_faults:
         perform_with_faults(calls, order, due_faults=due_faults)
     else:
         PERFORM[calls[0].kind](calls, order)
+    for call in calls if strict else ():
+        for index in undefined_outputs(call):
+            poison(call.outputs[index])
     finish_streams(tensor for call in calls for tensor in (*call.inputs, *call.outputs))

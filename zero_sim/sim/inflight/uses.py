@@ -9,9 +9,9 @@ import torch
 
 from zero_sim.sim import dispatch
 
-Effect = Literal["read", "write", "view", "statistics"]
-"""`view`: handed on where the result shares its memory, else read. `statistics`: written while
-training, else read."""
+Effect = Literal["read", "write", "update", "view", "statistics"]
+"""`update`: read and written, as by `add_`. `view`: handed on where the result shares its memory,
+else read. `statistics`: written while training, else read."""
 
 
 class Use(NamedTuple):
@@ -87,6 +87,35 @@ _TEMPLATES = {
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 """A collective lends its arguments; that is not an access by the program."""
 
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "_foreach_copy",
+        "_foreach_zero",
+        "bernoulli",
+        "cauchy",
+        "copy",
+        "exponential",
+        "fill",
+        "geometric",
+        "index_copy",
+        "index_fill",
+        "index_put",
+        "_index_put_impl",
+        "log_normal",
+        "masked_fill",
+        "masked_scatter",
+        "normal",
+        "put",
+        "random",
+        "resize",
+        "scatter",
+        "uniform",
+        "zero",
+    )
+)
+"""Operations in place that write without reading, all or a part; all others read first."""
+
 _UNDECLARED: dict[str, dict[str, Effect]] = {
     "aten::native_batch_norm": {"running_mean": "statistics", "running_var": "statistics"},
     "aten::batch_norm_update_stats": {"running_mean": "write", "running_var": "write"},
@@ -113,16 +142,19 @@ def uses_of(operation: Any) -> tuple[Use, ...]:
         return ()
     undeclared = _UNDECLARED.get(name, {})
     return tuple(
-        Use(index, argument.name, undeclared.get(argument.name) or _effect(argument))
+        Use(index, argument.name, undeclared.get(argument.name) or _effect(name, argument))
         for index, argument in enumerate(schema.arguments)
         if "Tensor" in str(argument.type) and _TEMPLATES.get(name) != argument.name
     )
 
 
-def _effect(argument: Any) -> Effect:
+def _effect(name: str, argument: Any) -> Effect:
     if argument.alias_info is None:
         return "read"
-    return "write" if argument.alias_info.is_write else "view"
+    if not argument.alias_info.is_write:
+        return "view"
+    # The result of an `out=` form is not in place: no underscore ends its name.
+    return "update" if name.endswith("_") and name not in _OVERWRITING else "write"
 
 
 def is_training(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

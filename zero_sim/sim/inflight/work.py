@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,7 @@ from zero_sim.sim.comm.plain_memory import count_holders
 from zero_sim.sim.comm.timeouts import after_another
 from zero_sim.sim.failures import TimedOut
 from zero_sim.sim.in_flight_buffers import InFlightBuffers
+from zero_sim.sim.inflight.futures import SimFuture
 from zero_sim.sim.inflight.timing import RankOp
 from zero_sim.sim.waits import Pending, Turns
 
@@ -54,6 +57,10 @@ class SimWork(Work):
         self._tensors = list(tensors)
         self._buffers = buffers
         self._landed = False
+        self._futures: list[SimFuture] = []
+        """Those that are not done."""
+        self.are_futures_done = False
+        """True once their callbacks have run."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block this rank until the operation is done; a hang is named without any timeout.
@@ -100,6 +107,8 @@ class SimWork(Work):
             baton.log.note(self._rank, "land", op.record)
         finish_streams(self._tensors)
         self._mark_waited()
+        self._buffers.works_with_callbacks.pop(self, None)
+        self._complete_futures()
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -108,10 +117,17 @@ class SimWork(Work):
     def is_completed(self) -> bool:
         """Whether the operation is done; lets the other ranks run before it says no.
 
-        A yes counts as a wait.
+        A yes counts as a wait. NCCL says yes only after the device has finished, so that all that
+        the program does afterwards comes after the operation, without another wait.
         """
         if self._landed:
             return True
+        if not self._is_performed():
+            return False
+        self._land()
+        return True
+
+    def _is_performed(self) -> bool:
         baton = self._baton
         baton.advance()
         for op in self._ops:
@@ -123,11 +139,7 @@ class SimWork(Work):
             op.poll()
             if not op.awaited.done:
                 return False
-        for op in self._ops:
-            if not op.admits():
-                return False
-        self._land()
-        return True
+        return all(op.admits() for op in self._ops)
 
     def require_wait(self) -> None:
         """Be the work that must be waited for, or seen done, before the rank's program returns."""
@@ -161,15 +173,56 @@ class SimWork(Work):
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future:
-        """A completed future of the tensors.
+        """The future of the tensors; a wait for it is a wait for the work.
 
-        Waits first: torch's C++ code (the reducer of DistributedDataParallel) blocks on the future
-        without coming back to Python, where it could not hand the baton on.
+        The C++ reducer of DistributedDataParallel gets one that is done, because it blocks on it.
         """
-        self.wait()
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._tensors)
+        future = SimFuture([self])
+        self._futures.append(future)
+        # If the running Python function does not name this method, C++ calls it.
+        caller = sys._getframe(1).f_code
+        if "get_future" not in (*caller.co_names, *caller.co_consts):
+            self.wait()
+        self.complete_written()
         return future
+
+    def poll_future(self) -> None:
+        """Complete the futures if the operation was performed; `FutureSource.poll_future`."""
+        if not self.are_futures_done and self._is_performed():
+            self._complete_futures()
+
+    def complete_written(self) -> None:
+        """Complete the futures if the outputs are there; `FutureSource.complete_written`."""
+        if self.are_futures_done or all(op.written for op in self._ops):
+            self._complete_futures()
+
+    def note_callback(self) -> None:
+        """Let waits for plain futures find this work; `FutureSource.note_callback`."""
+        if not self._landed:
+            self._buffers.works_with_callbacks[self] = None
+
+    def _complete_futures(self) -> None:
+        self.are_futures_done = True
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.set_result(self._tensors)
+        for future in futures:
+            future.run_callbacks()
+
+    @contextmanager
+    def memory_for_callback(self) -> Iterator[None]:
+        """Bring the outputs and take the memory out of flight; `FutureSource`."""
+        for op in self._ops:
+            op.land()
+        in_flight = [buffer for op in self._ops for buffer in op.buffers]
+        in_flight = [buffer for buffer in in_flight if self._buffers.land(buffer)]
+        finish_streams(self._tensors)
+        try:
+            yield
+        finally:
+            if not self._landed:
+                for buffer in in_flight:
+                    self._buffers.add(buffer)
 
     def result(self) -> list[Tensor]:
         """The tensors that the operation writes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections import Counter
 from typing import Protocol
 
 from zero_sim.sim.callsite import hide_simulator
@@ -87,6 +88,8 @@ class Baton:
         self._running = set(range(len(gates)))
         self._fruitless_polls = 0
         self._paused: set[int] = set()
+        self._harness_blocks: Counter[int] = Counter()
+        """Open blocks in which a rank's time is not its program's, those within one included."""
         self._pauses = 0
 
     def start(self, timing: Timing) -> None:
@@ -182,6 +185,14 @@ class Baton:
     def holder_is_paused(self) -> bool:
         """Whether the time that the holder takes is not its program's."""
         return self.holder in self._paused
+
+    def is_in_harness(self, rank: int) -> bool:
+        """Whether what a rank does is a harness's doing, whoever's time it takes."""
+        return self._harness_blocks[rank] > 0
+
+    def nest(self, rank: int, blocks: int) -> None:
+        """Note that a block of a harness begins, 1, or ends, -1."""
+        self._harness_blocks[rank] += blocks
 
     def pause(self, rank: int, pause_clock: bool) -> bool:
         """Set whether a rank's time is not its program's; returns what held before."""
@@ -311,9 +322,7 @@ def _as_failure(rank: int, error: BaseException) -> WorldFailure:
     if isinstance(error, TimedOut):
         return error.deadlock
     hide_simulator(error)
-    failure = RankFailed(rank, error, "".join(traceback.format_exception(error)))
-    failure.__cause__ = error
-    return failure
+    return RankFailed(rank, error, "".join(traceback.format_exception(error)))
 
 
 class PausedClock:
@@ -333,6 +342,8 @@ class PausedClock:
     def __enter__(self) -> None:
         self._rank = self._baton.holder
         self._before = self._baton.pause(self._rank, self._pause)
+        self._baton.nest(self._rank, int(self._pause))
 
     def __exit__(self, *exception: object) -> None:
+        self._baton.nest(self._rank, -int(self._pause))
         self._baton.pause(self._rank, self._before)

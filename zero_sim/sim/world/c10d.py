@@ -27,7 +27,7 @@ from zero_sim.errors import UsageError
 from zero_sim.sim.comm.facade import present_devices
 from zero_sim.sim.comm.process_group import SimProcessGroup
 from zero_sim.sim.comm.torch_stores import StoreWaits
-from zero_sim.sim.world import meshes
+from zero_sim.sim.world import meshes, torch_futures
 from zero_sim.sim.world.rank_threads import (
     RankC10dWorld,
     ThreadWorld,
@@ -190,6 +190,7 @@ def install() -> None:
         c10d.init_process_group = dist.init_process_group = wrapped
         device_mesh.init_process_group = wrapped  # pyrefly: ignore [missing-attribute]
         meshes.install()
+        torch_futures.install()
         _isolate_threads(True)
 
 
@@ -206,6 +207,7 @@ def uninstall() -> None:
         c10d.init_process_group = dist.init_process_group = _originals["init"]
         device_mesh.init_process_group = _originals["init"]  # pyrefly: ignore [missing-attribute]
         meshes.uninstall()
+        torch_futures.uninstall()
         _isolate_threads(False)
 
 

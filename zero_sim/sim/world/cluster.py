@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_sim.errors import UsageError
@@ -16,9 +17,11 @@ from zero_sim.sim.comm.rendezvous import DEFAULT_GROUP, Group, Message
 from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import WorldFailure
 from zero_sim.sim.faults import DueFault, InjectedCrash, StalledByPlan
+from zero_sim.sim.inflight.poison import poison
 from zero_sim.sim.inflight.timing import aside
 from zero_sim.sim.inflight.work import SimWork, join_works
 from zero_sim.sim.log import CollectiveRecord
+from zero_sim.sim.roles import overwritten_inputs
 from zero_sim.sim.waits import Pending
 from zero_sim.sim.world.rank_threads import running_rank, starter
 from zero_sim.sim.world.run import Run
@@ -76,6 +79,8 @@ class SimCluster:
             raise error from None
         if due_faults:
             collective.add_faults(group_rank, due_faults)
+        if group.strict:
+            self._spoil_overwritten(call, group_rank=group_rank, group_size=len(group.ranks))
         self._record(rank, group, call, sequence, asynchronous, _detail(call))
         work = self._work(collective, call, rank=rank, member=group_rank)
         work.timeout_seconds = call.timeout_seconds
@@ -83,6 +88,14 @@ class SimCluster:
             work.is_of_torch = is_of_torch()
             work.require_wait()
         return work
+
+    def _spoil_overwritten(self, call: Call, *, group_rank: int, group_size: int) -> None:
+        """Poison inputs that NCCL may overwrite before it has sent them."""
+        spoiled = overwritten_inputs(call, group_rank=group_rank, group_size=group_size)
+        if spoiled:
+            with aside(self.run.races), torch.inference_mode():
+                for tensor in spoiled:
+                    poison(tensor)
 
     def _check_own(self, rank: int, group: Group, kind: str) -> None:
         """Check that a rank uses its own side of a group.
@@ -199,7 +212,7 @@ class SimCluster:
             call.line,
             sum(tensor.numel() for tensor in written),
         )
-        self.run.log.add(record)
+        self.run.log.add(record, of_harness=self.run.baton.is_in_harness(rank))
         self.run.log.note(rank, "issue", len(self.run.log.collectives) - 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,14 +18,14 @@ from zero_sim.sim.comm.store import SimStore
 from zero_sim.sim.comm.torch_stores import StoreWaits
 from zero_sim.sim.contract.groups import foreign_group
 from zero_sim.sim.failures import RankEnded, RankFailed, RankStalled, WorldFailure
-from zero_sim.sim.faults import Fault, Injector, check_faults
+from zero_sim.sim.faults import Fault, Injector
 from zero_sim.sim.in_flight_buffers import InFlightBuffers
 from zero_sim.sim.inflight.backward import drop_unfinished
-from zero_sim.sim.inflight.late import TIMINGS, build_timing
+from zero_sim.sim.inflight.late import build_timing
 from zero_sim.sim.inflight.races import RaceDetector
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.order_backends import ORDERS
-from zero_sim.sim.schedule import Recipe, build_schedule, check_schedule
+from zero_sim.sim.schedule import Recipe, build_schedule
 from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world import c10d, process_ends, profilers
 from zero_sim.sim.world.baton import Baton, PausedClock, RankLocal
@@ -33,8 +34,8 @@ from zero_sim.sim.world.process_state import ProcessState
 from zero_sim.sim.world.randomness import Randomness
 from zero_sim.sim.world.rank_threads import is_forked
 from zero_sim.sim.world.run import Run
+from zero_sim.sim.world.settings import check_program, check_results, check_settings
 
-WORLD_SIZE_MAX = 4096
 _UNWIND_SECONDS = 10.0
 _STACK_BYTES = 16 << 20
 
@@ -56,7 +57,7 @@ class World:
             random numbers; rank `r` starts every program as after `manual_seed(seed + r)`.
         depth: How many events must come in one order for a fault that `pct` looks for, at least 1.
         races: Whether every tensor operation of a rank is checked against the memory that the rank
-            has lent to operations and not waited for.
+            has lent to operations and not waited for, and against outputs with undefined content.
         stall_seconds: How long one rank may run without reaching torch.distributed while others
             wait, before that is an error.
         strict: Whether what gloo would accept and NCCL not is an error, too: tensors that are not
@@ -99,25 +100,23 @@ class World:
         initialized: bool = True,
         rank_local: RankLocal | None = None,
     ) -> None:
-        if not 1 <= world_size <= WORLD_SIZE_MAX:
-            raise UsageError(
-                f"expected world_size between 1 and {WORLD_SIZE_MAX}, got {world_size}"
-            )
-        self.world_size = world_size
-        self._rank_local: RankLocal | None = None
-        self.configure(
-            order=order,
-            schedule=schedule,
-            timing=timing,
-            seed=seed,
-            depth=depth,
-            races=races,
-            strict=strict,
-            stall_seconds=stall_seconds,
-            faults=faults,
-            initialized=initialized,
-            rank_local=rank_local,
-        )
+        settings = {
+            "order": order,
+            "schedule": schedule,
+            "timing": timing,
+            "seed": seed,
+            "depth": depth,
+            "races": races,
+            "strict": strict,
+            "stall_seconds": stall_seconds,
+            "faults": faults,
+            "initialized": initialized,
+        }
+        # Here too, because None means "as before" to `configure`.
+        check_settings(world_size, settings)
+        self.world_size = operator.index(world_size)
+        self._rank_local = rank_local
+        self.configure(**settings)
         self.in_flight = [InFlightBuffers() for _ in range(world_size)]
         """What each rank has lent and not waited for, by rank; after a run, what never landed."""
         self._groups: dict[str, Group] = {}
@@ -166,26 +165,30 @@ class World:
         """Change what the next run does; what is left out stays. The arguments are the world's own.
 
         Raises:
-            UsageError: An unknown order, schedule or timing, with the known ones; a depth below 1;
-                a stall limit that is not positive; a fault that cannot be in this world.
+            UsageError: An argument has the wrong type, or is out of range.
         """
-        check_settings(
-            world_size=self.world_size,
-            order=order,
-            schedule=schedule,
-            timing=timing,
-            depth=depth,
-            stall_seconds=stall_seconds,
-            faults=faults,
-        )
+        given = {
+            "order": order,
+            "schedule": schedule,
+            "timing": timing,
+            "seed": seed,
+            "depth": depth,
+            "races": races,
+            "strict": strict,
+            "stall_seconds": stall_seconds,
+            "faults": faults,
+            "initialized": initialized,
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        check_settings(self.world_size, chosen)
         if schedule is not None:
             self.schedule = schedule
         if timing is not None:
             self.timing = timing
         if seed is not None:
-            self.seed = seed
+            self.seed = operator.index(seed)
         if depth is not None:
-            self.depth = depth
+            self.depth = operator.index(depth)
         if races is not None:
             self.races = races
         if strict is not None:
@@ -195,7 +198,7 @@ class World:
         if rank_local is not None:
             self._rank_local = rank_local
         if stall_seconds is not None:
-            self.stall_seconds = stall_seconds
+            self.stall_seconds = float(stall_seconds)
         if faults is not None:
             self.faults = tuple(faults)
         # After the seed, which some orders draw from.
@@ -234,7 +237,8 @@ class World:
             InFlightRace: A rank touched memory that it had lent to an operation in flight; not
                 under the eager timing.
             ScheduleDiverged: The run is not the one that was recorded.
-            UsageError: The world is closed, or a rank called this.
+            UsageError: The world is closed, a rank called this, or the program is an `async def`
+                or generator function, or returned what one returns, so that its body never ran.
 
         A crash by plan comes out as RankFailed, a stall by plan as Deadlock; `log.faults` tells
         what came of every fault.
@@ -243,6 +247,7 @@ class World:
             raise UsageError("expected an open world, got one that is closed; make a new World")
         if c10d.rank_state.c10d_world is not None:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
+        check_program(program)
         self._run = self._cluster.run = self._new_run()
         self._store.clear()
         self._torch_stores.begin()
@@ -266,6 +271,7 @@ class World:
             self._run.injector.close()
         self._baton.restore_caller()
         results, self._program, self._results = self._results, None, []
+        check_results(results)
         self._run.check_threads()
         if self.strict:
             self._run.check_ended(group_count=len(self._groups))
@@ -291,7 +297,8 @@ class World:
     def pause_clock(self, pause: bool = True) -> AbstractContextManager[None]:
         """Do not count against `stall_seconds` what the calling rank does inside this block.
 
-        For a harness that runs code of its own in a rank's turn.
+        For a harness that runs code of its own in a rank's turn. The log marks calls inside as the
+        harness's, those of blocks within it too.
 
         Args:
             pause: False counts again what is done inside, within a block that does not.
@@ -406,7 +413,7 @@ class World:
     def _watch(self, rank: int) -> AbstractContextManager[object]:
         if not self.races:
             return nullcontext()
-        return RaceDetector(rank, buffers=self.in_flight[rank], fail=self._baton.fail)
+        return RaceDetector(rank, buffers=self.in_flight[rank], fail=self._run.fail)
 
     def _leave(self, rank: int, status: int) -> None:
         """End the world in place of the process, since a rank called os._exit."""
@@ -516,52 +523,12 @@ class World:
         c10d.uninstall()
 
 
-def check_settings(
-    *,
-    world_size: int,
-    order: str | None = None,
-    schedule: str | Recipe | None = None,
-    timing: str | None = None,
-    depth: int | None = None,
-    stall_seconds: float | None = None,
-    faults: Sequence[Fault] | None = None,
-) -> None:
-    """Check settings of a world, without one.
-
-    Args:
-        world_size: Number of ranks.
-        order: This and all others as for `World`; None says nothing.
-        schedule: Which ready rank runs next.
-        timing: When operations read and write.
-        depth: How many events must come in one order.
-        stall_seconds: How long a rank may run without a call.
-        faults: What goes wrong by plan.
-
-    Raises:
-        UsageError: One of them cannot be.
-    """
-    if order is not None and order not in ORDERS:
-        raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {order!r}")
-    if schedule is not None:
-        check_schedule(schedule)
-    if timing is not None and timing not in TIMINGS:
-        raise UsageError(f"expected timing to be one of {list(TIMINGS)}, got {timing!r}")
-    if depth is not None and depth < 1:
-        raise UsageError(f"expected depth to be at least 1, got {depth}")
-    if stall_seconds is not None and not 0 < stall_seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"expected stall_seconds to be more than 0 and at most {threading.TIMEOUT_MAX:g}, "
-            f"got {stall_seconds}"
-        )
-    if faults is not None:
-        check_faults(faults, world_size=world_size)
-
-
 def _for_the_caller(failure: WorldFailure) -> WorldFailure:
     """A failure as the caller of `World.run` is to see it: its message and the program's frames."""
-    # A rank's traceback stands in the message; Python must not print it a second time.
-    failure.__context__, failure.__cause__ = failure.__cause__ or failure.__context__, None
-    failure.__suppress_context__ = True
+    if not isinstance(failure, RankFailed):
+        # The message has all that matters of the error that led to it.
+        failure.__context__, failure.__cause__ = failure.__cause__ or failure.__context__, None
+        failure.__suppress_context__ = True
     return failure.with_traceback(program_traceback(failure))
 
 

@@ -80,6 +80,7 @@ class AccelerateDDP:
             sync="last",
             grad_dtype="param",
             reduce_dtype="fp16" if is_hooked else None,
+            grads_told="before-division",
             told_dtype="param",
             norm="of-params",
             clip="fp32-reciprocal",

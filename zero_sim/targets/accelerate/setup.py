@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets.rank_local import Library, RankLocal
 
-LIBRARY = Library(package="accelerate", extra="accelerate")
+LIBRARY = Library(package="accelerate", extra="accelerate", judged="accelerate==1.15.0")
 RANK_LOCAL = RankLocal(
     names=(
         "accelerate.state:AcceleratorState._shared_state",

@@ -77,6 +77,7 @@ class DeepSpeedZero:
     library = Library(
         package="deepspeed",
         extra="deepspeed",
+        judged="deepspeed==0.19.8",
         environment=(("DS_ACCELERATOR", "cpu"), ("DS_BUILD_OPS", "0"), ("LOCAL_RANK", "0")),
     )
     rank_local = RANK_LOCAL

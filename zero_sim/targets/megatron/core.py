@@ -23,7 +23,7 @@ class MegatronCore:
     """Megatron-Core's DDP on fp32 params; at stage 1 with its DistributedOptimizer."""
 
     name = "megatron-core"
-    library = Library(package="megatron.core", extra="megatron")
+    library = Library(package="megatron.core", extra="megatron", judged="megatron-core==0.16.1")
     # 35 of its globals differ by rank, and `zero-sim doctor --target` names them.
     rank_local = RankLocal(names=("megatron.core.parallel_state:*",), cuda_is_cpu=True)
     capabilities = Capabilities(
@@ -45,6 +45,7 @@ class MegatronCore:
         divide_by="ranks",
         sync="last",
         grad_dtype="param",
+        grads_told="before-division",
     )
 
     def build(

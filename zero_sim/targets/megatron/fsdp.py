@@ -47,7 +47,7 @@ class MegatronFSDP:
             has them.
     """
 
-    library = Library(package="megatron_fsdp", extra="megatron-fsdp")
+    library = Library(package="megatron_fsdp", extra="megatron-fsdp", judged="megatron-fsdp==0.6.1")
     # Its modules keep nothing for one rank: none is declared, and ranks do not disturb each other.
     rank_local = RankLocal(cuda_is_cpu=True)
     options = {  # noqa: RUF012

@@ -140,7 +140,7 @@ class TorchDDP:
     capabilities = Capabilities(stages=(0,), optimizers=OPTIMIZERS, follows=DDP_FOLLOWS)
     numerics = Numerics(
         divide="premul", divide_by="ranks", sync="last", grad_dtype="param",
-        norm="of-params", clip="fp32-reciprocal",
+        grads_told="before-division", norm="of-params", clip="fp32-reciprocal",
     )  # fmt: skip
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> DDPEngine:

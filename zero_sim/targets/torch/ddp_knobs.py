@@ -105,6 +105,7 @@ class TorchDDPKnobs:
             sync="last",
             grad_dtype="param",
             reduce_dtype=_WIRE[hook],  # pyrefly: ignore
+            grads_told="before-division",
             told_dtype="param",
             norm="of-params",
             clip="fp32-reciprocal",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_sim.errors import ProtocolError
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 from zero_sim.zero.whole_params import Lamb, Muon
 
@@ -36,12 +37,28 @@ OPTIMIZERS: tuple[OptimizerName, ...] = tuple(_CLASSES)
 
 
 def class_of(spec: OptimizerSpec) -> type[Optimizer]:
-    """The class of the scenario's optimizer: torch's, or where torch has none ours."""
+    """The class of the scenario's optimizer: torch's, or where torch has none ours.
+
+    Args:
+        spec: `scenario.optimizer`.
+
+    Raises:
+        ProtocolError: It is something else, such as the scenario.
+    """
+    _check_spec(spec, of="class_of")
     return _CLASSES[spec.name]
 
 
 def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
-    """The scenario's settings that the optimizer's class takes, under torch's names."""
+    """The scenario's settings that the optimizer's class takes, under torch's names.
+
+    Args:
+        spec: `scenario.optimizer`.
+
+    Raises:
+        ProtocolError: It is something else, such as the scenario.
+    """
+    _check_spec(spec, of="settings_of")
     known = _settings_known(spec.name)
     said = {
         "lr": spec.lr,
@@ -54,6 +71,14 @@ def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
         "foreach": spec.foreach,
     }
     return {name: value for name, value in said.items() if name in known}
+
+
+def _check_spec(spec: object, *, of: str) -> None:
+    if not isinstance(spec, OptimizerSpec):
+        raise ProtocolError(
+            f"expected an OptimizerSpec for {of}, got a {type(spec).__name__}. "
+            f"Pass scenario.optimizer."
+        )
 
 
 @cache
@@ -85,13 +110,26 @@ def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str,
 
 
 def group_index(spec: OptimizerSpec, name: str) -> int:
-    """Which param group a param belongs to; the last one is for all that no group names."""
+    """Which param group a param belongs to; the last one is for all that no group names.
+
+    Args:
+        spec: `scenario.optimizer`.
+        name: Of the param, in the bare model.
+
+    Raises:
+        ProtocolError: `spec` is something else, such as the scenario.
+    """
+    _check_spec(spec, of="group_index")
     matches = (i for i, group in enumerate(spec.groups) if name.endswith(group.match))
     return next(matches, len(spec.groups))
 
 
 def own_settings(group: ParamGroupSpec) -> dict[str, float]:
-    """What a param group sets for itself, under torch's names."""
+    """What a param group sets for itself, under torch's names.
+
+    Args:
+        group: One of `scenario.optimizer.groups`.
+    """
     said = {"lr": group.lr, "weight_decay": group.weight_decay}
     return {name: value for name, value in said.items() if value is not None}
 
@@ -100,9 +138,13 @@ def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict
     """Params as the groups that the scenario deals them into; groups without params are left out.
 
     Args:
-        spec: The optimizer.
+        spec: `scenario.optimizer`.
         params: Params by name, as the scenario names them.
+
+    Raises:
+        ProtocolError: `spec` is something else, such as the scenario.
     """
+    _check_spec(spec, of="param_groups")
     dealt: dict[int, list[Tensor]] = {}
     for name, param in params.items():
         dealt.setdefault(group_index(spec, name), []).append(param)
@@ -116,9 +158,21 @@ def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict
 
 
 class LearningRates:
-    """Sets every group's learning rate to a multiple of what it started with."""
+    """Sets every group's learning rate to a multiple of what it started with.
+
+    Args:
+        optimizer: One of `torch.optim`, or anything with its `param_groups`.
+
+    Raises:
+        ProtocolError: It has none.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        if not hasattr(optimizer, "param_groups"):
+            raise ProtocolError(
+                f"expected an optimizer with param_groups for LearningRates, got a "
+                f"{type(optimizer).__name__}. Pass the optimizer that the engine steps with."
+            )
         self._optimizer = optimizer
         self._base = [group["lr"] for group in optimizer.param_groups]
 
@@ -129,13 +183,29 @@ class LearningRates:
 
 
 def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The scenario's optimizer over whole params."""
+    """The scenario's optimizer over whole params, in its groups and with its settings.
+
+    Args:
+        spec: `scenario.optimizer`.
+        params: Params by name, as the scenario names them.
+
+    Raises:
+        ProtocolError: `spec` is something else, such as the scenario.
+    """
+    _check_spec(spec, of="plain_optimizer")
     cls, settings = class_of(spec), settings_of(spec)
     return cls(param_groups(spec, params), **settings)  # pyrefly: ignore
 
 
 def flat_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a param's optimizer state: 1-D ones, and counters as they are."""
+    """The tensors of a param's optimizer state as `OwnedPart.state` takes them.
+
+    Args:
+        state: `optimizer.state[param]`; the values are tensors of any shape, or no tensors.
+
+    Returns:
+        1D views by torch's keys; 0D counters as they are; what is no tensor is omitted.
+    """
     return {
         key: value.detach().reshape(-1) if value.dim() else value
         for key, value in state.items()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zero_sim.errors import UsageError
 from zero_sim.sim import Choices, RankFailed, Replay, World
-from zero_sim.testing.explore import explore
+from zero_sim.testing import explore
 from zero_sim.testing.worlds import schedules, world_settings
 
 
@@ -81,6 +81,10 @@ class TestExplore:
         result = explore(source, 3, runs_max=1000, check=check)
         assert result.complete
         assert {type(failure.error) for failure in result.failures} == {AssertionError}
+
+    def test_a_thousand_runs_are_the_bound_if_none_is_given(self):
+        result = explore(independent, 7)
+        assert (result.runs, result.complete) == (1000, False)
 
     def test_a_bound_below_one_is_refused(self):
         with pytest.raises(UsageError, match="runs_max"):

@@ -67,19 +67,23 @@ def explore(
     program: Callable[[int], Any],
     world_size: int,
     *,
-    runs_max: int,
+    runs_max: int = 1000,
     check: Callable[[list[Any]], None] | None = None,
     **world_args: Any,
 ) -> Exploration:
     """Run a program under every schedule, depth first, as far as a number of runs goes.
 
-    Which ranks can run at each pick must follow from the picks before, as it does where ranks share
-    nothing but torch.distributed. Their number grows fast: a few ranks with a few calls each.
+    Which ranks can run at each pick must follow from the picks before, as it does if ranks share
+    nothing but torch.distributed. The number of schedules grows fast: keep to a few ranks with a
+    few calls each.
+
+        result = explore(program, 3)
+        assert result.complete and not result.failures
 
     Args:
         program: As for `World.run`.
         world_size: Number of ranks.
-        runs_max: How many runs at most, at least 1.
+        runs_max: Most runs, at least 1; if they do not suffice, the result is not `complete`.
         check: Given the results of each run, raises if they are wrong.
         **world_args: Other arguments of `World`, but for `schedule`.
 

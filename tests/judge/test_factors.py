@@ -1,0 +1,134 @@
+"""A gradient that is off by the number of ranks or micro-batches: the finding names the cause."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.judge.newcomer import Newcomer, mean_over_ranks, sgd_of_spec
+from tests.judge.ruled import Target as Ruled
+from zero_sim.findings.ratio import Ratio
+from zero_sim.judge.factors import FactorCauses
+from zero_sim.reference.bounding import known_sum
+from zero_sim.run import run_case
+from zero_sim.scenario.spec import (
+    ModelSpec,
+    OptimizerSpec,
+    RunSpec,
+    Scenario,
+    SystemSpec,
+    WorldSpec,
+)
+from zero_sim.targets import Numerics
+
+CASE = Scenario(
+    schema=1,
+    name="factor",
+    model=ModelSpec(name="params", shapes=((3,), (2, 4))),
+    world=WorldSpec(size=3),
+    system=SystemSpec(stage=0),
+    optimizer=OptimizerSpec(name="sgd", lr=0.5),
+    run=RunSpec(steps=1, micro_batches=2),
+)
+LOSSES = [(rank, micro) for rank in range(3) for micro in range(2)]
+
+
+def times(number):
+    return lambda grad, group: mean_over_ranks(grad, group) * number
+
+
+def found(target, case=CASE):
+    result = run_case(case, target=target)
+    assert result.verdict == "fail", result
+    return result.findings[0]
+
+
+def never_divided(grad, group):
+    dist.all_reduce(grad, group=group)
+    return grad
+
+
+@pytest.mark.parametrize(
+    ("number", "is_multiple", "is_mean", "divisor", "cause"),
+    [
+        (3, True, True, 3, "3 x the mean: the sum over 3 ranks was not divided"),
+        (6, True, True, 6, "6 x the mean: the sum over 6 micro-batches of all ranks was not"),
+        (2, True, True, 6, "2 x the mean: the sum was divided by 3, not by the 2 micro-batches"),
+        (2, False, True, 3, "1/2 of the mean: it was divided by the 2 micro-batches as well"),
+        (3, False, True, 3, "1/3 of the mean: it was divided by the 3 ranks once too often"),
+        (3, False, False, 3, "1/3 of the sum: it was divided by the 3 ranks already"),
+        (2, True, False, 3, "2 x the sum: it counts the 2 micro-batches twice"),
+    ],
+)
+def test_numbers_of_the_case_are_causes(number, is_multiple, is_mean, divisor, cause):
+    causes = FactorCauses.of(LOSSES, divisor=divisor, is_mean=is_mean)
+    ratio = Ratio(number=number, is_multiple=is_multiple, is_rounded=False)
+    assert causes.explain(ratio).startswith(cause)
+
+
+def test_other_numbers_are_none():
+    causes = FactorCauses.of(LOSSES, divisor=3)
+    assert causes.explain(Ratio(number=5, is_multiple=True, is_rounded=False)) == ""
+
+
+def test_a_sum_that_was_not_divided_is_said_first():
+    finding = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided, shows_grads=True))
+    assert finding.message == (
+        "the reduced gradient is 3 x the mean, but for rounding: "
+        "the sum over 3 ranks was not divided"
+    )
+
+
+def test_what_to_declare_comes_last_and_only_if_it_is_intended():
+    detail = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided, shows_grads=True)).detail
+    lead = "\nIf this is intended, declare Numerics("
+    assert detail.count("declare") == detail.count(lead) > 0
+    assert detail.endswith(f"{lead}divide='none')")
+
+
+def test_params_alone_name_it_where_they_show_it():
+    """Of SGD, which moves a param as far as its gradient is long."""
+    finding = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided))
+    assert finding.check == "equality.params"
+    assert "the gradient behind it is 3 x the mean: the sum over 3 ranks" in finding.message
+
+
+def test_a_factor_of_no_number_of_the_case_has_no_cause():
+    finding = found(Newcomer(optimizer=sgd_of_spec, reduce=times(8), shows_grads=True))
+    assert finding.message.endswith("every element is 8 x the expected one")
+
+
+def test_a_norm_has_the_cause_too():
+    def norm(grads, group):
+        return 3 * sum(grad.double().square().sum() for grad in grads.values()).sqrt().float()
+
+    case = replace(CASE, optimizer=replace(CASE.optimizer, clip_norm=100.0))
+    finding = found(Newcomer(optimizer=sgd_of_spec, norm=norm), case)
+    assert "is 3 x that of the mean, but for rounding: the sum over 3 ranks" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("does", "cause"),
+    [
+        ({"by": 9.0, "told": "after-division"}, "1/3 of the mean"),
+        ({"by": 1.0, "told": "after-division"}, "3 x the mean: the sum over 3 ranks"),
+    ],
+)
+def test_orders_that_are_not_known_name_it_too(does, cause):
+    case = replace(
+        CASE,
+        model=ModelSpec(name="mlp", hidden=3, blocks=1),
+        world=WorldSpec(size=3, order_known=False),
+        optimizer=OptimizerSpec(),
+    )
+    told = Numerics(grads_told="after-division")
+    finding = found(Ruled(does, told), case)
+    assert finding.message.startswith(f"the reduced gradient is {cause}")
+
+
+def test_a_bound_that_several_factors_fit_has_no_cause():
+    wide = known_sum(torch.zeros(2), [torch.zeros(2)])
+    wide = replace(wide, low=wide.low - 8, high=wide.high + 8)
+    causes = FactorCauses.of(LOSSES, divisor=3)
+    assert causes.explain_within(wide, torch.full((2,), 7.0), divisor=3) == ""

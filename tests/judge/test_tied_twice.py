@@ -1,0 +1,84 @@
+"""An engine that has a tied param twice: a finding about it, unless both are one."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tests.judge.by_owner import OwnerEngine, judge, target
+from zero_sim.scenario.spec import ModelSpec, WorldSpec
+from zero_sim.targets.answers import model_of
+
+TIED = ModelSpec(name="params", shapes=((5,), (2, 3), (4,)), tied=("p2", "p0"))
+
+
+class RegistersTwice(OwnerEngine):
+    """Has each tied param under both of its names, with a master for each."""
+
+    def register(self, module):
+        return dict(module.named_parameters(remove_duplicate=False))
+
+
+class ShowsTwice(RegistersTwice):
+    """Reports no parts, so that nothing but params is observed."""
+
+    parts = property()  # Raises AttributeError, as an engine without the method does.
+
+
+class ShowsAnother(ShowsTwice):
+    """Shows an old value of a tied param under its second name."""
+
+    def params(self):
+        shown = dict(super().params())
+        self.old = getattr(self, "old", shown["again.p0"].detach().clone())
+        return {**shown, "again.p0": self.old}
+
+
+class OwnsUnderItsSecondName(OwnerEngine):
+    def register(self, module):
+        named = list(module.named_parameters(remove_duplicate=False))
+        return dict({id(param): (name, param) for name, param in named}.values())
+
+
+@pytest.fixture
+def result_of(judged):
+    """What came of a case with tied params."""
+
+    def run(engine):
+        system = target(engine, follows=("model.tied",))
+        return judge(judged, system, model=TIED, world=WorldSpec(size=2))
+
+    return run
+
+
+def test_the_names_of_a_tied_param_are_known():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    assert model_of(module).tied == {"1.weight": "0.weight"}
+
+
+def test_two_owners_of_a_tied_param_are_a_finding(result_of):
+    result = result_of(RegistersTwice)
+    assert (result.verdict, result.error) == ("fail", "")
+    first = result.findings[0]
+    assert first.check == "invariant.ownership"
+    assert "the engine has this tied param under its other name 'again.p0', too" in first.message
+    assert "belong to rank 0 twice" in first.message
+
+
+def test_one_value_under_two_names_is_right(result_of):
+    result = result_of(ShowsTwice)
+    assert (result.verdict, result.findings, result.error) == ("pass", (), "")
+
+
+def test_another_value_under_the_second_name_is_a_finding(result_of):
+    result = result_of(ShowsAnother)
+    assert (result.verdict, result.error) == ("fail", "")
+    first = result.findings[0]
+    assert (first.check, first.param) == ("equality.params", "p0")
+    assert "the engine has this param once more as 'again.p0', with other values" in first.message
+
+
+def test_the_second_name_alone_will_do(result_of):
+    result = result_of(OwnsUnderItsSecondName)
+    assert (result.verdict, result.findings, result.error) == ("pass", (), "")

@@ -1,0 +1,107 @@
+"""Ten lines around an optimizer, which report params and perhaps gradients; some never average."""
+
+import torch
+import torch.distributed as dist
+
+from zero_sim.targets import Capabilities, Numerics, class_of, settings_of
+
+
+class Engine:
+    """All-reduces each gradient in place, averages it or not, and steps.
+
+    Args:
+        module: The model.
+        scenario: The case.
+        group: All ranks.
+        averages: Whether the sum is divided by the number of ranks.
+        keeps: Whether `.grad` holds the sum again after the step.
+    """
+
+    def __init__(self, module, scenario, group, *, averages, keeps):
+        self.module, self.group, self.averages, self.keeps = module, group, averages, keeps
+        self.clip = scenario.optimizer.clip_norm
+        spec = scenario.optimizer
+        self.optimizer = class_of(spec)(module.parameters(), **settings_of(spec))
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def backward(self, loss, *, last_micro, rows):
+        loss.backward()
+
+    def step(self, *, lr_factor):
+        params = list(self.module.parameters())
+        for param in params:
+            dist.all_reduce(param.grad, group=self.group)
+        sums = [param.grad.clone() for param in params]
+        if self.averages:
+            for param in params:
+                param.grad /= self.group.size()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(params, self.clip, foreach=False)
+        self.optimizer.step()
+        if self.keeps:
+            for param, total in zip(params, sums, strict=True):
+                param.grad = total
+
+    def params(self):
+        return dict(self.module.named_parameters())
+
+
+class Target:
+    """A target around that engine.
+
+    Args:
+        optimizers: Those that it can be asked for.
+        shows: Whether params show gradients after a step.
+        averages: As for `Engine`.
+        keeps: As for `Engine`.
+        follows: Options that it obeys.
+        numerics: Further fields of `Numerics`.
+    """
+
+    name = "summing"
+
+    def __init__(
+        self,
+        *optimizers,
+        shows=False,
+        averages=True,
+        keeps=False,
+        follows=(),
+        **numerics,
+    ):
+        models = ("mlp", "params")
+        self.capabilities = Capabilities(
+            models=models,
+            stages=(0,),
+            optimizers=optimizers or ("adamw", "sgd"),
+            empty_params=False,
+            follows=follows,
+        )
+        self.numerics = Numerics(grads_in_params=shows, **numerics)
+        self.averages, self.keeps = averages, keeps
+
+    def build(self, module, *, scenario, group):
+        return Engine(module, scenario, group, averages=self.averages, keeps=self.keeps)
+
+
+class Undivided(Target):
+    """Never averages, in a form that the command line can import."""
+
+    def __init__(self):
+        super().__init__(averages=False)
+
+
+class ShowsMeans(Target):
+    """Shows averaged gradients and does not declare it."""
+
+    def __init__(self):
+        super().__init__(shows=True)
+
+
+class UndividedAdam(Target):
+    """Never averages, and has one optimizer."""
+
+    def __init__(self):
+        super().__init__("adamw", averages=False)

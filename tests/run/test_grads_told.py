@@ -1,0 +1,120 @@
+"""Where a target reports gradients is worked out if it does not declare it."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.judge.ruled import Target as Ruled
+from tests.run.summing import Target
+from zero_sim.backends import WorldPool
+from zero_sim.findings.records import taken_notes
+from zero_sim.run import run_case, runner
+from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec, WorldSpec
+from zero_sim.targets import (
+    find_target,
+    library_target_names,
+    numerics_of,
+    target_names,
+    why_missing,
+)
+
+CASE = Scenario(
+    schema=1,
+    name="case",
+    model=ModelSpec(name="params", shapes=((3,), (5,))),
+    world=WorldSpec(size=3),
+    system=SystemSpec(stage=0),
+)
+SGD = replace(CASE, optimizer=OptimizerSpec(name="sgd"))
+CLIPPED = replace(CASE, optimizer=OptimizerSpec(clip_norm=0.01))
+CLIPS = {
+    "follows": ("optimizer.clip_norm",),
+    "norm": "of-params",
+    "clip": "fp32-reciprocal",
+    "shows": True,
+}
+
+
+@pytest.fixture
+def pool():
+    with WorldPool() as worlds:
+        yield worlds
+
+
+def taken(result):
+    return [note.partition("grads_told = ")[2].partition(",")[0] for note in taken_notes(result)]
+
+
+@pytest.mark.parametrize(
+    ("target", "scenario", "expected"),
+    [
+        (Target(shows=True), CASE, ["'after-division'"]),
+        (Target("adamw", shows=True), CASE, ["'after-division'"]),
+        (Target(shows=True, keeps=True), CASE, []),
+        (Target(**CLIPS), CLIPPED, []),
+        (Target(**CLIPS), CASE, ["'after-clip'"]),
+        (Ruled({"told": "after-division"}), CASE, ["'after-division'"]),
+    ],
+    ids=["means", "means, without sgd", "sums", "not observed", "clipped", "parts"],
+)
+def test_the_point_that_fits_is_taken_and_named(pool, target, scenario, expected):
+    result = run_case(scenario, pool=pool, target=target)
+    assert (result.verdict, taken(result)) == ("pass", expected)
+
+
+def test_it_is_worked_out_once_for_a_target(pool, monkeypatch):
+    judged = []
+
+    def judge(scenario, *args, **named):
+        judged.append(scenario.name)
+        return judge_case(scenario, *args, **named)
+
+    judge_case = runner.judge_case
+    monkeypatch.setattr(runner, "judge_case", judge)
+    target = Target(shows=True)
+    for name in ("first", "second"):
+        assert run_case(replace(CASE, name=name), pool=pool, target=target).verdict == "pass"
+    assert (judged.count("first"), judged.count("second")) == (2, 1)
+    assert judged[-1] == "second"
+
+
+def test_a_declared_point_is_not_changed(pool):
+    target = Target(shows=True, grads_told="before-division")
+    result = run_case(CASE, pool=pool, target=target)
+    assert result.findings[0].check == "equality.grad"
+    assert "declare Numerics(grads_told='after-division')" in result.findings[0].detail
+    assert taken(result) == []
+
+
+def test_a_gradient_that_is_wrong_at_every_point_stays_a_finding(pool):
+    # It divides by 3, which is twice what it declares.
+    target = Target(shows=True, divide_by=1.5)
+    result = run_case(SGD, pool=pool, target=target)
+    assert (result.verdict, result.findings[0].check) == ("fail", "equality.grad")
+    assert taken(result) == []
+
+
+def test_without_a_case_that_shows_the_division_it_is_not_observed(pool):
+    """Sums fit, with AdamW alone; nothing shows that they are averaged afterwards."""
+    target = Target("adamw", shows=True, averages=False)
+    result = run_case(CASE, pool=pool, target=target)
+    assert (result.verdict, result.scope, taken(result)) == ("pass", "params-only", [])
+    assert "division of gradients" in result.unobserved
+
+
+def test_where_the_order_is_not_known_it_is_worked_out_too(pool):
+    case = replace(CASE, world=WorldSpec(size=3, order_known=False))
+    result = run_case(case, pool=pool, target=Ruled({"told": "after-division"}))
+    assert (result.verdict, taken(result)) == ("pass", ["'after-division'"])
+
+
+SHIPPED = [
+    name
+    for name in (*target_names(), *library_target_names())
+    if not why_missing(find_target(name))
+]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_target_declares_it(name):
+    assert numerics_of(find_target(name), CASE).grads_told is not None

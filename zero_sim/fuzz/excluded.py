@@ -1,0 +1,101 @@
+"""Declarations of a target that exclude every case which could be drawn for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from itertools import islice
+from typing import Any
+
+from zero_sim.errors import Problem
+from zero_sim.fuzz.drawing import draws
+from zero_sim.fuzz.strategies import drawn_cases
+from zero_sim.scenario.spec import Scenario
+from zero_sim.targets import (
+    EVERYTHING,
+    Capabilities,
+    Numerics,
+    Target,
+    capabilities_of,
+    refusals,
+    with_options,
+)
+
+_SAMPLE = 100
+"""Cases that are drawn without regard to refusals."""
+_VALUE_MAX = 120
+"""Characters of a declared value that are printed."""
+
+
+def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -> str:
+    """Name the declarations without which some case would fit a target.
+
+    Args:
+        target: One for which no case can be drawn.
+        options: Options of its own that all cases get, as text by name.
+    """
+    declared, lead = capabilities_of(target), f"no case fits target {target.name!r}"
+    for each in fields(Capabilities):
+        if each.default and getattr(declared, each.name) == ():
+            return f"{lead}: Capabilities.{each.name} is empty. Name at least one"
+    drawn = draws(drawn_cases(target, with_refused=True), seed="0")
+    plain = list(islice(drawn, _SAMPLE))
+    cases = [with_options(case, options) if options else case for case in plain]
+    if not cases:
+        return f"{lead}: no model that it declares can be drawn for it"
+    refused = [refusals(target, case) for case in cases]
+    blamed = [
+        name
+        for name, without in _relaxed(target)
+        if any(not refusals(without, case) for case in cases)
+    ]
+    if options and any(not refusals(target, case) for case in plain):
+        said = " ".join(f"--option {name}={value}" for name, value in options.items())
+        blamed.append(said)
+    alone = "excludes" if len(blamed) == 1 else "together exclude"
+    which = f"{' and '.join(blamed)} {alone} all" if blamed else "its declarations exclude all"
+    return f"{lead}: {which} of {len(cases)} drawn ones, {_commonest(refused)}"
+
+
+class _Without:
+    """A target with one declaration replaced."""
+
+    def __init__(self, target: Target, name: str, declared: object) -> None:
+        self._target = target
+        self.name = target.name
+        setattr(self, name, declared)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def build(self, module: Any, **named: Any) -> Any:
+        return self._target.build(module, **named)
+
+
+def _relaxed(target: Target) -> Iterator[tuple[str, Target]]:
+    """Each declaration in words, with the target as it would be without it."""
+    declared = capabilities_of(target)
+    for each in fields(Capabilities):
+        value, anything = getattr(declared, each.name), getattr(EVERYTHING, each.name)
+        if value != anything:
+            relaxed = replace(declared, **{each.name: anything})
+            said = repr(value)
+            said = said if len(said) <= _VALUE_MAX else f"{said[:_VALUE_MAX]}..."
+            yield f"Capabilities.{each.name} = {said}", _Without(target, "capabilities", relaxed)
+    if getattr(target, "numerics", None) is not None:
+        yield "`numerics`", _Without(target, "numerics", Numerics())
+    if getattr(target, "refuses", None) is not None:
+        yield "`refuses`", _Without(target, "refuses", _nothing)
+
+
+def _nothing(scenario: Scenario) -> tuple[Problem, ...]:
+    return ()
+
+
+def _commonest(refused: list[tuple[Problem, ...]]) -> str:
+    """The field for which most cases are refused, with one refusal."""
+    paths = Counter(path for found in refused for path in {problem.path for problem in found})
+    (path, count) = paths.most_common(1)[0]
+    problem = next(p for found in refused for p in found if p.path == path)
+    return f"{count} of them for {path}: {problem.message.rstrip('.')}"

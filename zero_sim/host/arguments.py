@@ -1,0 +1,86 @@
+"""Arguments that a caller passes, checked by type: settings of a world, and programs of ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from zero_sim.errors import UsageError
+
+Kind = Literal["a name", "a name or a recipe", "an integer", "a number", "True or False", "a list"]
+
+WORLD_SETTINGS: Mapping[str, Kind] = {
+    "order": "a name",
+    "schedule": "a name or a recipe",
+    "timing": "a name",
+    "seed": "an integer",
+    "depth": "an integer",
+    "races": "True or False",
+    "stall_seconds": "a number",
+    "strict": "True or False",
+    "faults": "a list",
+}
+"""Settings of `zero_sim.sim.World` by name, with what each may be; the world checks values."""
+
+
+def is_of_kind(value: object, kind: Kind) -> bool:
+    """Whether an argument has the right type; a bool is no number, and numpy's integers are."""
+    match kind:
+        case "a name":
+            return isinstance(value, str)
+        case "an integer":
+            return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        case "a number":
+            return isinstance(value, numbers.Real) and not isinstance(value, bool)
+        case "True or False":
+            return isinstance(value, bool)
+        case "a list":
+            return isinstance(value, (list, tuple))
+        case _:
+            return value is not None
+
+
+def check_kind(name: str, value: object, kind: Kind) -> None:
+    """Check the type of an argument.
+
+    Raises:
+        UsageError: It is of another type.
+    """
+    if not is_of_kind(value, kind):
+        raise UsageError(f"expected {name} to be {kind}, got {value!r}")
+
+
+def unrun_function(function: Callable[..., object]) -> str | None:
+    """The kind of a function whose call runs nothing of its body.
+
+    Args:
+        function: Also a method, a partial or an object with `__call__`.
+
+    Returns:
+        `an async def function` or `a generator function`; None for any other.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    is_object = not inspect.isroutine(function) and not inspect.isclass(function)
+    called = type(function).__call__ if is_object else function
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        return "an async def function"
+    return "a generator function" if inspect.isgeneratorfunction(called) else None
+
+
+def unrun_result(returned: object) -> str | None:
+    """The kind of a result whose body has not run, as of a lambda that calls such a function.
+
+    A coroutine is closed, so that Python does not warn about it too.
+
+    Returns:
+        `an async def function` or `a generator function`, as for `unrun_function`.
+    """
+    if inspect.iscoroutine(returned):
+        returned.close()
+    if inspect.isawaitable(returned) or inspect.isasyncgen(returned):
+        return "an async def function"
+    return "a generator function" if inspect.isgenerator(returned) else None

@@ -1,0 +1,147 @@
+"""Causes of a gradient that is a whole multiple or fraction of the expected one.
+
+A sum that nobody divided, or that was divided twice, is off by a number that the case has: its
+ranks, its micro-batches, its replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from zero_sim.findings.ratio import Ratio
+from zero_sim.reference import Interval, OtherSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactorCauses:
+    """The numbers of a step that a wrong divisor may come from."""
+
+    counts: Mapping[str, int]
+    """By name, as in `3 ranks`; without those that are 1."""
+    divisor: float
+    """What the mean is divided by; 1 if nothing is divided."""
+    is_mean: bool
+    """True if the expected value is of the mean, False if it is of the sum."""
+    noun: str = "the {}"
+    """The expected value, around `mean` or `sum`."""
+
+    @classmethod
+    def of(
+        cls,
+        losses: Collection[tuple[int, int]],
+        *,
+        divisor: float,
+        replicas: int = 1,
+        is_mean: bool = True,
+        noun: str = "the {}",
+    ) -> FactorCauses:
+        """Return those of a step.
+
+        Args:
+            losses: Rank and micro-batch of each loss.
+            divisor: What the sum over them is divided by in all.
+            replicas: Number of replicas that the ranks form.
+            is_mean: False if the sum is compared, not the mean.
+            noun: As the field.
+        """
+        ranks = {rank for rank, _ in losses}
+        micros = {sum(each == rank for each, _ in losses) for rank in ranks}
+        most = max(micros, default=0)
+        each = f"{most} micro-batches"
+        counts = {f"{len(ranks)} ranks": len(ranks), each: most}
+        if len(ranks) > 1:
+            all_of_them = f"{len(losses)} micro-batches of all ranks"
+            counts |= {all_of_them: len(losses), f"{replicas} replicas": replicas}
+            counts |= {f"{len(ranks) // replicas} ranks of a replica": len(ranks) // replicas}
+        known: dict[int, str] = {}
+        for name, count in counts.items():
+            # With one micro-batch a rank, that many micro-batches are that many ranks.
+            if count > 1 and (count not in known or name == each):
+                known[count] = f"{known[count]} or {name}" if count in known else name
+        return cls(
+            counts={name: count for count, name in known.items()},
+            divisor=divisor,
+            is_mean=is_mean,
+            noun=noun,
+        )
+
+    def explain(self, ratio: Ratio | None) -> str:
+        """Return the factor and its likeliest cause, as in `3 x the mean: ...`; empty if unknown.
+
+        Args:
+            ratio: The factor between the expected and the actual value.
+        """
+        name = next((n for n, c in self.counts.items() if ratio and c == ratio.number), None)
+        if ratio is None or name is None:
+            return ""
+        expected = self.noun.format("mean" if self.is_mean else "sum")
+        rounded = ", but for rounding" if ratio.is_rounded else ""
+        times = "x" if ratio.is_multiple else "of"
+        return f"{ratio} {times} {expected}{rounded}: {self._cause(name, ratio)}"
+
+    def explain_within(self, bound: Interval, got: Tensor, *, divisor: float) -> str:
+        """Return the same of a sum that is bounded; empty if not exactly one factor fits.
+
+        Args:
+            bound: 1D; of the sum.
+            got: 1D.
+            divisor: What that is yet to be divided by.
+        """
+        if not bool(got.any()):
+            return ""
+        factors = [(count, is_multiple) for count in self.counts.values() for is_multiple in (1, 0)]
+        fitting = [
+            Ratio(number=count, is_multiple=bool(is_multiple), is_rounded=False)
+            for count, is_multiple in factors
+            if _holds(bound, got, divisor=divisor / count if is_multiple else divisor * count)
+        ]
+        return self.explain(fitting[0]) if len(fitting) == 1 else ""
+
+    def _cause(self, name: str, ratio: Ratio) -> str:
+        is_divisor = ratio.number == self.divisor
+        if not ratio.is_multiple:
+            if not self.is_mean:
+                return f"it was divided by the {name} already"
+            too_much = "once too often" if is_divisor else "as well"
+            return f"it was divided by the {name} {too_much}"
+        if not self.is_mean:
+            return f"it counts the {name} twice"
+        if is_divisor:
+            return f"the sum over {name} was not divided"
+        if self.divisor % ratio.number == 0:
+            return f"the sum was divided by {self.divisor / ratio.number:g}, not by the {name} too"
+        return f"it counts the {name} twice, or was not divided by them"
+
+
+def _holds(bound: Interval, got: Tensor, *, divisor: float) -> bool:
+    """Return whether what came lies within the quotients, rounded to its dtype.
+
+    Rounding never changes which of two numbers is larger, so that rounded ends are ends.
+    """
+    quotients = bound.divided_by(divisor)
+    low, high = (end.to(got.dtype).double() for end in (quotients.low, quotients.high))
+    return bool(replace(quotients, low=low, high=high).holds(got).all())
+
+
+def factor_of(rule: str, sums: OtherSums | None) -> str:
+    """Return the factor of a gradient by another rule, and its cause; empty if it has none.
+
+    Args:
+        rule: As a target declares it.
+        sums: The gradients of a step; None if they were not kept.
+    """
+    divisor = None if sums is None else sums.divisor_of(rule)
+    if sums is None or divisor is None:
+        return ""
+    division, losses = sums.local.division, sums.local.losses
+    expected = 1 if division.how == "none" else division.count
+    replicas = sums.scenario.system.redundancy
+    causes = FactorCauses.of(losses, divisor=expected, replicas=replicas, is_mean=expected != 1)
+    larger, smaller = max(expected, divisor), min(expected, divisor)
+    if larger % smaller:
+        return ""
+    number = int(larger // smaller)
+    return causes.explain(Ratio(number=number, is_multiple=divisor < expected, is_rounded=False))

@@ -1,0 +1,135 @@
+"""Point of the step at which a target reports gradients, worked out if it declares none.
+
+An undeclared target is judged as if it reported sums. At the first reduced gradient that differs,
+small cases decide between the sum, the mean and the clipped gradient, once per target. A point
+counts only if gradients and params match, and something shows the division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableSequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from zero_sim.errors import EnvironmentProblem
+from zero_sim.findings.records import TAKEN, CaseResult
+from zero_sim.run.rule_cases import BASE, changed, with_model
+from zero_sim.scenario.checks import Check
+from zero_sim.scenario.spec import ModelName, OptimizerSpec, Scenario
+from zero_sim.targets import Numerics, Target, capabilities_of, numerics_of, refusals
+from zero_sim.targets.adapt import GRADIENTS
+from zero_sim.targets.numerics import GradsTold
+from zero_sim.workloads import EXACT_MODELS
+
+_CLIP_NORM = 0.01
+
+Point = MutableSequence[GradsTold | None]
+"""The point that was worked out for a target, None if none fits; empty before."""
+Judge = Callable[[Scenario, GradsTold | None], CaseResult]
+
+
+class ToldAt:
+    """A target with a declared point.
+
+    Args:
+        target: Target that declares none.
+        point: The point.
+    """
+
+    def __init__(self, target: Target, point: GradsTold) -> None:
+        self._target = target
+        self._point: GradsTold = point
+        self.name = target.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def build(self, module: Any, **named: Any) -> Any:
+        """Build the engine of the target."""
+        return self._target.build(module, **named)
+
+    def numerics(self, scenario: Scenario) -> Numerics:
+        """Rules of the target, with the point."""
+        return replace(numerics_of(self._target, scenario), grads_told=self._point)
+
+
+def judge_as_told(
+    scenario: Scenario, *, judge: Judge, find: Callable[[], Target], known: Point
+) -> CaseResult:
+    """Judge a case by the point that the target declares, or that fits it.
+
+    Args:
+        scenario: A case of the target.
+        judge: Judges any case with the target by a point; by the declared one if None.
+        find: Returns the target; called if a gradient differs.
+        known: What was worked out for the target, if anything; filled in here.
+
+    Returns:
+        The result, with a note on the point if one was worked out.
+    """
+    if not known:
+        result = judge(scenario, None)
+        differs = bool(result.findings) and result.findings[0].check == Check.EQUALITY_GRAD
+        if not differs or numerics_of(find(), scenario).grads_told is not None:
+            return result
+        known.append(_work_out(find(), judge=judge))
+        if known[0] is None:
+            return result
+    result = judge(scenario, known[0])
+    return result if known[0] is None else _with_note(result, known[0])
+
+
+def _work_out(target: Target, *, judge: Judge) -> GradsTold | None:
+    """The point that fits cases of 3 ranks, with SGD if the target has it; None if none does."""
+    fitting: list[GradsTold] = []
+    for case in _cases(target):
+        try:
+            now = [point for point in fitting or get_args(GradsTold) if _shows(judge(case, point))]
+        except EnvironmentProblem:
+            break  # So many ranks cannot be run here.
+        if not now:
+            break
+        fitting = now
+    return fitting[0] if fitting else None
+
+
+def _with_note(result: CaseResult, point: GradsTold) -> CaseResult:
+    note = (
+        f"{TAKEN}grads_told = {point!r}, because cases of 3 ranks match by it. Declare "
+        f"Numerics(grads_told={point!r})"
+    )
+    return replace(result, notes=(*result.notes, note))
+
+
+def _shows(result: CaseResult) -> bool:
+    """True if gradients, their division and params were all observed and match."""
+    is_observed = result.scope == "full" and GRADIENTS not in result.unobserved
+    return result.verdict == "pass" and is_observed
+
+
+def _cases(target: Target) -> Iterator[Scenario]:
+    """The plainest case that the target can run, and the same with clipping if it can."""
+    able = capabilities_of(target)
+    models: list[ModelName] = ["mlp", "params", *able.models]
+    models = [name for name in models if name not in EXACT_MODELS]
+    optimizers = [OptimizerSpec(name=name, lr=0.1) for name in able.optimizers]
+    optimizers.sort(key=lambda optimizer: optimizer.name != "sgd")
+    plain = (
+        changed(
+            with_model(BASE, model),
+            optimizer=optimizer,
+            system={"stage": stage},
+            model={"dtype": dtype},
+        )
+        for optimizer in optimizers
+        for dtype in able.dtypes
+        for stage in able.stages
+        for model in models
+    )
+    case = next((case for case in plain if not refusals(target, case)), None)
+    if case is None:
+        return
+    yield case
+    clipped = changed(case, optimizer=replace(case.optimizer, clip_norm=_CLIP_NORM))
+    if not refusals(target, clipped):
+        yield clipped

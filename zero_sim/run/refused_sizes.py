@@ -1,0 +1,39 @@
+"""Sizes that a system refuses by a check of its own: a limit of it, and no fault."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zero_sim.findings.records import CaseResult
+from zero_sim.host.frames import is_of_user
+from zero_sim.scenario.checks import Check
+
+_RAISED = re.compile(r"rank \d+ raised (AssertionError|ValueError|NotImplementedError)\b")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in .+\n(?:    (.+)\n)?', re.MULTILINE)
+_REMAINDER = re.compile(r"^assert\b.*%")
+_DIVISIBLE = re.compile(r"\b(in)?divisib|\bmultiples? of\b|\bdivides? evenly\b|\bevenly divid")
+
+
+def refused_size(result: CaseResult) -> str:
+    """Return the check by which a system refused the sizes of a case; empty if it did not.
+
+    An error counts if code of the system raised it, and an `assert` with a remainder or a message
+    about divisibility says why.
+
+    Args:
+        result: Of the case.
+    """
+    first = result.findings[0] if result.findings else None
+    if first is None or first.check != Check.WORLD_RANK_FAILED:
+        return ""
+    raised, frames = _RAISED.match(first.message), _FRAME.findall(f"{first.detail}\n")
+    if raised is None or not frames:
+        return ""
+    file, line, statement = frames[-1]
+    said = first.message[raised.end() :].lstrip(": ")
+    is_theirs = is_of_user(file) and "torch" not in Path(file).parts
+    if not is_theirs or not (_REMAINDER.match(statement) or _DIVISIBLE.search(said)):
+        return ""
+    # The message may have numbers of this case, the statement has none.
+    return f"{raised[1]} at {Path(file).name}:{line}: {statement or said}"

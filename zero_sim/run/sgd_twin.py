@@ -1,0 +1,123 @@
+"""Variant with SGD of a case that passes by its params alone.
+
+Adam and most other optimizers step by a gradient over its own length, so params hide whether the
+gradient was averaged. A step of SGD with rate 1 shows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from zero_sim.findings.records import CaseResult
+from zero_sim.scenario.rules import check_scenario
+from zero_sim.scenario.spec import ExpectSpec, OptimizerSpec, Scenario
+from zero_sim.scenario.unused import without_unused
+from zero_sim.targets import Target, class_of, refusals
+from zero_sim.targets.adapt import DIVISION
+
+TWIN_EVERY = 5
+"""Drawn cases for one that gets a twin; capabilities with SGD draw cases of it anyway."""
+_LR = 1.0
+"""Large enough for a param in any dtype to show the size of its gradient."""
+_NAME_CHARS_MAX = 900
+_WITH_SGD = re.compile(r" (with SGD in place of \w+)$")
+
+Judge = Callable[[Scenario], CaseResult]
+
+
+def with_twin(
+    result: CaseResult, scenario: Scenario, *, judge: Judge, find: Callable[[], Target]
+) -> CaseResult:
+    """Judge the twin of a case, if nothing in the case showed the division of gradients.
+
+    Args:
+        result: Result of the case.
+        scenario: The case as commands are given it.
+        judge: Judges a case without its twin.
+        find: Returns the system under test; called if a twin is needed.
+
+    Returns:
+        The findings of the twin, which is in `twin`, if it fails. Otherwise `result`, with a note
+        on the twin if there is one.
+
+    Raises:
+        ZeroSimError: Raised by `judge`.
+    """
+    is_hidden = result.verdict == "pass" and DIVISION in result.unobserved
+    # Planned faults and expected findings belong to the calls and steps of the case itself.
+    if not is_hidden or scenario.faults or scenario.expect.finding:
+        return result
+    twin = twin_of(scenario)
+    problems = [*check_scenario(twin), *refusals(find(), twin)]
+    if problems:
+        why = f"{problems[0].path}: {problems[0].message}"
+        if problems[0].path == "optimizer.name":
+            why += " If the engine has SGD, add 'sgd' to Capabilities.optimizers"
+        return _noted(result, f"no variant {_how(twin)} was judged: {why}")
+    judged = judge(twin)
+    if judged.verdict == "pass":
+        return _noted(result, f"passes {_how(twin)}, too, which shows the division of gradients")
+    if judged.verdict != "fail":
+        why = judged.error or ", ".join(each.check for each in judged.findings)
+        return _noted(result, f"the variant {_how(twin)} showed nothing: {judged.verdict}, {why}")
+    seconds = result.seconds + judged.seconds
+    return replace(marked(judged, twin), id=result.id, seconds=seconds, twin=twin)
+
+
+def twin_of(scenario: Scenario) -> Scenario:
+    """The case with one plain step of SGD in place of its optimizer.
+
+    What may hide the size of a gradient is left out: clipping, momentum, a small learning rate.
+
+    Args:
+        scenario: A valid case.
+    """
+    name = scenario.name[:_NAME_CHARS_MAX]
+    expect = ExpectSpec(
+        nonzero_min=scenario.expect.nonzero_min, one_device=scenario.expect.one_device
+    )
+    return without_unused(
+        replace(
+            scenario,
+            name=f"{name} with SGD in place of {class_of(scenario.optimizer).__name__}",
+            model=replace(scenario.model, freeze=()),
+            data=replace(scenario.data, nan=None),
+            optimizer=OptimizerSpec(name="sgd", lr=_LR, loss_scale=scenario.optimizer.loss_scale),
+            run=replace(scenario.run, steps=1),
+            reload=None,
+            expect=expect,
+        )
+    )
+
+
+def marked(result: CaseResult, scenario: Scenario) -> CaseResult:
+    """The result with a first finding that names the variant in which it was made.
+
+    Args:
+        result: Result of the case, or of a smaller one.
+        scenario: The case; if it is no twin, the result stays as it is.
+    """
+    if not result.findings or not _WITH_SGD.search(scenario.name):
+        return result
+    first, *others = result.findings
+    # In the detail, because the message decides which findings are the same.
+    line = (
+        f"found {_how(scenario)}, which hides the size of a gradient from params. If the "
+        "engine has no SGD, leave 'sgd' out of Capabilities.optimizers"
+    )
+    if first.detail.startswith(line):
+        return result
+    detail = f"{line}\n{first.detail}".rstrip()
+    return replace(result, findings=(replace(first, detail=detail), *others))
+
+
+def _how(twin: Scenario) -> str:
+    found = _WITH_SGD.search(twin.name)
+    assert found is not None
+    return found[1]
+
+
+def _noted(result: CaseResult, note: str) -> CaseResult:
+    return replace(result, notes=(*result.notes, note))

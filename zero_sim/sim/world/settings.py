@@ -1,0 +1,103 @@
+"""Settings of a world and the program it runs, checked before anything is built from them."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zero_sim.errors import UsageError
+from zero_sim.host.arguments import (
+    WORLD_SETTINGS,
+    Kind,
+    check_kind,
+    unrun_function,
+    unrun_result,
+)
+from zero_sim.sim.faults import check_faults
+from zero_sim.sim.inflight.late import TIMINGS
+from zero_sim.sim.order_backends import ORDERS
+from zero_sim.sim.schedule import check_schedule
+
+WORLD_SIZE_MAX = 4096
+_SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1 - WORLD_SIZE_MAX
+"""Range of torch's seeds, less one for each rank."""
+
+_KINDS: Mapping[str, Kind] = {**WORLD_SETTINGS, "initialized": "True or False"}
+
+
+def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
+    """Check settings of a world, without one.
+
+    Args:
+        world_size: Number of ranks.
+        settings: Settings by the names of `World`, some or all.
+
+    Raises:
+        UsageError: One of them has the wrong type, or a value that cannot be.
+    """
+    check_kind("world_size", world_size, "an integer")
+    if not 1 <= world_size <= WORLD_SIZE_MAX:
+        raise UsageError(f"expected world_size between 1 and {WORLD_SIZE_MAX}, got {world_size}")
+    for name, value in settings.items():
+        check_kind(name, value, _KINDS[name])
+        _check_value(name, value, world_size=operator.index(world_size))
+
+
+def _check_value(name: str, value: Any, *, world_size: int) -> None:
+    match name:
+        case "order" if value not in ORDERS:
+            raise UsageError(f"expected order to be one of {sorted(ORDERS)}, got {value!r}")
+        case "timing" if value not in TIMINGS:
+            raise UsageError(f"expected timing to be one of {list(TIMINGS)}, got {value!r}")
+        case "schedule":
+            check_schedule(value)
+        case "seed" if not _SEED_MIN <= value <= _SEED_MAX:
+            raise UsageError(f"expected seed between {_SEED_MIN} and {_SEED_MAX}, got {value}")
+        case "depth" if value < 1:
+            raise UsageError(f"expected depth to be at least 1, got {value}")
+        case "stall_seconds" if not 0 < value <= threading.TIMEOUT_MAX:
+            raise UsageError(
+                "expected stall_seconds to be more than 0 and at most "
+                f"{threading.TIMEOUT_MAX:g}, got {value}"
+            )
+        case "faults":
+            check_faults(value, world_size=world_size)
+
+
+def check_program(program: Callable[[int], Any]) -> None:
+    """Check that calling a program runs it.
+
+    Raises:
+        UsageError: It is not callable, or a call of it runs nothing of its body.
+    """
+    if not callable(program):
+        raise UsageError(f"expected a function of the rank, got {program!r}")
+    kind = unrun_function(program)
+    if kind is not None:
+        raise _not_run(kind, "")
+
+
+def check_results(results: Sequence[Any]) -> None:
+    """Check that the program ran on every rank.
+
+    Raises:
+        UsageError: A rank returned a coroutine or a generator, whose body never ran.
+    """
+    kinds = [unrun_result(result) for result in results]
+    for rank, kind in enumerate(kinds):
+        if kind is not None:
+            raise _not_run(kind, f" that rank {rank} called and returned")
+
+
+def _not_run(kind: str, whose: str) -> UsageError:
+    remedy = (
+        "Pass a plain function that calls asyncio.run(...)."
+        if kind == "an async def function"
+        else "Pass a function that does not yield, and return a list of the values."
+    )
+    return UsageError(
+        f"expected a program that runs when it is called, got {kind}{whose}, whose body never "
+        f"runs. {remedy}"
+    )
