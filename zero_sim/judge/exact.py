@@ -238,8 +238,11 @@ class ExactComparison:
         # Without alternatives nothing is clipped.
         whole = expected.stepped if expected.otherwise is None else expected.otherwise.grads
         shards = self._group.scenario.world.size // self._group.scenario.system.redundancy
-        holdings = self._group.ownership.holdings()
-        holding = holdings[rank % len(holdings)] if holdings else ()
+        holding = self._group.ownership.holding_of(rank)
+        if holding and sum(each.stop - each.start for each in holding) >= sum(
+            grad.numel() for grad in whole.values()
+        ):
+            return  # It has all of it, so that its norm is that of the whole gradient.
         what = "the norm of this rank's shard alone: the squares were not added over the ranks"
         for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
             if not same_bits(norm, expected.norm):

@@ -153,6 +153,10 @@ class Ownership:
                 by_rank.setdefault(rank, []).extend(map(_holding, places))
         return [by_rank[rank] for rank in sorted(by_rank)]
 
+    def holding_of(self, rank: int) -> list[Holding]:
+        """Return what a rank owns; nothing if it has not reported that yet."""
+        return list(map(_holding, self.places.get(rank, ())))
+
     def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
         """The calls that add gradients: the ranks of the communicator, and a site in each call."""
         replica_count = self._scenario.system.redundancy

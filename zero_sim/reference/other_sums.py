@@ -211,10 +211,11 @@ class OtherSums:
         """What a rank would have brought of one param, from all micro-batches or some."""
         sync, accumulate, reduce = self.ranks.how(rules)
         dtype = dtype_named(accumulate if sync == "last" else reduce)
-        if name not in replay.rounds[0]:
-            return replay  # Another rank's expert.
-        zero = torch.zeros_like(replay.rounds[0][name], dtype=self._own(replay, name, dtype))
         sums = 1 if sync == "last" else self.scenario.run.micro_batches
+        if name not in replay.rounds[0]:
+            # Another rank's expert, which as many sums as on other ranks leave out.
+            return replace(replay, rounds=({},) * sums)
+        zero = torch.zeros_like(replay.rounds[0][name], dtype=self._own(replay, name, dtype))
         rounds: list[Tensor | None] = [None] * sums
         for micro, grads in enumerate(replay.micro_grads):
             grad = grads.get(name)
