@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXIT_WRONG = 1
 _WIDTH = 88
-"""Columns of what is printed to be pasted, at most."""
+"""Most columns of a comment."""
 
 
 @click.command()
@@ -95,7 +95,7 @@ def _lines(found: FoundRules) -> Iterator[str]:
 def _record(
     name: str, record: str, said: Mapping[str, object], *, notes: Mapping[str, str]
 ) -> Iterator[str]:
-    """Lines of Python that make a record, with each note as a comment above its field."""
+    """Yield a record as Python, with each note as a comment above its field."""
     if not said:
         yield f"{name} = {record}()"
         return

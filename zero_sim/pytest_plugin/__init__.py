@@ -9,8 +9,7 @@
 - A scenario that fails leaves a bundle in `--zero-sim-bundles`. How to run it again, the bundle and
   the line that replays it are in the failure and, as `zero_sim.*`, among the test's properties,
   which JUnit files and xdist carry along.
-- The summary counts tests that pass by params only: scenarios, and tests that
-  `zero_sim.testing.conformance` made.
+- The summary counts scenarios and conformance tests with passes by params only.
 
 Nothing of torch is imported before a test needs it. A plain `World` may be had as well, from the
 fixture `simulated_world`: a function of the size.
@@ -233,7 +232,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count the tests that pass by params only, because a dot does not show it."""
+    """Count tests with passes by params only, because a dot does not show them."""
     passed = terminalreporter.getreports("passed")
     count = sum(("zero_sim.scope", "params-only") in each.user_properties for each in passed)
     if count:

@@ -31,7 +31,7 @@ class FoundRules:
 
     @property
     def undivided(self) -> dict[str, str]:
-        """By rule of `numerics`: the number that the gradient is not divided by, and the remedy."""
+        """By field of `numerics`: the missing divisor of the gradient, and the remedy."""
         if self.numerics.get("divide") == "none":
             what = "the sum over the ranks is not divided, so the gradient is N x the mean"
             return {"divide": f"{what}, with N ranks. {_IF_INTENDED} ranks."}

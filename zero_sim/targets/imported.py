@@ -80,7 +80,7 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
 
 
 def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
-    """Return what a module has by a name, within `theirs`: its code may run.
+    """Return an attribute of a module; used within `theirs`, because it may run code.
 
     Args:
         module: The module of a `module:name`.
@@ -88,7 +88,7 @@ def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
         said: As for `import_module`.
 
     Raises:
-        UsageError: It has no such name; the message has the nearest one.
+        UsageError: The module lacks the name; the message has the nearest one.
     """
     found = getattr(module, name, _ABSENT)
     if found is not _ABSENT:

@@ -99,8 +99,8 @@ def conformance(
     Returns:
         A function without arguments. It raises `NotConformant` with the findings of the smallest
         case that fails and that case as TOML; or where no case could have shown anything. If it
-        passes, it prints how many cases do, and how many of them by params only. The pytest plugin
-        makes this properties of the test, `zero_sim.scope` and `zero_sim.verdicts`.
+        passes, it prints its cases by verdict and the passes by params only; with pytest they are
+        properties of the test, `zero_sim.scope` and `zero_sim.verdicts`.
 
     Raises:
         UsageError: There is no target of that name, or it is none.
@@ -124,21 +124,12 @@ def conformance(
                 name = target if isinstance(target, str) else name_of(judged)
                 asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
                 failed = _shrunk(*came.worst, asked, heading=came.heading())
-        verdicts = came.verdicts
         if failed is not None:
             raise failed
-        if not verdicts and cases:
-            raise AssertionError(f"{why_none_fits(judged)}.")
-        if not verdicts["pass"]:
-            raise AssertionError(
-                f"expected target {judged.name!r} to pass in some of {cases} cases, got "
-                f"{verdicts['inconclusive']} inconclusive ones: nothing was shown. Try more cases."
-            )
-        said = count_verdicts(verdicts, params_only=came.params_only)
+        _require_pass(came.verdicts, judged, cases=cases)
+        vars(test_conformance)[PROPERTIES] = properties = came.properties()
         # pytest captures it and prints it with -rA.
-        print(printable(f"conformance of {judged.name}: {said}"))  # noqa: T201
-        scope = "params-only" if came.params_only else "full"
-        vars(test_conformance)[PROPERTIES] = {"scope": scope, "verdicts": said}
+        print(printable(f"conformance of {judged.name}: {properties['verdicts']}"))  # noqa: T201
 
     test_conformance.__doc__ = f"{judged.name} equals the reference, bit for bit."
     return test_conformance
@@ -183,6 +174,13 @@ class _Came:
             manner = key.manner if result.findings[:1] and result.findings[0].manner else ""
             self.manners.setdefault(key.check, Counter())[manner] += 1
 
+    def properties(self) -> dict[str, str]:
+        """Return properties of a test with these results."""
+        return {
+            "scope": "params-only" if self.params_only else "full",
+            "verdicts": count_verdicts(self.verdicts, params_only=self.params_only),
+        }
+
     def heading(self) -> str:
         """Return how many cases fail and in which manners; empty if one does."""
         if sum(manners.total() for manners in self.manners.values()) < 2:
@@ -196,6 +194,16 @@ class _Came:
                 f"{check}: {manners.total()} of {self.verdicts.total()} cases{how and f' ({how})'}"
             )
         return "\n".join([*lines, "The one with the largest difference, made smaller:", "", ""])
+
+
+def _require_pass(verdicts: Counter[str], target: Target, *, cases: int) -> None:
+    if not verdicts and cases:
+        raise AssertionError(f"{why_none_fits(target)}.")
+    if not verdicts["pass"]:
+        raise AssertionError(
+            f"expected target {target.name!r} to pass in some of {cases} cases, got "
+            f"{verdicts['inconclusive']} inconclusive ones: nothing was shown. Try more cases."
+        )
 
 
 def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Came:
