@@ -99,6 +99,11 @@ class TestExplore:
         for failure in result.failures:
             assert "got " + repr(returned) + " for the results [0, 1]" in str(failure.error)
 
+    @pytest.mark.parametrize("calls", [unrun, yields])
+    def test_a_check_that_returns_what_never_ran_fails_the_run(self, calls):
+        result = explore(independent, 2, check=lambda results: calls(results))
+        assert len(result.failures) == 2
+
     def test_a_check_whose_answer_is_no_truth_value_fails_the_run(self):
         result = explore(independent, 1, check=lambda results: torch.ones(2) == 1)
         assert [type(failure.error) for failure in result.failures] == [RuntimeError]

@@ -33,7 +33,7 @@ class FoundRules:
     def undivided(self) -> dict[str, str]:
         """By field of `numerics`: the missing divisor of the gradient, and the remedy."""
         if self.numerics.get("divide") == "none":
-            what = "the sum over the ranks is not divided, so the gradient is N x the mean"
+            what = "The sum over the ranks is not divided, so the gradient is N x the mean"
             return {"divide": f"{what}, with N ranks. {_IF_INTENDED} ranks."}
         if self.numerics.get("divide_by") == "ranks":
             what = (

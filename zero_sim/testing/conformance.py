@@ -197,6 +197,7 @@ class _Came:
 
 
 def _require_pass(verdicts: Counter[str], target: Target, *, cases: int) -> None:
+    __tracebackhide__ = True
     if not verdicts and cases:
         raise AssertionError(f"{why_none_fits(target)}.")
     if not verdicts["pass"]:

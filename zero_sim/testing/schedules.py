@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_sim.errors import UsageError
-from zero_sim.host.arguments import check_kind, unrun_function
+from zero_sim.host.arguments import check_kind, unrun_function, unrun_result
 from zero_sim.sim.failures import WorldFailure
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.schedule import Choosing, Schedule
@@ -148,8 +148,8 @@ def _error_of(
         return failure
     try:
         returned = None if check is None else check(results)
-        # `bool` is part of the check: a tensor of several elements raises.
-        if returned is not None and not bool(returned):
+        # Coroutines are true. `bool` is part of the check: a tensor of several elements raises.
+        if returned is not None and (unrun_result(returned) or not bool(returned)):
             return AssertionError(
                 f"expected check to return None or True, got {returned!r} for the results "
                 f"{reprlib.repr(results)}"
