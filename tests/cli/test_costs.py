@@ -126,7 +126,7 @@ def test_a_module_that_is_there_already(invoke):
     ("name", "said"),
     [
         ("sized_models:nothing", "to be an nn.Module"),
-        ("sized_models:absent", "AttributeError"),
+        ("sized_models:tinny", "Did you mean 'tiny'?"),
         ("no_such_module:x", "expected an importable module before the colon"),
     ],
 )

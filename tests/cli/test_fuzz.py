@@ -84,6 +84,16 @@ def test_what_a_green_campaign_does_not_say_is_told(tmp_path, pool):
     assert "does not tell it: norm (in all), zeros (in 7)" in done.output
 
 
+def test_passes_by_params_only_are_counted(tmp_path, pool):
+    pool.outcome = {"verdicts": {"pass": 17, "inconclusive": 3}, "params_only": 12}
+    done = fuzz(tmp_path / "a", "--cases", "20")
+    assert "; 3 inconclusive, 17 pass (12 by params only); " in done.output
+    told = json.loads(fuzz(tmp_path / "b", "--cases", "20", "--json").stdout)
+    assert (told["verdicts"]["pass"], told["params_only"]) == (17, 12)
+    pool.outcome = {"verdicts": {"pass": 20}}
+    assert "; 20 pass; " in fuzz(tmp_path / "c", "--cases", "20").output
+
+
 def test_cases_that_may_be_of_another_finding_are_said_to_be(tmp_path, pool):
     other = replace(FOUND, scenario="another", places=("inside",))
     pool.outcome = {"found": (FOUND, other), "keys": {"equality.grad|reduce|dense|values|": 4}}

@@ -1,5 +1,6 @@
 """`zero-sim rules`: how it ends, and what it says then."""
 
+import itertools
 import json
 
 import pytest
@@ -37,6 +38,47 @@ def test_an_alarm_is_said_first_and_last(found):
     lines = CliRunner().invoke(rules, ["--target", "zero_sim"]).stdout.splitlines()
     assert lines[0] == "# NOT TO BE DECLARED: something is wrong, see the end"
     assert lines[-2:] == ["WRONG, so that nothing above is to be declared:", "  3 ranks differ"]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "field", "factor", "count"),
+    [
+        ({"divide": "none", "sync": "last"}, "divide", "N x the mean", "ranks"),
+        (
+            {"sync": "last", "divide": "none", "divide_by": "ranks"},
+            "divide",
+            "N x the mean",
+            "ranks",
+        ),
+        ({"divide_by": "ranks"}, "divide_by", "M x their mean", "micro-batches, too"),
+    ],
+)
+def test_a_factor_that_nobody_divides_by_is_said_beside_its_rule(
+    found, numerics, field, factor, count
+):
+    found.numerics |= numerics
+    shown = CliRunner().invoke(rules, ["--target", "zero_sim"])
+    told = CliRunner().invoke(rules, ["--target", "zero_sim", "--json"])
+    assert (shown.exit_code, told.exit_code) == (0, 0)
+    ((of, why),) = json.loads(told.stdout)["undivided"].items()
+    assert of == field
+    assert f" is not divided, so the gradient is {factor}, with " in why
+    assert f"If this is intended, declare it; otherwise divide by the number of {count}." in why
+    lines = shown.stdout.splitlines()
+    place = lines.index(f"    {field}={numerics[field]!r},")
+    above = list(itertools.takewhile(lambda line: line.startswith("    # "), lines[:place][::-1]))
+    assert " ".join(line[6:] for line in above[::-1]) == why
+
+
+@pytest.mark.parametrize(
+    "numerics", [{}, {"divide": "post"}, {"divide": "pre", "divide_by": "micro-batches"}]
+)
+def test_nothing_is_said_beside_rules_that_divide_by_all(found, numerics):
+    found.numerics |= numerics
+    assert (
+        "#" not in CliRunner().invoke(rules, ["--target", "zero_sim"]).stdout.split("numerics")[1]
+    )
+    assert found.as_dict()["undivided"] == {}
 
 
 def test_limits_are_said_with_the_first_of_their_cases(found):

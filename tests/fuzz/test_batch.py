@@ -383,6 +383,7 @@ def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
     asked = job(tmp_path, cases=2 * TWIN_EVERY, target="tests.run.summing:Undivided")
     report = run_batch(asked, render_case, cases_from=OF_PARAMS)
     assert report.verdicts == {"fail": 2, "pass": 2 * TWIN_EVERY - 2}
+    assert report.params_only == 2 * TWIN_EVERY - 2
     (one,) = report.found
     assert "found with SGD in place of AdamW" in one.text
     bundle = read_bundle(tmp_path / one.bundle)

@@ -30,6 +30,18 @@ def test_a_report_comes_back() -> None:
     assert BatchReport.from_dict(json.loads(json.dumps(REPORT.as_dict()))) == REPORT
 
 
+@pytest.mark.parametrize("count", [-1, 2])
+def test_no_more_cases_than_pass_do_so_by_params_only(count: int) -> None:
+    with pytest.raises(ValueError, match=f"expected params_only of 1 passes, got {count}"):
+        BatchReport.from_dict({**REPORT.as_dict(), "params_only": count})
+
+
+def test_a_report_of_an_earlier_version_has_no_pass_by_params_only() -> None:
+    data = REPORT.as_dict()
+    del data["params_only"]
+    assert BatchReport.from_dict(data) == REPORT
+
+
 @pytest.mark.parametrize("bundle", ["../../etc", "/etc", "..", "0123456789ab/..", "\n", None])
 def test_a_bundle_is_called_by_its_id(bundle: object) -> None:
     """It becomes part of a path, which is moved and removed."""

@@ -109,6 +109,40 @@ def test_the_scope_of_a_pass_is_a_property(pytester, run, monkeypatch):
     monkeypatch.setitem(registry._TARGETS, target.name, target)
     text = SCENARIO.replace('name = "sgd"', 'name = "adamw"')
     path = pytester.makefile(".toml", printed=f'{text}\n[system]\ntarget = "{target.name}"\n')
-    run(str(path), "--junitxml=out.xml").assert_outcomes(passed=2)
+    result = run(str(path), "--junitxml=out.xml")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["zero_sim: 2 passed by params only: *"])
     found = _properties(pytester.path.joinpath("out.xml").read_text())
     assert {each["zero_sim.scope"] for each in found.values()} == {"params-only"}
+
+
+def test_the_scope_of_a_conformance_test_is_a_property_and_in_the_summary(pytester, run):
+    pytester.makepyfile(
+        """
+        from tests.run.summing import UndividedAdam
+        from zero_sim.testing import conformance
+
+        test_mine = conformance(UndividedAdam(), cases=1)
+
+        def test_other():
+            pass
+        """
+    )
+    result = run("-rA", "--junitxml=out.xml")
+    result.assert_outcomes(passed=2)
+    said = "1 pass (1 by params only)"
+    result.stdout.fnmatch_lines(
+        [f"conformance of summing: {said}", "zero_sim: 1 passed by params only: *"]
+    )
+    found = _properties(pytester.path.joinpath("out.xml").read_text())
+    assert found == {
+        "test_mine": {"zero_sim.scope": "params-only", "zero_sim.verdicts": said},
+        "test_other": {},
+    }
+
+
+def test_a_session_in_which_everything_was_compared_counts_nothing(pytester, run):
+    path = pytester.makefile(".toml", sums=SCENARIO)
+    result = run(str(path))
+    result.assert_outcomes(passed=2)
+    result.stdout.no_fnmatch_line("zero_sim:*")

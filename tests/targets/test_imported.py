@@ -48,6 +48,25 @@ def test_what_does_not_come_through_is_a_usage_error(load, code, told):
         load(code)
 
 
+@pytest.mark.parametrize(
+    ("code", "near"),
+    [
+        ("class Tt:\n    name = 't'\n" + RIGHT, r" Did you mean 'Tt'\?"),
+        ("def __getattr__(name): raise AttributeError(name)", ""),
+        ("other = 1", ""),
+    ],
+)
+def test_a_name_that_the_module_lacks_is_said_with_the_nearest_one(load, code, near):
+    said = r"^expected module 'theirs_\d+' to have the name 'T' of --target theirs_\d+:T, got none "
+    with pytest.raises(UsageError, match=said + rf"such in .*theirs_\d+\.py\.{near}$"):
+        load(code)
+
+
+def test_a_name_that_is_none_is_not_called_missing(load):
+    with pytest.raises(UsageError, match="expected a target, with `name` and `build`, got None"):
+        load("T = None")
+
+
 def test_it_shows_the_users_frames_alone(load):
     with pytest.raises(UsageError) as raised:
         load("def fail():\n    raise ValueError('no')\n\nfail()")

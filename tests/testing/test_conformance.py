@@ -444,3 +444,25 @@ def test_a_case_that_passes_by_params_only_is_judged_with_sgd(monkeypatch):
     assert "found with SGD in place of AdamW" in str(failed.value)
     assert failed.value.scenario.optimizer.name == "sgd"
     assert run_case(failed.value.scenario, target=Undivided()).verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("scopes", "said", "scope"),
+    [
+        (["params-only", "full"], "2 pass (1 by params only)", "params-only"),
+        (["full", "full"], "2 pass", "full"),
+    ],
+)
+def test_a_pass_says_how_many_cases_pass_by_params_only(monkeypatch, capsys, scopes, said, scope):
+    def came(scenario, verdict="pass", scope="full"):
+        return CaseResult(id=scenario.name, verdict=verdict, scope=scope, seconds=0.0)
+
+    judged_by(monkeypatch, [partial(came, scope=each) for each in scopes])
+    test = conformance(Idle(), cases=2)
+    test()
+    assert capsys.readouterr().out == f"conformance of {Idle.name}: {said}\n"
+    assert vars(test)["zero_sim_properties"] == {"scope": scope, "verdicts": said}
+    judged_by(monkeypatch, [partial(came, verdict="inconclusive")] * 2)
+    with pytest.raises(AssertionError):
+        test()
+    assert vars(test).get("zero_sim_properties") is None

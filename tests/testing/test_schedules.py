@@ -38,6 +38,14 @@ def last_comes_first(rank):
     return source
 
 
+async def unrun(results):
+    """Never awaited."""
+
+
+def yields(results):
+    yield results
+
+
 class TestExplore:
     """Depth first, each schedule once, failures with what repeats them."""
 
@@ -81,6 +89,38 @@ class TestExplore:
         result = explore(source, 3, runs_max=1000, check=check)
         assert result.complete
         assert {type(failure.error) for failure in result.failures} == {AssertionError}
+
+    @pytest.mark.parametrize(
+        ("returned", "failures"), [(None, 0), (True, 0), (False, 2), (torch.tensor(False), 2)]
+    )
+    def test_a_check_that_returns_false_fails_the_run(self, returned, failures):
+        result = explore(independent, 2, check=lambda results: returned)
+        assert len(result.failures) == failures
+        for failure in result.failures:
+            assert "got " + repr(returned) + " for the results [0, 1]" in str(failure.error)
+
+    @pytest.mark.parametrize("calls", [unrun, yields])
+    def test_a_check_that_returns_what_never_ran_fails_the_run(self, calls):
+        result = explore(independent, 2, check=lambda results: calls(results))
+        assert len(result.failures) == 2
+
+    def test_a_check_whose_answer_is_no_truth_value_fails_the_run(self):
+        result = explore(independent, 1, check=lambda results: torch.ones(2) == 1)
+        assert [type(failure.error) for failure in result.failures] == [RuntimeError]
+
+    @pytest.mark.parametrize("check", ["r[0] == 1", 5, False, unrun, yields])
+    def test_a_check_that_cannot_be_called_is_refused(self, check):
+        with pytest.raises(UsageError, match=r"^expected check to .*, got .*\. Pass a function of"):
+            explore(independent, 2, check=check)
+
+    @pytest.mark.parametrize("schedule", ["random", Choices(()), None])
+    def test_a_schedule_is_refused(self, schedule):
+        with pytest.raises(UsageError, match="expected no schedule, because explore chooses"):
+            explore(independent, 2, schedule=schedule)
+
+    def test_a_bound_that_is_no_number_is_refused(self):
+        with pytest.raises(UsageError, match="expected runs_max to be an integer"):
+            explore(independent, 2, runs_max="5")
 
     def test_a_thousand_runs_are_the_bound_if_none_is_given(self):
         result = explore(independent, 7)

@@ -433,7 +433,9 @@ def show_totals(
         names, finders = _drawable(plan), _finders()
         click.echo(render_coverage(totals.coverage, names=names, finders=finders) + "\n")
     _show_silent(totals)
-    verdicts = ", ".join(f"{count} {name}" for name, count in sorted(totals.verdicts.items()))
+    from zero_sim.report.text import count_verdicts
+
+    verdicts = count_verdicts(totals.verdicts, params_only=totals.params_only)
     click.echo(f"{totals.progress(seconds=elapsed)}; {verdicts or 'nothing ran'}; {elapsed:.1f} s")
     if totals.is_empty and not totals.interrupted and totals.unkept is None:
         click.echo(f"No case was run: {_why_empty(totals, plan)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from zero_sim.run.rule_report import FoundRules
 
 EXIT_WRONG = 1
+_WIDTH = 88
+"""Most columns of a comment."""
 
 
 @click.command()
@@ -63,8 +66,8 @@ def _lines(found: FoundRules) -> Iterator[str]:
     yield f"# found by {found.cases} runs of small cases"
     yield "from zero_sim.targets import Capabilities, Numerics"
     yield ""
-    yield from _record("capabilities", "Capabilities", found.capabilities)
-    yield from _record("numerics", "Numerics", found.numerics)
+    yield from _record("capabilities", "Capabilities", found.capabilities, notes={})
+    yield from _record("numerics", "Numerics", found.numerics, notes=found.undivided)
     if found.unclear:
         yield ""
         yield "Could not be determined:"
@@ -89,10 +92,17 @@ def _lines(found: FoundRules) -> Iterator[str]:
         yield from (f"  {each}" for each in found.alarms)
 
 
-def _record(name: str, record: str, said: Mapping[str, object]) -> Iterator[str]:
+def _record(
+    name: str, record: str, said: Mapping[str, object], *, notes: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a record as Python, with each note as a comment above its field."""
     if not said:
         yield f"{name} = {record}()"
         return
     yield f"{name} = {record}("
-    yield from (f"    {field}={value!r}," for field, value in said.items())
+    for field, value in said.items():
+        yield from textwrap.wrap(
+            notes.get(field, ""), _WIDTH, initial_indent="    # ", subsequent_indent="    # "
+        )
+        yield f"    {field}={value!r},"
     yield ")"

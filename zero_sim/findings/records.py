@@ -203,6 +203,11 @@ class CaseResult:
     logs: tuple[EventLog, ...] = field(default=(), compare=False, repr=False)
     """The event log of each world that the case ran in; kept where it failed, or on demand."""
 
+    @property
+    def passes_by_params_only(self) -> bool:
+        """True if it passes with neither an averaged gradient nor optimizer state compared."""
+        return self.verdict == "pass" and self.scope == "params-only"
+
     def as_dict(self) -> dict[str, object]:
         """Everything but the event logs and the twin, ready for JSON."""
         return {

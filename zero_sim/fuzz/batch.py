@@ -132,6 +132,7 @@ class _Batch:
     """Names the declarations of the target that exclude every case."""
     cases: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
+    params_only: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     """Cases that could not be judged, by why."""
     keys: Counter[Key] = field(default_factory=Counter)
@@ -182,6 +183,7 @@ class _Batch:
             cases=self.cases,
             seconds=self.seconds,
             verdicts=dict(self.verdicts),
+            params_only=self.params_only,
             cases_with=dict(sorted(self.cases_with.items())),
             keys={str(key): count for key, count in self.keys.items()},
             unproved=dict(self.unproved),
@@ -233,6 +235,7 @@ class _Batch:
             # What fails is made smaller, kept and judged again by itself.
             scenario = result.twin or scenario
         self.verdicts[result.verdict] += 1
+        self.params_only += result.passes_by_params_only
         if result.verdict == "error":
             self.errors[result.error] += 1
         self.unobserved.update(result.unobserved)

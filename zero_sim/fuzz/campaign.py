@@ -98,6 +98,8 @@ class CampaignTotals:
     busy_seconds: float = 0.0
     """Over all workers; without shrinking."""
     verdicts: Counter[str] = field(default_factory=Counter)
+    params_only: int = 0
+    """Cases that pass with neither an averaged gradient nor optimizer state."""
     keys: Counter[str] = field(default_factory=Counter)
     """Failing cases by finding."""
     unproved: Counter[str] = field(default_factory=Counter)
@@ -133,6 +135,7 @@ class CampaignTotals:
         self.cases += report.cases
         self.busy_seconds += report.seconds
         self.verdicts.update(report.verdicts)
+        self.params_only += report.params_only
         self.keys.update(report.keys)
         self.unproved.update(report.unproved)
         self.unobserved.update(report.unobserved)
@@ -181,6 +184,7 @@ class CampaignTotals:
             "batches": self.batches,
             "busy_seconds": self.busy_seconds,
             "verdicts": dict(self.verdicts),
+            "params_only": self.params_only,
             "failing_cases": dict(self.keys),
             "inconclusive_cases": dict(self.unproved),
             "unobserved": dict(self.unobserved),

@@ -361,6 +361,7 @@ def _without(reports: Sequence[BatchReport], is_of: tuple[object, ...]) -> list[
             left,
             cases=0,
             verdicts={},
+            params_only=0,
             cases_with={},
             keys={},
             unproved={},

@@ -143,6 +143,8 @@ class BatchReport:
     """Cases that were run, one after the other; shrinking is not counted."""
     seconds: float
     verdicts: dict[str, int] = field(default_factory=dict)
+    params_only: int = 0
+    """Cases that pass with neither an averaged gradient nor optimizer state."""
     cases_with: dict[str, int] = field(default_factory=dict)
     """By feature, which cases had it, a bit a case; see `zero_sim.fuzz.coverage`."""
     keys: dict[str, int] = field(default_factory=dict)
@@ -191,6 +193,11 @@ class BatchReport:
         for counts in (report.verdicts, report.keys, report.unproved):
             if min(counts.values(), default=0) < 0 or sum(counts.values()) > most:
                 raise ValueError(f"expected what came of {report.cases} cases, got {counts}")
+        if not 0 <= report.params_only <= report.verdicts.get("pass", 0):
+            raise ValueError(
+                f"expected params_only of {report.verdicts.get('pass', 0)} passes, got "
+                f"{report.params_only}"
+            )
         silent = report.unobserved
         if len(silent) > _UNOBSERVED_MAX or any(
             not 0 <= count <= most for count in silent.values()

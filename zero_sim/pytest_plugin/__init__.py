@@ -9,6 +9,7 @@
 - A scenario that fails leaves a bundle in `--zero-sim-bundles`. How to run it again, the bundle and
   the line that replays it are in the failure and, as `zero_sim.*`, among the test's properties,
   which JUnit files and xdist carry along.
+- The summary counts scenarios and conformance tests with passes by params only.
 
 Nothing of torch is imported before a test needs it. A plain `World` may be had as well, from the
 fixture `simulated_world`: a function of the size.
@@ -177,8 +178,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """See that a marked test was run by this plugin and not by another one."""
+    """See that a marked test was run by this plugin and no other; take properties of its function.
+
+    Raises:
+        Refused: Another plugin ran it.
+    """
     yield
+    # Set by `zero_sim.testing.conformance`, which imports torch.
+    found = getattr(getattr(item, "obj", None), "zero_sim_properties", {})
+    item.user_properties += [(f"zero_sim.{name}", value) for name, value in found.items()]
     if item.stash.get(WANTED, None) is not None and not item.stash[_RUN]:
         raise Refused(
             item,
@@ -221,3 +229,14 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
         file_path.is_relative_to(folder) for folder in folders
     )
     return ScenarioFile.from_parent(parent, path=file_path) if wanted else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count tests with passes by params only, because a dot does not show them."""
+    passed = terminalreporter.getreports("passed")
+    count = sum(("zero_sim.scope", "params-only") in each.user_properties for each in passed)
+    if count:
+        terminalreporter.write_line(
+            f"zero_sim: {count} passed by params only: neither an averaged gradient nor optimizer "
+            "state was compared in some or all of their cases"
+        )

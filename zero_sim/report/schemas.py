@@ -155,6 +155,9 @@ def _fuzz() -> Node:
         **dict.fromkeys(counts, _COUNT),
         "busy_seconds": _SECONDS,
         "verdicts": _COUNTS,
+        "params_only": _described(
+            _COUNT, "Cases that pass with neither an averaged gradient nor optimizer state."
+        ),
         "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
         "inconclusive_cases": _described(_COUNTS, "Cases by the check that says why."),
         "unobserved": _described(_COUNTS, "By what the target does not tell, cases without it."),
@@ -341,6 +344,11 @@ def _rules() -> Node:
     return {
         "target": _TEXT,
         "numerics": _described(fields, "Fields of Numerics that are not as by default."),
+        "undivided": _described(
+            {"type": "object", "additionalProperties": _TEXT},
+            "By field of `numerics`: the number that the gradient is not divided by, and the "
+            "remedy if this is not intended.",
+        ),
         "capabilities": _described(fields, "Fields of Capabilities that are not as by default."),
         "unclear": _described(_list(_TEXT), "What could not be determined, and why."),
         "left_out": _described(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zero_sim.report.calls import render_calls
@@ -55,6 +55,19 @@ _ID_WIDTH_MAX = 72
 _TEXT_WIDTH = 100
 
 
+def count_verdicts(verdicts: Mapping[str, int], *, params_only: int) -> str:
+    """Return cases by verdict, as in `17 pass (12 by params only)`; empty if there are none.
+
+    Args:
+        verdicts: Cases by verdict.
+        params_only: Passes with neither an averaged gradient nor optimizer state compared.
+    """
+    counts = {name: f"{count} {name}" for name, count in sorted(verdicts.items())}
+    if params_only:
+        counts["pass"] += f" ({params_only} by params only)"
+    return ", ".join(counts.values())
+
+
 def id_width(ids: Iterable[str]) -> int:
     """Width of the column that holds these case ids, in characters."""
     return min(max((len(case_id) for case_id in ids), default=0), _ID_WIDTH_MAX)
@@ -74,7 +87,7 @@ def render_case_line(result: CaseResult, *, width: int = 0) -> str:
         if result.collectives:
             outcome += f", {_count(result.collectives, 'collective')}"
     mark = MARKS[result.verdict]
-    if result.verdict == "pass" and result.scope == "params-only":
+    if result.passes_by_params_only:
         mark += " (params only)"
     head = f"{mark:<5} {printable(result.id):<{width}}"
     return printable(f"{head}  {result.seconds:>8.3f} s  {outcome}")
@@ -288,7 +301,7 @@ def render_summary(
     """
     counts = Counter(result.verdict for result in results)
     parts = [f"{counts['pass']} passed"]
-    by_params = sum(each.verdict == "pass" and each.scope == "params-only" for each in results)
+    by_params = sum(result.passes_by_params_only for result in results)
     if by_params:
         parts[0] += f" ({by_params} by params only)"
     for verdict, word in (("fail", "failed"), ("inconclusive", "inconclusive")):

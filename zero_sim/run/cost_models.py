@@ -17,7 +17,7 @@ from zero_sim.errors import UsageError
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.spec import ModelSpec, Scenario
-from zero_sim.targets.imported import import_module, theirs
+from zero_sim.targets.imported import attribute_of, import_module, theirs
 from zero_sim.workloads import build_module, build_workload
 
 _NAME = "module:name"
@@ -48,10 +48,11 @@ def model_of_name(name: str) -> Model:
     Raises:
         UsageError: There is no such thing, or it is not what it should be.
     """
-    imported = import_module(name, said=f"the model {name}", form=_NAME)
+    said = f"the model {name}"
+    imported = import_module(name, said=said, form=_NAME)
     attribute = name.partition(":")[2]
     with theirs(f"{attribute!r} of {name} to be an nn.Module, or to make one without arguments"):
-        made = getattr(imported, attribute)
+        made = attribute_of(imported, attribute, said=said)
         if not isinstance(made, nn.Module):
             made = _without_memory(made)
     if not isinstance(made, nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+_IF_INTENDED = "If this is intended, declare it; otherwise divide by the number of"
+
 
 @dataclass(kw_only=True, slots=True)
 class FoundRules:
@@ -27,11 +29,26 @@ class FoundRules:
     """What a right system has not: what is found beside it is not to be declared."""
     cases: int = 0
 
+    @property
+    def undivided(self) -> dict[str, str]:
+        """By field of `numerics`: the missing divisor of the gradient, and the remedy."""
+        if self.numerics.get("divide") == "none":
+            what = "The sum over the ranks is not divided, so the gradient is N x the mean"
+            return {"divide": f"{what}, with N ranks. {_IF_INTENDED} ranks."}
+        if self.numerics.get("divide_by") == "ranks":
+            what = (
+                "the sum over the micro-batches is not divided, so the gradient is M x their mean"
+            )
+            more = f"with M micro-batches a rank. {_IF_INTENDED} micro-batches, too."
+            return {"divide_by": f"{what}, {more}"}
+        return {}
+
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
         return {
             "target": self.target,
             "numerics": dict(self.numerics),
+            "undivided": self.undivided,
             "capabilities": dict(self.capabilities),
             "unclear": list(self.unclear),
             "left_out": dict(self.left_out),

@@ -19,7 +19,10 @@ from zero_sim.errors import UsageError
 from zero_sim.host import supervisor
 from zero_sim.host.frames import show_error
 from zero_sim.host.signals import heard_count, interrupt, listening
+from zero_sim.scenario.suggest import did_you_mean
 from zero_sim.targets.protocol import Target
+
+_ABSENT = object()
 
 
 def load_target(name: str) -> Target:
@@ -37,7 +40,7 @@ def load_target(name: str) -> Target:
     module = import_module(name, said=said, form="--target module:name")
     attribute = name.partition(":")[2]
     with theirs(f"{attribute!r} of {said} to be a target, or a class to make one"):
-        target: Any = getattr(module, attribute, None)
+        target = attribute_of(module, attribute, said=said)
         if isinstance(target, type):
             target = target()
     return check_target(target, of=said)
@@ -74,6 +77,28 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
                 raise
             raise _Said(f"expected {form}, got {name!r}.") from None
     return module
+
+
+def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
+    """Return an attribute of a module; used within `theirs`, because it may run code.
+
+    Args:
+        module: The module of a `module:name`.
+        name: The name in it.
+        said: As for `import_module`.
+
+    Raises:
+        UsageError: The module lacks the name; the message has the nearest one.
+    """
+    found = getattr(module, name, _ABSENT)
+    if found is not _ABSENT:
+        return found
+    near = did_you_mean(name, (each for each in vars(module) if not each.startswith("_")))
+    where = getattr(module, "__file__", None) or "no file"
+    raise _Said(
+        f"expected module {module.__name__!r} to have the name {name!r} of {said}, got none such "
+        f"in {where}.{near}"
+    )
 
 
 def check_target(target: Any, *, of: str) -> Target:

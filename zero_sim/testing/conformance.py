@@ -20,7 +20,7 @@ from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.judge.rules import SEES_FACTORS
-from zero_sim.report.text import render_case, render_reduced
+from zero_sim.report.text import count_verdicts, render_case, render_reduced
 from zero_sim.run import run_case
 from zero_sim.run.rule_cases import BASE, changed, clip_cases, telling_cases
 from zero_sim.run.said_rules import Asked, declared_by, with_change, without_advice
@@ -48,10 +48,13 @@ from zero_sim.targets import (
     target_names,
 )
 from zero_sim.targets.adapt import PARTS
+from zero_sim.untrusted import printable
 
 PLAIN = Numerics()
 SHRINK_SECONDS = 60.0
 _FILE = "case.toml"
+PROPERTIES = "zero_sim_properties"
+"""Attribute of a test for its properties, set when it has passed; the pytest plugin reads it."""
 Judge = Callable[[Scenario], CaseResult]
 
 
@@ -95,7 +98,9 @@ def conformance(
 
     Returns:
         A function without arguments. It raises `NotConformant` with the findings of the smallest
-        case that fails and that case as TOML; or where no case could have shown anything.
+        case that fails and that case as TOML; or where no case could have shown anything. If it
+        passes, it prints its cases by verdict and the passes by params only; with pytest they are
+        properties of the test, `zero_sim.scope` and `zero_sim.verdicts`.
 
     Raises:
         UsageError: There is no target of that name, or it is none.
@@ -107,6 +112,7 @@ def conformance(
 
     def test_conformance() -> None:
         __tracebackhide__ = True
+        vars(test_conformance).pop(PROPERTIES, None)
         failed: NotConformant | None = None
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
@@ -118,16 +124,12 @@ def conformance(
                 name = target if isinstance(target, str) else name_of(judged)
                 asked = _Asked(target=judged, name=name, judge=judge, pool=pool, limits=limits)
                 failed = _shrunk(*came.worst, asked, heading=came.heading())
-        verdicts = came.verdicts
         if failed is not None:
             raise failed
-        if not verdicts and cases:
-            raise AssertionError(f"{why_none_fits(judged)}.")
-        if not verdicts["pass"]:
-            raise AssertionError(
-                f"expected target {judged.name!r} to pass in some of {cases} cases, got "
-                f"{verdicts['inconclusive']} inconclusive ones: nothing was shown. Try more cases."
-            )
+        _require_pass(came.verdicts, judged, cases=cases)
+        vars(test_conformance)[PROPERTIES] = properties = came.properties()
+        # pytest captures it and prints it with -rA.
+        print(printable(f"conformance of {judged.name}: {properties['verdicts']}"))  # noqa: T201
 
     test_conformance.__doc__ = f"{judged.name} equals the reference, bit for bit."
     return test_conformance
@@ -145,6 +147,8 @@ class _Came:
     """Results of cases."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
+    params_only: int = 0
+    """Cases that pass with neither an averaged gradient nor optimizer state."""
     worst: tuple[Scenario, CaseResult] | None = None
     """The case that fails with values furthest apart."""
     apart: float = -1.0
@@ -160,6 +164,7 @@ class _Came:
             result: What came of it.
         """
         self.verdicts[result.verdict] += 1
+        self.params_only += result.passes_by_params_only
         if result.verdict in ("pass", "inconclusive"):
             return
         if (apart := how_far_apart(result)) > self.apart:
@@ -168,6 +173,13 @@ class _Came:
         if key is not None:
             manner = key.manner if result.findings[:1] and result.findings[0].manner else ""
             self.manners.setdefault(key.check, Counter())[manner] += 1
+
+    def properties(self) -> dict[str, str]:
+        """Return properties of a test with these results."""
+        return {
+            "scope": "params-only" if self.params_only else "full",
+            "verdicts": count_verdicts(self.verdicts, params_only=self.params_only),
+        }
 
     def heading(self) -> str:
         """Return how many cases fail and in which manners; empty if one does."""
@@ -182,6 +194,17 @@ class _Came:
                 f"{check}: {manners.total()} of {self.verdicts.total()} cases{how and f' ({how})'}"
             )
         return "\n".join([*lines, "The one with the largest difference, made smaller:", "", ""])
+
+
+def _require_pass(verdicts: Counter[str], target: Target, *, cases: int) -> None:
+    __tracebackhide__ = True
+    if not verdicts and cases:
+        raise AssertionError(f"{why_none_fits(target)}.")
+    if not verdicts["pass"]:
+        raise AssertionError(
+            f"expected target {target.name!r} to pass in some of {cases} cases, got "
+            f"{verdicts['inconclusive']} inconclusive ones: nothing was shown. Try more cases."
+        )
 
 
 def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Came:

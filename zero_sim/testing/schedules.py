@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zero_sim.errors import UsageError
+from zero_sim.host.arguments import check_kind, unrun_function, unrun_result
 from zero_sim.sim.failures import WorldFailure
 from zero_sim.sim.log import EventLog
 from zero_sim.sim.schedule import Choosing, Schedule
@@ -68,7 +70,7 @@ def explore(
     world_size: int,
     *,
     runs_max: int = 1000,
-    check: Callable[[list[Any]], None] | None = None,
+    check: Callable[[list[Any]], object] | None = None,
     **world_args: Any,
 ) -> Exploration:
     """Run a program under every schedule, depth first, as far as a number of runs goes.
@@ -84,17 +86,26 @@ def explore(
         program: As for `World.run`.
         world_size: Number of ranks.
         runs_max: Most runs, at least 1; if they do not suffice, the result is not `complete`.
-        check: Given the results of each run, raises if they are wrong.
+        check: Given the results of each run, raises or returns False if they are wrong; None
+            and True are right.
         **world_args: Other arguments of `World`, but for `schedule`.
 
     Returns:
         How far it went, and every failure with the choices and turns that repeat it.
 
     Raises:
-        UsageError: `runs_max` is below 1, or an argument of `World` is out of range.
+        UsageError: `runs_max` is below 1, `check` is no plain function, there is a `schedule`, or
+            an argument of `World` is out of range.
     """
+    check_kind("runs_max", runs_max, "an integer")
     if runs_max < 1:
         raise UsageError(f"expected runs_max to be at least 1, got {runs_max}")
+    _check_check(check)
+    if "schedule" in world_args:
+        raise UsageError(
+            "expected no schedule, because explore chooses each of them, got "
+            f"{world_args['schedule']!r}. Remove it, or run one schedule with World(schedule=...)."
+        )
     failures: list[ExploredFailure] = []
     seen: set[int] = set()
     choices: tuple[int, ...] | None = ()
@@ -118,16 +129,31 @@ def explore(
     )
 
 
+def _check_check(check: Any) -> None:
+    remedy = "Pass a function of the list of results that raises or returns False if they are wrong"
+    if check is not None and not callable(check):
+        raise UsageError(f"expected check to be a function, got {check!r}. {remedy}.")
+    kind = None if check is None else unrun_function(check)
+    if kind is not None:
+        # Its call returns an object that is true, so that every run would be right.
+        raise UsageError(f"expected check to run when it is called, got {kind}. {remedy}.")
+
+
 def _error_of(
-    world: World, program: Callable[[int], Any], check: Callable[[list[Any]], None] | None
+    world: World, program: Callable[[int], Any], check: Callable[[list[Any]], object] | None
 ) -> Exception | None:
     try:
         results = world.run(program)
     except WorldFailure as failure:
         return failure
     try:
-        if check is not None:
-            check(results)
+        returned = None if check is None else check(results)
+        # Coroutines are true. `bool` is part of the check: a tensor of several elements raises.
+        if returned is not None and (unrun_result(returned) or not bool(returned)):
+            return AssertionError(
+                f"expected check to return None or True, got {returned!r} for the results "
+                f"{reprlib.repr(results)}"
+            )
     except Exception as error:  # noqa: BLE001  Whatever a check raises is the run's failure.
         return error
     return None
