@@ -27,7 +27,7 @@ def invoke(*arguments: str) -> Result:
     ("arguments", "said"),
     [
         (["runn"], "Did you mean 'run'?"),
-        (["run", "--verbos", "x"], "Did you mean '--verbose'?"),
+        (["run", "--verbos", "x"], "(Did you mean one of: '--cover', '--verbose'?)"),
         (["run"], "Missing argument"),
         (["run", "--backend", "mpi", "x"], "'mpi' is not one of 'sim', 'gloo', 'nccl'"),
         (["run", "--native", CASE], "expected --native with --backend gloo or nccl"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zero_sim.pytest_plugin.mark import KINDS
+from zero_sim.host.arguments import WORLD_SETTINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tests-on-ranks.md").read_text()
 
@@ -18,4 +18,4 @@ def test_the_tests_that_it_shows_pass(pytester, run):
 
 def test_it_says_of_every_setting_what_processes_make_of_it():
     rows = re.findall(r"^\| (`.*?) \|", PAGE, flags=re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(KINDS)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(WORLD_SETTINGS)

@@ -178,6 +178,6 @@ def test_each_case_has_its_own_stall_limit() -> None:
 def test_no_more_ranks_than_the_simulator_takes() -> None:
     """Two floors hold the limit; both say the same."""
     from zero_sim.scenario import rules
-    from zero_sim.sim.world import world
+    from zero_sim.sim.world import settings
 
-    assert rules.WORLD_SIZE_MAX == world.WORLD_SIZE_MAX
+    assert rules.WORLD_SIZE_MAX == settings.WORLD_SIZE_MAX

@@ -72,7 +72,7 @@ print(grad.sum().item())
 def test_a_gradient_read_before_its_future_is_a_race(launch):
     named = launch(FUTURES.format(early=True, wait=True), timing="hostile", races=True)
     assert isinstance(named.failure, DataRace)
-    assert "at train.py:10 reads elements 0 to 2 of the output" in str(named.failure)
+    assert "at train.py:10 reads elements [0, 2) of the output" in str(named.failure)
     assert "issued at train.py:9" in str(named.failure)
 
 

@@ -98,12 +98,12 @@ def undefined_outputs(call: Call) -> set[int]:
 
 
 def overwritten_inputs(call: Call, *, group_rank: int, group_size: int) -> list[Tensor]:
-    """Inputs in place that an output of the same rank may replace before they are sent.
+    """Inputs of an `all_gather_list` that an output of the same rank may replace before sending.
 
     NCCL gathers outputs of one shape into memory of its own first. Those of several shapes are
     broadcast one by one, in place.
     """
-    if call.kind != "all_gather_list" or len({tensor.shape for tensor in call.outputs}) < 2:
+    if len({tensor.shape for tensor in call.outputs}) < 2:
         return []
     undefined = undefined_outputs(call)
     own = _own_parts(call, group_rank=group_rank, group_size=group_size) if undefined else {}

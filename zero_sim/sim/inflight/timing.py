@@ -219,6 +219,6 @@ def perform(
     else:
         PERFORM[calls[0].kind](calls, order)
     for call in calls if strict else ():
-        for index in undefined_outputs(call):
+        for index in undefined_outputs(call) if len(call.outputs) > 1 else ():
             poison(call.outputs[index])
     finish_streams(tensor for call in calls for tensor in (*call.inputs, *call.outputs))

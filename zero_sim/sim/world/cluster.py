@@ -91,6 +91,8 @@ class SimCluster:
 
     def _spoil_overwritten(self, call: Call, *, group_rank: int, group_size: int) -> None:
         """Poison inputs that NCCL may overwrite before it has sent them."""
+        if call.kind != "all_gather_list":
+            return
         spoiled = overwritten_inputs(call, group_rank=group_rank, group_size=group_size)
         if spoiled:
             with aside(self.run.races), torch.inference_mode():
