@@ -114,8 +114,8 @@ class Ownership:
         system = self._scenario.system
         if system.stage == 0:
             return (
-                "parts() gives each element once a rank, because at system.stage = 0 every rank "
-                "keeps all optimizer state; a target that shards it "
+                "expected parts() of every rank to give each element once: at system.stage = 0 "
+                "every rank keeps all optimizer state; a target that shards it "
                 "declares Capabilities(stages=(1,))"
             )
         copies = (
@@ -127,7 +127,7 @@ class Ownership:
             else "with system.redundancy = 1, all ranks together share it out"
         )
         return (
-            "parts() of all ranks together gives each element once a copy, because at "
+            "expected parts() of the ranks that share state to give each element once: at "
             f"system.stage = {system.stage} {copies}; a target that keeps all of it on every rank "
             "declares Capabilities(stages=(0,)), and one that keeps several copies follows "
             "scenario.system.redundancy and declares follows=('system.redundancy',)"
