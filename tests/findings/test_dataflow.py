@@ -82,6 +82,12 @@ def test_a_step_of_one_cell_comes_before_a_later_one_of_another():
     assert [each.check for each in result.findings] == ["equality.params"]
 
 
+def test_params_of_no_one_rank_are_listed_once():
+    alike = [finding("equality.grad", rank=None, param=name) for name in ("a", "a", "b")]
+    (merged,) = sort_and_merge(alike)
+    assert merged.detail.splitlines()[1:] == ["  param 'a'", "  param 'b'"]
+
+
 @pytest.mark.parametrize("mapped", [0, 1])
 def test_a_finding_of_one_cell_never_shows_the_buffer_of_another(mapped):
     scenario = Scenario(schema=1, name="case", model=ModelSpec(name="mlp"), run=RunSpec(steps=1))

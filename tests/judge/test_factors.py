@@ -31,6 +31,7 @@ CASE = Scenario(
     optimizer=OptimizerSpec(name="sgd", lr=0.5),
     run=RunSpec(steps=1, micro_batches=2),
 )
+ADAMW = replace(CASE, optimizer=OptimizerSpec(lr=0.5))
 LOSSES = [(rank, micro) for rank in range(3) for micro in range(2)]
 
 
@@ -82,9 +83,9 @@ def test_a_sum_that_was_not_divided_is_said_first():
 
 def test_what_to_declare_comes_last_and_only_if_it_is_intended():
     detail = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided, shows_grads=True)).detail
-    lead = "\nIf this is intended, declare Numerics("
-    assert detail.count("declare") == detail.count(lead) > 0
-    assert detail.endswith(f"{lead}divide='none')")
+    lead = "\nIf this is intended, declare one of: Numerics(grads_told='before-division'), "
+    assert detail.count("declare") == 1
+    assert detail.endswith(f"{lead}Numerics(divide='none')")
 
 
 def test_params_alone_name_it_where_they_show_it():
@@ -92,6 +93,20 @@ def test_params_alone_name_it_where_they_show_it():
     finding = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided))
     assert finding.check == "equality.params"
     assert "the gradient behind it is 3 x the mean: the sum over 3 ranks" in finding.message
+
+
+def test_params_of_an_optimizer_that_hides_factors_name_it_by_their_bits():
+    finding = found(Newcomer(reduce=never_divided), ADAMW)
+    assert finding.check == "equality.params"
+    assert finding.message == (
+        "the working param differs: its bits are those of a step by 3 x the mean: "
+        "the sum over 3 ranks was not divided"
+    )
+
+
+def test_params_that_no_rule_fits_have_no_cause():
+    finding = found(Newcomer(reduce=times(8)), ADAMW)
+    assert finding.message == "the working param differs"
 
 
 def test_a_factor_of_no_number_of_the_case_has_no_cause():

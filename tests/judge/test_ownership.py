@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.ownership import Ownership
 from zero_sim.reference import MemoryLayout
@@ -55,6 +57,26 @@ def test_what_is_owned_wrongly_says_what_a_target_declares():
     assert "with system.redundancy = 1, all ranks together share it out" in finding.message
     assert "declares Capabilities(stages=(0,))" in finding.message
     assert "declares follows=('system.redundancy',)" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([(0, 4)] * 3, ["[0, 4) belong to ranks 0, 1 and 2"]),
+        ([(0, 3), (2, 4), (4, 4)], ["[2, 3) belong to ranks 0 and 1"]),
+        ([(0, 2), (1, 2), (3, 4)], ["[1, 2) belong to ranks 0 and 1", "[2, 3) of 4 belong to no"]),
+        ([(0, 3), (3, 4), (4, 6)], ["rank 2 owns elements up to 6 of a param with 4"]),
+    ],
+)
+def test_all_owners_are_named_once_a_stretch(spans, said):
+    case = replace(CASE, world=WorldSpec(size=3))
+    ownership = Ownership(case, held=(frozenset("w"),) * 3)
+    for rank, span in enumerate(spans):
+        ownership.note_facts(rank, facts(*span))
+    found = list(ownership.check(0, tell_parts=True))
+    assert len(found) == len(said)
+    assert all(words in each.message for words, each in zip(said, found, strict=True))
+    assert all("to give each element once" in each.message for each in found)
 
 
 def test_a_shard_at_stage_0_says_what_a_target_declares():

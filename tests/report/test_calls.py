@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.findings.records import Finding, MappedBucket
-from zero_sim.report.calls import calls_near, render_calls
+from zero_sim.findings.records import UNOBSERVED, Finding, MappedBucket
+from zero_sim.report.calls import calls_near, observed_grads, render_calls
 from zero_sim.sim import CollectiveRecord, EventLog
 
 
@@ -88,6 +88,28 @@ def test_a_param_that_differs_makes_no_call_a_suspect_where_no_gradient_was_obse
     lines = render_calls(log, at)
     assert "none of them a suspect: the system reports its params alone" in lines[0]
     assert not any(">" in line for line in lines[1:])
+
+
+def test_gathers_are_suspect_of_a_param_that_differs_where_gradients_were_observed():
+    log = logged("barrier", "all_reduce", "all_gather", "barrier")
+    at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
+    near = calls_near(log, at, shows_grads=True)
+    assert [call.record.kind for call in near.suspects] == ["all_gather"]
+
+
+def test_gradients_that_were_observed_are_not_called_unreported():
+    at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
+    head = render_calls(logged("barrier", "all_reduce"), at, shows_grads=True)[0]
+    assert "none of them a suspect: the gradients that the system reports are as expected" in head
+    assert "params alone" not in head
+
+
+@pytest.mark.parametrize(
+    ("silent", "observed"),
+    [("norm, reduced gradients, zeros", False), ("gradients between steps, norm", True)],
+)
+def test_notes_tell_whether_gradients_were_observed(silent, observed):
+    assert observed_grads(["a note", UNOBSERVED + silent]) == observed
 
 
 def test_only_calls_of_the_size_of_what_differs_are_suspect(even_strip):

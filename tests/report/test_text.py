@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from zero_sim.findings.records import CaseResult, Finding
+import pytest
+import torch
+
+from zero_sim.findings.records import CaseResult, Evidence, Finding
 from zero_sim.report.explain import explain
 from zero_sim.report.records import Fact, Measurement
 from zero_sim.report.text import (
@@ -79,6 +82,23 @@ def test_block_of_a_finding() -> None:
         "",
         "      two",
     ]
+
+
+@pytest.mark.parametrize(
+    ("compared", "said"),
+    [
+        (3, "3 of 3 elements differ, by up to 0.25 of the largest value"),
+        (9, "3 of 9 elements differ, by up to 0.25 of the largest value of the 3 around the first"),
+    ],
+)
+def test_extent_has_the_largest_difference(compared, said) -> None:
+    """The first element that differs may do so by rounding alone."""
+    expected, got = torch.tensor([1.0, 4.0, 1e-9]), torch.tensor([1.0000001, 3.0, 3e-9])
+    evidence = Evidence(start=0, expected=expected, got=got)
+    finding = Finding(
+        check="a.b", message="c", ulp=1, differ_count=3, compared_count=compared, evidence=evidence
+    )
+    assert render_finding(finding).splitlines()[1] == f"  extent    {said}"
 
 
 def test_block_of_a_bare_finding_is_its_sentence() -> None:

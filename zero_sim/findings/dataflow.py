@@ -90,7 +90,8 @@ def _summary(group: Sequence[Finding]) -> str:
         return group[0].detail
     lines = [f"{len(group)} such differences in this step:"]
     for finding in group[:_DETAIL_LINES]:
-        where = f" param {finding.param!r}" if finding.param else ""
+        places = [] if finding.rank is None else [f"rank {finding.rank}"]
+        places += [f"param {finding.param!r}"] if finding.param else []
         count = (
             f": {finding.differ_count} of {finding.compared_count} elements"
             if finding.differ_count
@@ -99,7 +100,9 @@ def _summary(group: Sequence[Finding]) -> str:
         # What differs, without what is known of how.
         what = finding.message.partition(": ")[0]
         key = f" ({what})" if finding.check in _KEYED else ""
-        lines.append(f"  rank {finding.rank}{where}{count}{key}")
+        line = f"  {' '.join(places)}{count}{key}"
+        # Stretches of one param look alike.
+        lines += [line] if places and line not in lines else []
     if len(group) > _DETAIL_LINES:
         lines.append(f"  and {len(group) - _DETAIL_LINES} more")
     if group[0].detail:

@@ -27,6 +27,8 @@ most optimizers hide a wrong factor of the gradient from params."""
 
 TAKEN = "not declared, so taken: "
 """Beginning of a note on a rule that was worked out."""
+UNOBSERVED = "not observed, since the target does not tell it: "
+"""Beginning of a note on what was not observed, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 from zero_sim.findings.phase import Phase
@@ -80,30 +81,53 @@ def _check_cover(
         by_param.setdefault(place.param, []).append((place.start, place.stop, rank))
     for name, spans in by_param.items():
         numel = prod(shapes.get(name, (0,)))
-        reached, last_rank = 0, -1
-        for start, stop, rank in [*sorted(spans), (numel, numel, -1)]:
-            if start > reached:
-                yield _ownership(
-                    name,
-                    reached,
-                    f"elements [{reached}, {start}) of {numel} belong to no rank",
-                    stop=start,
-                )
-            elif start < reached and start < stop:
-                ranks = f"ranks {last_rank} and {rank}"
-                yield _ownership(
-                    name,
-                    start,
-                    f"elements [{start}, {min(stop, reached)}) belong to "
-                    + (f"rank {rank} twice" if rank == last_rank else ranks),
-                    stop=min(stop, reached),
-                )
-            if stop > numel:
-                yield _ownership(
-                    name, numel, f"rank {rank} owns elements up to {stop} of a param with {numel}"
-                )
-            if stop > reached:
-                reached, last_rank = stop, rank
+        for start, stop, ranks in _stretches(spans, numel=numel):
+            if len(ranks) != 1:
+                of = "" if ranks else f" of {numel}"
+                says = f"elements [{start}, {stop}){of} belong to {_owners(ranks)}"
+                yield _ownership(name, start, says, stop=stop)
+        last, rank = max(((stop, rank) for _, stop, rank in spans), default=(0, 0))
+        if last > numel:
+            says = f"rank {rank} owns elements up to {last} of a param with {numel}"
+            yield _ownership(name, numel, says)
+
+
+def _stretches(
+    spans: Iterable[tuple[int, int, int]], *, numel: int
+) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return the elements of a param in stretches, each with the ranks that own it.
+
+    Args:
+        spans: Start, stop and rank of each part.
+        numel: Number of elements.
+    """
+    edges: dict[int, list[tuple[bool, int]]] = {0: [], numel: []}
+    for start, stop, rank in spans:
+        if start < min(stop, numel):
+            edges.setdefault(start, []).append((True, rank))
+            edges.setdefault(min(stop, numel), []).append((False, rank))
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    owners: list[int] = []
+    for start, stop in pairwise(sorted(edges)):
+        for begins, rank in edges[start]:
+            if begins:
+                owners.append(rank)
+            else:
+                owners.remove(rank)
+        ranks = tuple(sorted(owners))
+        before = found.pop() if found and found[-1][2] == ranks else (start, start, ranks)
+        found.append((before[0], stop, ranks))
+    return found
+
+
+def _owners(ranks: Sequence[int]) -> str:
+    """Return the owners of elements that are not owned once, in words."""
+    each = sorted(set(ranks))
+    if not each:
+        return "no rank"
+    if len(each) == 1:
+        return f"rank {each[0]} twice"
+    return f"ranks {', '.join(map(str, each[:-1]))} and {each[-1]}"
 
 
 def _ownership(param: str, offset: int, message: str, *, stop: int | None = None) -> Finding:

@@ -114,7 +114,8 @@ class Ownership:
         system = self._scenario.system
         if system.stage == 0:
             return (
-                "at system.stage = 0 every rank keeps all optimizer state; a target that shards it "
+                "expected parts() of every rank to give each element once: at system.stage = 0 "
+                "every rank keeps all optimizer state; a target that shards it "
                 "declares Capabilities(stages=(1,))"
             )
         copies = (
@@ -126,8 +127,9 @@ class Ownership:
             else "with system.redundancy = 1, all ranks together share it out"
         )
         return (
-            f"at system.stage = {system.stage} {copies}; a target that keeps all of it on every "
-            "rank declares Capabilities(stages=(0,)), and one that keeps several copies follows "
+            "expected parts() of the ranks that share state to give each element once: at "
+            f"system.stage = {system.stage} {copies}; a target that keeps all of it on every rank "
+            "declares Capabilities(stages=(0,)), and one that keeps several copies follows "
             "scenario.system.redundancy and declares follows=('system.redundancy',)"
         )
 

@@ -8,6 +8,7 @@ these fits, in two.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -25,6 +26,8 @@ from zero_sim.targets import OwnedPart
 UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
 """Checks of what comes of an update; what differs before it has another cause."""
 _MANY = 3
+_SEVERAL = 2
+_ADVICE = re.compile(r"^If [a-z ]+ intended, declare (Numerics\(.*\))$\n?", flags=re.MULTILINE)
 _AMBIGUOUS = (
     "a case that so many fit tells them hardly apart, and a fault may have these bits as well: "
     "`zero-sim rules` asks more of them"
@@ -114,7 +117,10 @@ class RulesTried:
         if self.what == "mistake" and is_only and (len(self.fitting) == 1 or self._is_of_settings):
             return f"what came is the step {self.fitting[0]}"
         if self.what == "update" and self.factor:
-            return f"the gradient behind it is {self.factor}"
+            behind = (
+                "its bits are those of a step by" if self.blind else "the gradient behind it is"
+            )
+            return f"{behind} {self.factor}"
         return ""
 
     @property
@@ -169,9 +175,18 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
     meant = (Check.EQUALITY_GRAD,) if tried.what == "gradient" else UPDATED
     if found[0].check not in meant:
         return found
-    detail = "\n".join(filter(None, [found[0].detail, tried.in_words()]))
+    detail = _with_one_advice("\n".join(filter(None, [found[0].detail, tried.in_words()])))
     message = f"{found[0].message}: {tried.cause}" if tried.cause else found[0].message
     return (replace(found[0], message=message, detail=detail), *found[1:])
+
+
+def _with_one_advice(detail: str) -> str:
+    """Return the detail of a finding with several proposals as alternatives, in its last line."""
+    said = _ADVICE.findall(detail)
+    if len(said) < _SEVERAL:
+        return detail
+    others = _ADVICE.sub("", detail).rstrip()
+    return f"{others}\nIf this is intended, declare one of: {', '.join(said)}"
 
 
 def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
@@ -303,12 +318,7 @@ class RulesTrial:
             state.tried,
             fitting=fitting,
             blind=blind,
-            factor=factors.pop() if len(factors) == 1 and self._sees(shows_factor) else "",
-        )
-
-    def _sees(self, shows_factor: bool) -> bool:
-        return shows_factor or (
-            self._scenario is not None and self._scenario.optimizer.name in SEES_FACTORS
+            factor=factors.pop() if len(factors) == 1 else "",
         )
 
 

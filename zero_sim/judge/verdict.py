@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_sim.findings.dataflow import of_first_step, sort_and_merge
-from zero_sim.findings.records import BufferMap, CaseResult, Finding, Scope
+from zero_sim.findings.records import UNOBSERVED, BufferMap, CaseResult, Finding, Scope
 from zero_sim.judge import guards
 from zero_sim.judge.expected import settle
 from zero_sim.judge.guarantee import Guarantee, Width, in_words, width_in_words
@@ -122,7 +122,7 @@ def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:
         yield f"held-out accuracy {observations.accuracy:.4f}"
     yield from observations.said
     if unobserved := _unobserved(observations):
-        yield f"not observed, since the target does not tell it: {', '.join(unobserved)}"
+        yield f"{UNOBSERVED}{', '.join(unobserved)}"
     for record in observations.faults:
         # Where all agreed, each of the others is a finding of its own.
         if not agreed or (record.fired and record.kind == "slow"):

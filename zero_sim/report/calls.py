@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_sim.findings.phase import Phase
+from zero_sim.findings.records import UNOBSERVED
 from zero_sim.scenario.checks import Check
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ _MARKED: dict[str, tuple[str, ...]] = {
 
 _NOT_TOLD = (
     "the system reports its params alone, so the update itself may be wrong; parts() shows which"
+)
+_GRADS_AGREE = (
+    "the gradients that the system reports are as expected, so the update itself may be wrong; "
+    "parts() shows its masters and optimizer state"
 )
 _VERBS: dict[str, str] = {Phase.REDUCE: "reduces", Phase.GATHER: "gathers"}
 
@@ -70,7 +75,11 @@ class Nearby:
 
 
 def calls_near(
-    log: EventLog, finding: Finding, buffer_map: BufferMap | None = None
+    log: EventLog,
+    finding: Finding,
+    buffer_map: BufferMap | None = None,
+    *,
+    shows_grads: bool = False,
 ) -> Nearby | None:
     """The calls of a finding's rank around it.
 
@@ -78,6 +87,7 @@ def calls_near(
         log: The log of the world that it was found in.
         finding: The finding.
         buffer_map: The buffer that it lies in; without it, nobody told where in memory that is.
+        shows_grads: True if reduced gradients were observed; see `observed_grads`.
 
     Returns:
         None where it names no rank or that rank made no call.
@@ -97,7 +107,8 @@ def calls_near(
         buffer_map if buffer_map is not None and buffer_map.check == finding.check else None
     )
     bucket = None if buffer_map is None else _bucket_of(finding, buffer_map)
-    carrying = [pair for pair in of_step if _carries(pair[1], finding, told=buffer_map is not None)]
+    told = shows_grads or buffer_map is not None
+    carrying = [pair for pair in of_step if _carries(pair[1], finding, told=told)]
     sizes = set() if buffer_map is None or bucket is None else _sizes(buffer_map, bucket)
     fitting = [p for p in carrying if sizes & {p[1].elems, p[1].output_elems}]
     # What moves less than a shard moves no shard; nothing else is known of other sizes.
@@ -124,8 +135,20 @@ def calls_near(
         others=tuple(_near(p, when, suspect=False) for p, when in chosen if p[0] not in marked),
         left_out=max(0, len(others) - OF_STEP),
         missing=missing,
-        why_no_suspect=_NOT_TOLD if _shows_params_alone(finding, buffer_map) else "",
+        why_no_suspect=_why_no_suspect(finding, buffer_map, shows_grads) if not suspects else "",
     )
+
+
+def observed_grads(notes: Iterable[str]) -> bool:
+    """Return whether reduced gradients were observed in a case.
+
+    Args:
+        notes: Notes of the case, which name what was not observed.
+    """
+    from zero_sim.targets.adapt import GRADIENTS  # Imports torch, which the command line defers.
+
+    silent = (note.removeprefix(UNOBSERVED) for note in notes if note.startswith(UNOBSERVED))
+    return not any(GRADIENTS in each.split(", ") for each in silent)
 
 
 def _near(pair: tuple[int, CollectiveRecord], when: str, *, suspect: bool) -> NearCall:
@@ -143,8 +166,10 @@ def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
     return any(word in record.kind for word in words)
 
 
-def _shows_params_alone(finding: Finding, buffer_map: BufferMap | None) -> bool:
-    return finding.check == Check.EQUALITY_PARAMS and buffer_map is None
+def _why_no_suspect(finding: Finding, buffer_map: BufferMap | None, shows_grads: bool) -> str:
+    if finding.check != Check.EQUALITY_PARAMS or buffer_map is not None:
+        return ""
+    return _GRADS_AGREE if shows_grads else _NOT_TOLD
 
 
 def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
@@ -200,9 +225,15 @@ def _missing(
     )
 
 
-def render_calls(log: EventLog, finding: Finding, buffer_map: BufferMap | None = None) -> list[str]:
+def render_calls(
+    log: EventLog,
+    finding: Finding,
+    buffer_map: BufferMap | None = None,
+    *,
+    shows_grads: bool = False,
+) -> list[str]:
     """The same as lines of text; none where there is nothing to show."""
-    nearby = calls_near(log, finding, buffer_map)
+    nearby = calls_near(log, finding, buffer_map, shows_grads=shows_grads)
     if nearby is None:
         return []
     lines = [f"calls of rank {nearby.rank}:"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from zero_sim.bundle import Bundle
 from zero_sim.findings.records import Finding
 from zero_sim.host.files import unwritten, write_whole
-from zero_sim.report.calls import calls_near
+from zero_sim.report.calls import calls_near, observed_grads
 from zero_sim.report.commands import replay_command
 from zero_sim.report.explain import EXPLANATIONS
 from zero_sim.report.html_calls import near_calls
@@ -198,11 +198,12 @@ def _timeline(bundle: Bundle) -> Iterator[Markup]:
         return
     first, log = bundle.findings[0], bundle.logs[-1]
     buffer_map = bundle.strip
-    nearby = calls_near(log, first, buffer_map)
+    shows_grads = observed_grads(bundle.notes)
+    nearby = calls_near(log, first, buffer_map, shows_grads=shows_grads)
     suspects = () if nearby is None else [call.index for call in nearby.suspects]
     picture, said = draw_timeline(log, first, suspects=suspects)
     yield element("h3", "Calls of torch.distributed around it")
-    near = near_calls(log, first, buffer_map)
+    near = near_calls(log, first, buffer_map, shows_grads=shows_grads)
     if near is not None:
         yield near
     world = f" of world {len(bundle.logs)} of {len(bundle.logs)}" if len(bundle.logs) > 1 else ""

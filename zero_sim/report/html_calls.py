@@ -26,15 +26,18 @@ SUSPECTS_MAX = 16
 _Key = tuple[str, tuple[int, ...], int, str]
 
 
-def near_calls(log: EventLog, finding: Finding, buffer_map: BufferMap | None) -> Markup | None:
+def near_calls(
+    log: EventLog, finding: Finding, buffer_map: BufferMap | None, *, shows_grads: bool = False
+) -> Markup | None:
     """The table with its legend; None where the finding names no rank with calls.
 
     Args:
         log: The log of the world that it was found in.
         finding: The finding.
         buffer_map: The buffer that it lies in, if there is one.
+        shows_grads: As for `calls_near`.
     """
-    nearby = calls_near(log, finding, buffer_map)
+    nearby = calls_near(log, finding, buffer_map, shows_grads=shows_grads)
     if nearby is None:
         return None
     suspects = nearby.suspects[:SUSPECTS_MAX]

@@ -6,12 +6,13 @@ outside, names above all, is shown as `printable` makes it, and never makes a li
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zero_sim.report.calls import render_calls
+from zero_sim.report.calls import observed_grads, render_calls
 from zero_sim.report.text_buffer_map import draw_buffer_map
 from zero_sim.untrusted import printable
 
@@ -120,7 +121,7 @@ def render_case(
     shown = result.findings[:FINDINGS_SHOWN]
     for index, finding in enumerate(shown):
         around = result.logs if index == 0 and result.verdict == "fail" else ()
-        block = _finding_lines(finding, buffer_map=result.strip, logs=around)
+        block = _finding_lines(finding, result.strip, logs=around, notes=result.notes)
         lines.extend(f"  {line}" if line else "" for line in block)
     if len(result.findings) > len(shown):
         left = len(result.findings) - len(shown)
@@ -139,14 +140,20 @@ def render_case(
 
 
 def _finding_lines(
-    finding: Finding, *, buffer_map: BufferMap | None, logs: Sequence[EventLog]
+    finding: Finding,
+    buffer_map: BufferMap | None,
+    *,
+    logs: Sequence[EventLog],
+    notes: Sequence[str],
 ) -> list[str]:
     """A finding, the buffer map if it is this one's, and the calls around it."""
     lines = render_finding(finding).splitlines()
     if buffer_map is not None and buffer_map.check == finding.check:
         lines.extend(f"  {line}" for line in draw_buffer_map(buffer_map))
     if logs:
-        lines.extend(f"  {line}" for line in render_calls(logs[-1], finding, buffer_map))
+        shows_grads = observed_grads(notes)
+        calls = render_calls(logs[-1], finding, buffer_map, shows_grads=shows_grads)
+        lines.extend(f"  {line}" for line in calls)
     return lines
 
 
@@ -177,7 +184,7 @@ def render_bundle(bundle: Bundle) -> str:
     """What a bundle is of: its case and its first finding, with the case's own numbers."""
     first = bundle.findings[0]
     lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
-    block = _finding_lines(first, buffer_map=bundle.strip, logs=bundle.logs)
+    block = _finding_lines(first, bundle.strip, logs=bundle.logs, notes=bundle.notes)
     if bundle.strip is not None and bundle.strip.check != first.check:
         block.append(f"where {bundle.strip.check} fails:")
         block.extend(f"  {line}" for line in draw_buffer_map(bundle.strip))
@@ -245,13 +252,33 @@ def render_finding(finding: Finding) -> str:
     if finding.differ_count is not None:
         of = "" if finding.compared_count is None else f" of {finding.compared_count:,}"
         word = "element differs" if finding.differ_count == 1 and not of else "elements differ"
-        lines.append(f"  extent    {finding.differ_count:,}{of} {word}")
+        lines.append(f"  extent    {finding.differ_count:,}{of} {word}{_furthest(finding)}")
     detail = finding.detail.splitlines()
     lines.extend(f"    {line}".rstrip() for line in detail[:DETAIL_LINES_MAX])
     if len(detail) > DETAIL_LINES_MAX:
         left = _count(len(detail) - DETAIL_LINES_MAX, "more line")
         lines.append(f"    ... {left}; --json has them all")
     return _text(lines)
+
+
+def _furthest(finding: Finding) -> str:
+    """Return the size of the largest difference, which need not be the first.
+
+    This is the measure by which findings are sorted. Empty if no finite values are at hand, or if
+    the expected values are bounds.
+    """
+    evidence = finding.evidence
+    if evidence is None or finding.ulp is None or evidence.expected.dtype != evidence.got.dtype:
+        return ""
+    from zero_sim.findings.compare import relative_difference  # Imports torch.
+
+    share = relative_difference(evidence.expected, evidence.got)
+    if not math.isfinite(share):
+        return ""
+    # No more than these are kept of a large tensor.
+    kept = evidence.expected.numel()
+    near = f" of the {kept:,} around the first" if kept < (finding.compared_count or 0) else ""
+    return f", by up to {share:.2g} of the largest value{near}"
 
 
 def render_location(finding: Finding) -> str:

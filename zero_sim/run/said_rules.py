@@ -11,10 +11,11 @@ from typing import Any
 from zero_sim.findings.records import CaseResult
 from zero_sim.targets import Numerics, Target
 
-_DECLARE = re.compile(r"declare Numerics\((.*?)\)(?:,|$)", flags=re.MULTILINE)
+_DECLARE = re.compile(r"(?:declare|of:|,) Numerics\((.*?)\)(?=,|$)", flags=re.MULTILINE)
 _FITTING = re.compile(r"these are the bits of (?!the step)(.*?)(?:; a case .*)?\.$", re.MULTILINE)
 _ADVICE = re.compile(
-    r"^(If [a-z ]+ intended, declare Numerics\(.*\)|No rule is proposed: .*)$\n?", re.MULTILINE
+    r"^(If [a-z ]+ intended, declare (?:one of: )?Numerics\(.*\)|No rule is proposed: .*)$\n?",
+    re.MULTILINE,
 )
 _DTYPE_FIELDS = ("accumulate_dtype", "reduce_dtype")
 
