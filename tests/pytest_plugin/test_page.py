@@ -7,6 +7,8 @@ from pathlib import Path
 
 from zero_sim.host.arguments import WORLD_SETTINGS
 
+pytest_plugins = ["pytester"]
+
 PAGE = (Path(__file__).parents[2] / "docs" / "tests-on-ranks.md").read_text()
 
 

@@ -112,7 +112,7 @@ def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None
             whole.written = True
             part.stop = part.start
             in_place |= {whole.name, part.name}
-    repeated = repeated_outputs(call)
+    repeated = repeated_outputs(call) if len(call.outputs) > 1 else {}
     if repeated and call.kind not in _OWN_OUTPUT:
         # An input that lies in one of them would be read while another one is written.
         barred = {repeated.get(i, i) for i, each in enumerate(outputs) if each.name in in_place}
