@@ -9,6 +9,8 @@ FREE = {"optimizer.name", "optimizer.lr", "system.target", "system.stage"}
 """What every target follows, within what its other capabilities say."""
 
 
+# Some ranks have no gradients in a case that clips.
+@pytest.mark.filterwarnings("ignore:Called FSDP.clip_grad_norm_")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "name",
