@@ -38,7 +38,23 @@ LONGEST_RETRIED_SECONDS = 10.0
 SLOW_TESTS = Path(__file__).with_name("slow_tests.json")
 ROOT = Path(__file__).resolve().parents[1]
 
-KEPT_FAST: dict[str, str] = {}
+_LEDGER = "test_the_ledgers_of_shipped_scenarios_are_the_closed_forms"
+KEPT_FAST = {
+    "tests/test_budgets.py::*": "a refactoring is to see its figures at once",
+    "tests/test_tidy.py::*": "rules of the house, over all modules",
+    "tests/test_words.py::*": "rules of the house, over all modules",
+    "tests/test_readme.py::*": "every command of the README, end to end",
+    "tests/mutants/test_catalogue.py::*": "every mutant still fits the code",
+    "tests/mutants/test_smallest.py::*": "every mutant is found by its smallest case",
+    "property_tests/quality/test_sentinels.py::*": "drawn cases find a mutant of each class",
+    "property_tests/test_features.py::*": "drawn combinations of all features, 25 of each property",
+    "property_tests/test_families.py::*zero_sim]": "families of drawn cases, 25 of our own system",
+    f"property_tests/test_ledgers.py::{_LEDGER}[[]smoke/*": "measured calls and bytes",
+    "tests/run/real/test_ranks.py::test_a_wrong_element_is_found*[[]plain]": "a case on gloo",
+    "tests/run/real/test_ranks.py::test_a_worker_that_dies_costs_one_case": "death of a process",
+    "tests/backends/test_team.py::test_a_worker_that_dies_is_named*": "death of a process",
+    "tests/run/real/test_nccl.py::test_avg_is_nccls_own_where_it*": "a case on the stand-in device",
+}
 """Patterns of node ids, each with the reason why it runs on every change."""
 
 
