@@ -1,0 +1,75 @@
+"""Tiers: slow tests are those that were measured so; the nightly run reports new ones."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests import tiers
+
+SLOW = next(name for name in tiers.read_slow_tests() if not tiers.is_kept_fast(name))
+KEPT = "tests/mutants/test_smallest.py::test_the_case_finds_the_mutant[M01]"
+
+
+class Item:
+    """As much of a test as is marked."""
+
+    def __init__(self, node_id):
+        self.nodeid = node_id
+        self.marks = []
+
+    def add_marker(self, mark):
+        self.marks.append(mark.name)
+
+
+def test_what_was_measured_slow_is_marked_unless_it_is_kept():
+    items = [Item(SLOW), Item(KEPT), Item("tests/test_x.py::test_new")]
+    tiers.pytest_collection_modifyitems(items)
+    assert [item.marks for item in items] == [["slow"], [], []]
+
+
+def test_every_pattern_of_what_is_kept_is_of_a_test():
+    folders = [pattern.split("::")[0] for pattern in tiers.KEPT_FAST]
+    assert all((tiers.ROOT / path).is_file() for path in folders)
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Check durations of tests, given what a second run of the slow ones measures."""
+    again = {}
+    monkeypatch.setattr(tiers, "retry", lambda names: {name: again[name] for name in names})
+    machine = json.loads(tiers.SLOW_TESTS.read_text())["machine"]
+
+    def check(seconds, *, second=(), factor=1.0):
+        again.update(second)
+        path = tmp_path / "measured.json"
+        path.write_text(json.dumps({"machine": machine * factor, "seconds": seconds}))
+        return tiers.check(path)
+
+    return check
+
+
+def test_a_test_that_became_slow_is_reported(measured, capsys):
+    assert measured({"t::new": 0.7, SLOW: 9.0}, second={"t::new": 0.6}) == 1
+    assert "t::new took 0.60 s of processor time" in capsys.readouterr().out
+
+
+def test_one_that_paid_for_an_import_is_not(measured):
+    assert measured({"t::new": 0.7}, second={"t::new": 0.1}) == 0
+
+
+def test_a_slower_machine_takes_longer(measured):
+    assert measured({"t::new": 0.7}, second={"t::new": 0.7}, factor=2.0) == 0
+
+
+def test_a_fast_tier_that_takes_too_long_is_reported(measured, capsys):
+    assert measured({f"t::test_{number}": 0.2 for number in range(3000)}) == 1
+    assert "the fast tier took 600 s" in capsys.readouterr().out
+
+
+def test_seconds_come_from_set_up_to_teardown():
+    recorder = tiers.DurationRecorder(None)
+    for when, seconds in (("setup", 0.1), ("call", 0.3), ("teardown", 0.4)):
+        report = SimpleNamespace(nodeid="t::one", when=when, processor_seconds=seconds)
+        recorder.pytest_runtest_logreport(report)
+    assert recorder.seconds == {"t::one": 0.4}
