@@ -9,7 +9,6 @@ import pytest
         (["replay", "abc", "--name", "x"], "expected --name with --freeze, got it alone"),
         (["replay", "abc", "--folder", "x"], "expected --folder with --freeze, got it alone"),
         (["replay", "abc", "--force"], "expected --force with --freeze, got it alone"),
-        (["doctor", "--seconds", "3"], "expected --seconds with --gpu, got it alone"),
         (["doctor", "--gpu-report", "x"], "expected --gpu-report with --gpu, got it alone"),
         (["doctor", "--step", "x"], "expected --step with --gpu, got it alone"),
         (["doctor", "--package", "x"], "expected --package with --target, got it alone"),
