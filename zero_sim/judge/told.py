@@ -93,7 +93,7 @@ def told_otherwise(
     told = cut(told)
     alike = told.numel() == got.numel() and told.dtype == got.dtype
     ratio = find_ratio(told, got) if alike else None
-    if ratio is not None and ratio.is_rounded and str(ratio) == f"1/{expected.divisor:g}":
+    if ratio and ratio.is_rounded and not ratio.is_multiple and ratio.number == expected.divisor:
         # The target divides by another rule, too.
         what = f"its values {_where('after-division', expected.divisor)}, but for rounding"
         return _declare(what, "grads_told='after-division'")
