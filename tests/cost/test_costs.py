@@ -70,24 +70,6 @@ def test_copies_sum_what_a_rank_owns():
     assert calls["reduce_scatter", 2, 10] == calls["all_reduce", 2, 5] == 3
 
 
-def test_blocks_that_share_the_state():
-    """Both sums are reduce-scatters, and params travel across before they are gathered inside."""
-    system = SystemSpec(redundancy=2, state_over="all")
-    scenario = case(world=WorldSpec(size=4), system=system)
-    calls = calls_of_step(THREE, scenario=scenario, rank=3, skipped=False)
-    assert calls == {
-        ("all_reduce", 4, 3): 1,
-        ("reduce_scatter", 2, 12): 1,
-        ("reduce_scatter", 2, 6): 1,
-        ("all_gather", 2, 3): 1,
-        ("all_gather", 2, 6): 1,
-    }
-    # Ranks 1 and 3 have the second half, and of that the first and the second one.
-    forms = [bucket_forms(THREE, scenario=scenario, rank=rank)[0] for rank in range(4)]
-    assert [form.shard_start for form in forms] == [0, 6, 3, 9]
-    assert bytes_held(THREE, scenario=scenario, rank=1, stored=0)["masters"] == 12
-
-
 def test_uneven_shards_go_by_rank():
     scenario = case(world=WorldSpec(size=2), system=SystemSpec(partition="uneven"))
     by_rank = [bucket_forms(THREE, scenario=scenario, rank=rank)[0] for rank in (0, 1)]

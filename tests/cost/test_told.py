@@ -91,7 +91,6 @@ def test_our_own_buckets_are_those_that_it_tells(pool, stage, size):
 COPIES = [
     {"redundancy": 2},
     {"redundancy": 4},
-    {"redundancy": 2, "state_over": "all"},
     {"redundancy": 2, "sync": "every"},
 ]
 

@@ -204,7 +204,6 @@ FEATURES = {
     "shared": lambda s: s.topology.shared,
     "tied": lambda s: s.topology.tied,
     "redundancy": lambda s: s.system.redundancy > 1,
-    "state over all": lambda s: s.system.state_over == "all",
     "uneven": lambda s: s.system.partition == "uneven",
     "stage 0": lambda s: s.system.stage == 0,
     "groups": lambda s: s.optimizer.groups,

@@ -40,20 +40,12 @@ FP8 = {
 
 
 class TestCopies:
-    """Shards that several ranks hold, or share."""
+    """Shards that several ranks hold."""
 
     def test_a_norm_that_counts_each_of_them(self, judged, broken):
         broken("N01")
         result = judged(**TWO_COPIES)
         assert [found.check for found in result.findings] == ["equality.norm", "equality.zeros"]
-
-    @pytest.mark.parametrize(("id", "stage"), [("H12", 1), ("H16", 3)])
-    def test_parts_of_a_block_that_stay_apart(self, judged, broken, id, stage):
-        broken(id)
-        system = SystemSpec(stage=stage, redundancy=2, state_over="all")
-        finding = first_finding(judged(world=WorldSpec(size=4), system=system), "equality.params")
-        assert (finding.param, finding.index) == ("0.up.bias", (13,))
-        assert "what it was before the step" in finding.message
 
 
 class TestExperts:

@@ -45,7 +45,7 @@ WAYS = [
     {"stage": 2, "bucket_elems": 300, "sync": "every"},
     {"stage": 3, "bucket_elems": 300},
     {"stage": 3, "bucket_elems": 300, "partition": "uneven", "reshard_after_forward": False},
-    {"stage": 3, "redundancy": 2, "bucket_elems": 300, "state_over": "all"},
+    {"stage": 3, "redundancy": 2, "bucket_elems": 300},
     {"stage": 2, "bucket_elems": 1, "partition": "one-owner"},
     {"stage": 3, "bucket_elems": 1, "partition": "rows", "reshard_ranks": 2},
     {"stage": 2, "bucket_elems": 300, "arena": True},

@@ -46,9 +46,6 @@ SOUND = [
     case(reload={"stage": 0, "redundancy": 1, "partition": "padded"}),
     case(system=SystemSpec(stage=0), reload={"stage": 1, "redundancy": 2}),
     case(system=SystemSpec(redundancy=2), reload={"stage": 0, "redundancy": 1}),
-    case(system=SystemSpec(redundancy=2), reload={"state_over": "all"}),
-    case(system=SystemSpec(redundancy=2, state_over="all"), reload={"state_over": "block"}),
-    case(reload={"redundancy": 2, "state_over": "all"}),
     case(model=BIT_HASH, reload={"world_size": 256}),
 ]
 
@@ -61,15 +58,6 @@ def test_what_the_stage_after_it_has_no_use_for_is_refused_with_what_it_uses(pat
         "a reload to stage 0 uses step, async_steps, form, weights_only, world_size"
         in problem.message
     )
-
-
-@pytest.mark.parametrize(
-    "reload", [{"stage": 0, "redundancy": 1}, {"redundancy": 1}, {"stage": 0}, {}]
-)
-def test_state_over_all_ranks_needs_blocks_after_it(reload):
-    spec = SystemSpec(redundancy=2) if reload else SystemSpec()
-    problems = check_scenario(case(system=spec, reload=reload | {"state_over": "all"}))
-    assert "reload.state_over" in [problem.path for problem in problems]
 
 
 @pytest.mark.parametrize("suggestion", LEFT_AS_IT_WAS)

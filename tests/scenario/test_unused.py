@@ -37,7 +37,6 @@ WITHOUT_USE = {
     "model.one_rank": case(model=replace(MLP, one_rank=(ONE,))),
     "optimizer.eps": case(optimizer=OptimizerSpec(name="sgd", eps=1.0)),
     "system.divide_by": case(system=SystemSpec(divide="none", divide_by="tokens")),
-    "system.state_over": case(system=SystemSpec(state_over="all")),
     "system.contiguous_grads": case(system=SystemSpec(contiguous_grads=False)),
     "system.arena": case(system=SystemSpec(stage=1, arena=True)),
     "system.checkpoints": case(system=SystemSpec(checkpoints="whole")),
@@ -59,7 +58,6 @@ WITH_USE = [
     case(model=ModelSpec(name="ternary", hidden=3)),
     case(optimizer=OptimizerSpec(name="rmsprop", eps=1.0)),
     case(system=SystemSpec(divide="pre", divide_by="tokens")),
-    case(system=SystemSpec(redundancy=2, state_over="all")),
     case(system=SystemSpec(reduce_buffer_elems=4, contiguous_grads=False)),
     case(system=SystemSpec(stage=2, arena=True)),
     case(

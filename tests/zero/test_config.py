@@ -61,12 +61,6 @@ class TestZeroConfig:
             ZeroConfig().stage = 0
 
 
-def test_sums_to_all_ranks_do_not_go_on_across_blocks():
-    """A sum across blocks begins with the shard that a reduce-scatter left."""
-    with pytest.raises(UsageError, match="sum_by='reduce-scatter' with state_over='all'"):
-        ZeroConfig(redundancy=2, state_over="all", sum_by="all-reduce")
-
-
 @pytest.mark.parametrize(
     ("stage", "setting"), [(0, {"sum_by": "all-reduce"}), (2, {"gather_after_step": True})]
 )

@@ -62,11 +62,8 @@ def test_nothing_is_gathered_where_one_rank_has_all_of_a_param(system):
 
 
 @pytest.mark.parametrize("redundancy", [1, 2, 4])
-@pytest.mark.parametrize("state_over", ["block", "all"])
-def test_copies_and_a_state_over_all(redundancy, state_over):
+def test_copies(redundancy):
     system = SystemSpec(stage=3, bucket_elems=15, redundancy=redundancy)
-    if redundancy > 1:
-        system = replace(system, state_over=state_over)
     result = run_case(replace(CASE, system=system))
     assert result.verdict == "pass", result.findings
 

@@ -202,7 +202,7 @@ def memory(
     else:
         click.echo(render_memory(rows, alone=baseline))
         if last.stage:
-            alike = chosen[-1].with_choice(stage=0, redundancy=1, state_over="block")
+            alike = chosen[-1].with_choice(stage=0, redundancy=1)
             plain = memory_row(alike, has_masters=has_masters)
             title = f"{last.model}: stage 0 to stage {last.stage}, {last.ranks:,} ranks"
             falls = plain.footprint.held, last.footprint.held

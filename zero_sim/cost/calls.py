@@ -14,7 +14,6 @@ from typing import Final, Literal
 
 from zero_sim.cost.forms import BucketForm, Call, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, grad_forms
-from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.joining import counts_over_ranks
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import activation_elems, is_tp_block, rows_of
@@ -188,9 +187,7 @@ def _calls_of_bucket(
     for call in form.gather_calls:
         add(call, "block", params, gathers)
     add(form.regather_call, "few", params, again)
-    add(form.spread_call, "across", params, 0 if skipped else 1)
     wholes = 0 if skipped or not form.is_cut else WHOLES.get(scenario.optimizer.name, 0)
-    add(form.spread_call, "across", ("float32", 4), wholes)
     add(form.whole_call, "block", ("float32", 4), wholes)
     return calls
 
@@ -273,6 +270,6 @@ def _of_few_numbers(
         count = sum(size.kind == kind and size.dtype.startswith("torch.float8") for size in sizes)
         if count:
             holders = scenario.world.size // ways
-            group_size = holders // state_copies(system)
+            group_size = holders // system.redundancy
             ranks = ranks_among(kind, scenario=scenario, rank=rank, group_size=group_size)
             yield few(ranks["block"], count, "float32", 4, "block")

@@ -94,9 +94,6 @@ class BucketForm:
     shard_elems: int
     """Of this rank's shard, padding included."""
     shard_start: int
-    block_elems: int
-    """Of what its block has in this rank's place: its shard, or those that the ranks at this place
-    in all blocks have between them."""
     group_size: int
     """Ranks that shard it; those that sum it with stage 0."""
     replica_count: int
@@ -109,8 +106,6 @@ class BucketForm:
     """Whether each rank gets the sum of all of it, and keeps its shard."""
     is_summed_by_first: bool
     """Whether the first rank adds what all send it, and sends the sum back."""
-    is_cut_across: bool
-    """Whether blocks share its state, in place of a copy of it in each."""
     is_last: bool
     """Whether it is the one that a forward is expected to need last: of all that as many ranks
     shard, which are the same ones, the one whose first param is registered last."""
@@ -157,26 +152,25 @@ class BucketForm:
     @property
     def copies_call(self) -> Call | None:
         """The second of them, over blocks; None with one block, or without elements."""
-        if not self.is_sharded or self.replica_count == 1 or not self.block_elems:
+        if not self.is_sharded or self.replica_count == 1 or not self.shard_elems:
             return None
-        kind = self._scatter_kind if self.is_cut_across else "all_reduce"
-        return (kind, self.replica_count, self.block_elems)
+        return ("all_reduce", self.replica_count, self.shard_elems)
 
     @property
     def gather_calls(self) -> list[Call]:
         """The calls that make whole params of what the ranks of a block have: one, or chunks."""
         each = self.chunk_elems
         if each is None:
-            return [self._gathered(self.group_size, self.block_elems)]
+            return [self.whole_call]
         return [
-            self._gathered(self.group_size, max(0, min(each, self.block_elems - first)))
+            self._gathered(self.group_size, max(0, min(each, self.shard_elems - first)))
             for first in range(0, self.longest_elems, each)
         ]
 
     @property
     def whole_call(self) -> Call:
         """The call that makes the whole of some other number an element, all at once."""
-        return self._gathered(self.group_size, self.block_elems)
+        return self._gathered(self.group_size, self.shard_elems)
 
     @property
     def regather_call(self) -> Call | None:
@@ -184,13 +178,6 @@ class BucketForm:
         if self.kept_elems is None:
             return None
         return self._gathered(self.keeping_ranks, self.kept_elems)
-
-    @property
-    def spread_call(self) -> Call | None:
-        """The call by which blocks tell each other what they own; None where they need not."""
-        if not (self.is_cut_across and self.block_elems):
-            return None
-        return self._gathered(self.replica_count, self.shard_elems)
 
     def _gathered(self, ranks: int, elems: int) -> Call:
         if self.has_one_owner:
@@ -202,8 +189,7 @@ class BucketForm:
     @property
     def is_cut(self) -> bool:
         """Whether several ranks have a shard of it."""
-        shards = self.group_size * (self.replica_count if self.is_cut_across else 1)
-        return self.is_sharded and not self.has_one_owner and shards > 1
+        return self.is_sharded and not self.has_one_owner and self.group_size > 1
 
     @property
     def owned_elems(self) -> int:
@@ -305,8 +291,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
     if bucket[0].kind == "expert":
         holders, place = holders // ways, rank // ways
     group_size = holders // system.redundancy
-    parts = system.redundancy if system.state_over == "all" else 1
-    shards = group_size * parts if system.stage else 1
+    shards = group_size if system.stage else 1
     payload = sum(size.elems for size in bucket)
     param_bytes = bucket[0].param_bytes
     elems = payload
@@ -318,11 +303,10 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         # Of params without elements alone no row is cut.
         unit = shards * max((size.row_elems for size in bucket if size.elems), default=1)
         elems = -(-payload // unit) * unit
-    # Of the shards of a place in its block each block has one, in their order.
-    shard = place % group_size * parts + place // group_size % parts if system.stage else 0
+    shard = place % group_size if system.stage else 0
     has_one_owner = system.partition == "one-owner"
     cuts = Cuts(elems=elems, shards=shards, owner=turn % shards if has_one_owner else None)
-    first, start = shard - shard % parts, cuts.start
+    start = cuts.start
     grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
     # As it lies in the buffer; the names are told in registration order.
     placed = list(zip(bucket, accumulate((s.elems for s in bucket), initial=0), strict=False))
@@ -340,7 +324,6 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         payload_elems=payload,
         shard_elems=start(shard + 1) - start(shard),
         shard_start=start(shard),
-        block_elems=start(first + parts) - start(first),
         group_size=group_size,
         replica_count=system.redundancy,
         is_even=elems % shards == 0,
@@ -348,11 +331,10 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         is_sharded=system.stage > 0,
         is_summed_whole=system.sum_by != "reduce-scatter",
         is_summed_by_first=system.sum_by == "first-rank",
-        is_cut_across=parts > 1,
         is_last=False,
         param_bytes=param_bytes,
         cuts=cuts,
-        longest_elems=start(parts),
+        longest_elems=start(1),
         chunk_elems=None
         if system.gather_chunk_elems is None
         else max(1, system.gather_chunk_elems // group_size),

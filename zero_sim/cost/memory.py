@@ -49,7 +49,7 @@ def bytes_held(
     if system.stage >= 2:
         held["gradients"] = 0
     if system.stage == 3:
-        held["params"] = sum(form.block_elems * form.param_bytes for form in forms)
+        held["params"] = sum(form.shard_elems * form.param_bytes for form in forms)
     if not system.stage:
         held["params"] = 0
     return held

@@ -321,23 +321,21 @@ def _check_gathers(rank: _Rank) -> Iterator[Finding]:
             continue  # Gathers are waited for before a checkpoint is begun.
         begun = rank.issued_in(hook_trace.starts[step, 0], end)
         gathers = [call for call in begun if call.call[0] in _GATHERS]
-        # What blocks own of each other's params has to be there before a gather can start.
-        spreads = sum(form.spread_call is not None for form in rank.forms)
         # Sums that were sent back are broadcasts as well, and long over.
         sums = rank.scenario.run.micro_batches if rank.scenario.system.sync == "every" else 1
         # So are the gathers of what an optimizer needs of whole params.
         cut = [form for form in rank.forms if form.is_cut]
         wholes = WHOLES.get(rank.scenario.optimizer.name, 0)
-        spreads += wholes * sum(1 + (form.spread_call is not None) for form in cut)
-        spreads += sums * sum(form.sent_back_call is not None for form in rank.forms)
+        others = wholes * len(cut)
+        others += sums * sum(form.sent_back_call is not None for form in rank.forms)
         read = set(hook_trace.unguarded)
         for event in (HookEvent(names=frozenset(), time=end), *hook_trace.begins.get(step + 1, ())):
-            waited = sum(call.waited < event.time for call in gathers) - spreads
+            waited = sum(call.waited < event.time for call in gathers) - others
             needed = sum(not read.isdisjoint(form.names_with_elems) for form in rank.forms)
             if waited > needed:
                 where = f"the forward that reads {_some(sorted(event.names))} began"
                 yield rank.finding(
-                    f"{waited} of {len(gathers) - spreads} gathers were waited for before "
+                    f"{waited} of {len(gathers) - others} gathers were waited for before "
                     f"{where if event.names else 'the step of the optimizer came back'}, where "
                     f"modules that began before it needed {needed}",
                     step=step,

@@ -127,7 +127,7 @@ def choices(
 def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> MemoryRow:
     """The row of a model as it is."""
     scenario, sizes = model.scenario, model.laid_out()
-    plain = model.with_choice(stage=0, redundancy=1, state_over="block")
+    plain = model.with_choice(stage=0, redundancy=1)
     unsharded = footprint_of(
         plain.laid_out(), scenario=plain.scenario, rank=rank, has_masters=has_masters
     )

@@ -105,7 +105,6 @@ def _drawn_sibling(
         system=replace(
             system,
             target=own.target,
-            state_over=system.state_over if own.redundancy > 1 else "block",
             **computed_of_system(own),
         ),
         world=replace(world, order=first.world.order, order_known=first.world.order_known),

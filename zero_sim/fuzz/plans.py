@@ -8,7 +8,6 @@ from functools import lru_cache
 from torch.nn import Module
 
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
-from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec
 from zero_sim.targets.torch.optim import group_index
@@ -36,7 +35,7 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
         specs = tuple(replace(spec, group=group_index(of, spec.name)) for spec in specs)
     for kind in dict.fromkeys(spec.kind for spec in specs):
         policy = LayoutPolicy(
-            shard_count=1 if system.stage == 0 else shard_counts[kind] // state_copies(system),
+            shard_count=1 if system.stage == 0 else shard_counts[kind] // system.redundancy,
             align_elems=system.align_elems,
             align_bytes=system.align_bytes,
             bucket_elems=system.bucket_elems,

@@ -436,7 +436,6 @@ def _faulty_case(choices: Choices, *, ranks_max: int, steps_max: int) -> Scenari
         system,
         stage=1,
         redundancy=1,
-        state_over="block",
         partition="padded",
         sync="last",
         prefetch=None,

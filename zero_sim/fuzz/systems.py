@@ -126,14 +126,13 @@ def drawn_system(
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
         partition = "uneven"
     bucket_elems = bucket_size(choices, sizes) if swarm.on("buckets") else None
-    redundancy, across = _copies(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
+    redundancy = _copies(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
     few = divisors(ranks // redundancy)[1:-1]
     in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
     keeps_all = swarm.on("kept after forward", fits=stage == 3)
     return SystemSpec(
         stage=stage,
         redundancy=redundancy,
-        state_over="all" if across else "block",
         partition=partition,
         param_order="reverse" if swarm.on("reverse") else "registration",
         align_elems=align_elems,
@@ -148,7 +147,7 @@ def drawn_system(
         if swarm.on("overlap params", fits=stage in (1, 2) and not in_chunks)
         else None,
         sum_by=choices.among(_SUMS[: 1 if buffered else 2] if stage else _SUMS[1:])
-        if swarm.on("summed to all", fits=not across)
+        if swarm.on("summed to all")
         else "reduce-scatter",
         gather_after_step=swarm.on("gathered after step", fits=stage == 3),
         **_through_buffers(choices, sizes, stage, buffered=buffered, chunks=in_chunks, swarm=swarm),
@@ -164,8 +163,8 @@ def drawn_system(
     )
 
 
-def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> tuple[int, bool]:
-    """How many copies there are of what is sharded, and whether the state has none.
+def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> int:
+    """How many copies there are of what is sharded.
 
     Of fewer copies than ranks each is shared: what goes between copies and what goes within one are
     two groups then, and each can be taken for the other.
@@ -173,8 +172,7 @@ def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> tuple[
     counts = divisors(ranks)[1:] if fits else []
     shared = counts[:-1]
     has_copies = swarm.on("copies", fits=bool(counts), often=bool(shared))
-    redundancy = choices.among([*shared, *shared, *counts]) if has_copies else 1
-    return redundancy, swarm.on("state over all", fits=bool(counts), often=has_copies)
+    return choices.among([*shared, *shared, *counts]) if has_copies else 1
 
 
 def _through_buffers(
@@ -261,9 +259,6 @@ def drawn_reload(
         redundancy = 1
     if buckets not in (None, 1) and partition is None and system.partition == "rows":
         partition = "one-owner"
-    cuts = redundancy > 1 and system.sum_by == "reduce-scatter"
-    others: list[Literal["block", "all"]] = ["all", "block"]
-    over = others[system.state_over == "all"] if swarm.on("other state over", fits=cuts) else None
     if partition == "one-owner" and system.gather_chunk_elems is not None:
         partition = "uneven"
     return replace(
@@ -272,7 +267,6 @@ def drawn_reload(
         stage=stage,
         ep=ep,
         redundancy=redundancy,
-        state_over=over,
         bucket_elems=buckets,
         partition=partition,
         reduce_buffer_elems=bucket_size(choices, sizes) if buffered else None,

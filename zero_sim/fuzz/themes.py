@@ -43,9 +43,9 @@ _REDUCED_IN_BUFFERS = {"reduce buffers", "accumulation", "fp32 grads", "16-bit p
 _STAGE_3 = {"stage 2 or 3", "accumulation", "buckets", "prefetch", "timing"}
 _KEPT_BY_FEW = {"stage 2 or 3", "kept by few", "buckets", "prefetch", "accumulation"}
 _OTHER_EXPERTS = {*_STAGE_3, "groups", "buffers by group", "summed to all"} - {"accumulation"}
-_COPIED = {"copies", "state over all", "uneven", "buckets"}
+_COPIED = {"copies", "uneven", "buckets"}
 _COPIES_SUMMED_AT_FIRST = {"copies", "uneven", "buckets", "summed to all"}
-_WHOLE_PARAMS = {"any optimizer", "copies", "state over all", "groups"}
+_WHOLE_PARAMS = {"any optimizer", "copies", "groups"}
 _ABOUT = (
     Theme(frozenset(_OVERFLOW), without=frozenset({"reload"})),
     Theme(frozenset(_FROZEN)),
@@ -62,12 +62,12 @@ _ABOUT = (
         stages=(3,),
     ),
     Theme(frozenset(_COPIED), ranks=(2, 4)),
-    Theme(frozenset(_COPIES_SUMMED_AT_FIRST), without=frozenset({"state over all"}), ranks=(4,)),
+    Theme(frozenset(_COPIES_SUMMED_AT_FIRST), ranks=(4,)),
     Theme(frozenset(_WHOLE_PARAMS), optimizers=WHOLE_PARAM_OPTIMIZERS, ranks=(2, 2, 4)),
     Theme(frozenset({"split blocks", "checkpoints"}), models=("tp-block",), ranks=(1, 1, 2)),
     Theme(frozenset({"copies", "sync every"}), models=("moe",), ranks=(2, 2, 4)),
     Theme(frozenset(_OTHER_EXPERTS), models=("moe",), ranks=(1, 2, 2), stages=(3,)),
-    Theme(frozenset({"reload", "copies", "state over all"}), models=("fp8",)),
+    Theme(frozenset({"reload", "copies"}), models=("fp8",)),
 )
 THEMES = (ANYTHING,) * (2 * len(_ABOUT)) + _ABOUT
 """A third of all cases have one."""

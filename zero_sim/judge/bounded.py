@@ -35,7 +35,6 @@ from zero_sim.judge.rank_digests import RankDigests
 from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
-from zero_sim.scenario.copies import state_copies
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 
@@ -75,7 +74,7 @@ class BoundedComparison:
         self._part_stats: list[PartStats] = []
         self._reported_stats: list[ReportedStats] = []
         world, system = group.scenario.world, group.scenario.system
-        self._replica_count = world.size if system.stage == 0 else state_copies(system)
+        self._replica_count = world.size if system.stage == 0 else system.redundancy
 
     def follows(self, step: int) -> bool:
         """Whether there was nothing before a step that could not be followed.

@@ -12,7 +12,6 @@ from zero_sim.judge import invariants
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans
 from zero_sim.reference import Addresses, Holding, Orders, SumSite
-from zero_sim.scenario.copies import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 
@@ -121,8 +120,6 @@ class Ownership:
         copies = (
             f"with system.redundancy = {system.redundancy}, each block of "
             f"{self._scenario.world.size // system.redundancy} consecutive ranks shares it out"
-            if state_copies(system) > 1
-            else "with system.state_over = 'all', all ranks together share it out"
             if system.redundancy > 1
             else "with system.redundancy = 1, all ranks together share it out"
         )
@@ -184,7 +181,7 @@ class Ownership:
             names: The params; places of others are left out.
         """
         system = self._scenario.system
-        replica_count = len(ranks) if system.stage == 0 else state_copies(system)
+        replica_count = len(ranks) if system.stage == 0 else system.redundancy
         share = len(ranks) // replica_count
         return [
             {

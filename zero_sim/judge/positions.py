@@ -132,21 +132,13 @@ def _site_of(place: Place) -> SumSite:
 
 
 def _replica_site_of(place: Place) -> SumSite:
-    if place.part is None:
-        return SumSite(kind="all_reduce", **_in_shard(place))
-    if place.reduced_by == "reduce":
-        return SumSite(kind="reduce", **_in_shard(place), ends_on=place.part)
-    if place.reduced_by == "reduce_scatter_list":
-        return SumSite(
-            kind="reduce_scatter_list", **_in_shard(place, of="part"), ends_on=place.part
-        )
-    return SumSite(kind="reduce_scatter", **_in_shard(place), ends_on=place.part)
+    return SumSite(kind="all_reduce", **_in_shard(place))
 
 
-def _in_shard(place: Place, *, of: str = "shard") -> dict[str, Any]:
-    start = _reported(place, f"{of}_start")
+def _in_shard(place: Place) -> dict[str, Any]:
+    start = _reported(place, "shard_start")
     return {
-        "elems": _reported(place, f"{of}_stop") - start,
+        "elems": _reported(place, "shard_stop") - start,
         "offset": _reported(place, "flat_start") - start,
     }
 

@@ -96,7 +96,7 @@ def summed_to_all_ranks_twice(patch: Patches) -> None:
 
     @patch(Unit, "_sum_replicas")
     def wrong(right, self, *, async_op):
-        if self.sum_all is not None and self.replica_group is not None and self.part_count == 1:
+        if self.sum_all is not None and self.replica_group is not None:
             right(self, async_op=False)
         return right(self, async_op=async_op)
 

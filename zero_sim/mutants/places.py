@@ -1,4 +1,4 @@
-"""Faults of who holds what: shards over all ranks, parts of a model, experts, and their groups."""
+"""Faults of who holds what: parts of a model, experts, and their groups."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import torch
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.targets import own
-from zero_sim.zero import buffer as buffers
-from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
@@ -45,56 +42,6 @@ def parts_meet_at_other_places(patch: Patches) -> None:
         rest = [ranks[1:] for ranks in places]
         turned = [*rest[1:], *rest[:1]]
         return right([(one, *others) for one, others in zip(first, turned, strict=True)])
-
-
-@mutant("H12", "GROUP", "K", seen_in="class GROUP")
-def parts_of_a_block_not_spread(patch: Patches) -> None:
-    """With the state over all ranks a block is gathered without what its copies own of it."""
-
-    @patch(Unit, "start_spread")
-    def wrong(right, self):
-        return None
-
-
-@mutant("H13", "ASYNC", "AS K", seen_in="class ASYNC", kill="race")
-def spread_not_waited_for(patch: Patches) -> None:
-    """Nobody waits until the parts of a block are together."""
-
-    @patch(Unit, "finish_spread")
-    def wrong(right, self):
-        self._spreading = None
-
-
-@mutant("H14", "LAYOUT", "K", seen_in="class LAYOUT")
-def shards_block_by_block(patch: Patches) -> None:
-    """With the state over all ranks, shards are dealt to one block after the other."""
-
-    @patch(buffers, "_find_own_shard")
-    def wrong(right, plan, *, group, replica_group):
-        shard = right(plan, group=group, replica_group=replica_group)
-        if group is None or replica_group is None:
-            return shard
-        places, place = size_and_rank(group)
-        return size_and_rank(replica_group)[1] * places + place
-
-
-@mutant("H15", "LAYOUT", "K NP", seen_in="DeepSpeed#1422")
-def uneven_parts_in_reverse(patch: Patches) -> None:
-    """The parts of a block are taken to grow in length where they shrink."""
-
-    @patch(Unit, "__post_init__")
-    def wrong(right, self):
-        right(self)
-        self._block_sizes = self._block_sizes[::-1]
-
-
-@mutant("H16", "GROUP", "K Z3", seen_in="class GROUP", core=True)
-def sharded_params_not_spread(patch: Patches) -> None:
-    """After a step nobody brings the parts of sharded params together that several ranks own."""
-
-    @patch(Buffer, "spread_params")
-    def wrong(right, self):
-        return None
 
 
 @mutant("Z05", "ALIAS", "", seen_in="silent data corruption")

@@ -39,21 +39,6 @@ def greatest_over_the_copies(patch: Patches) -> None:
         return right(self, kind) if copies is None else copies
 
 
-@mutant("D09", "DTYPE", "K SP", seen_in="class DTYPE")
-def greatest_of_the_own_block(patch: Patches) -> None:
-    """With the state over all ranks the greatest magnitude is that of the own block's shards."""
-
-    @patch(DistributedDataParallel, "__init__")
-    def noted(right, self, module, **named):
-        right(self, module, **named)
-        self.__dict__["_noted"] = True
-
-    @patch(DistributedDataParallel, "owners_of")
-    def wrong(right, self, kind):
-        is_planned = "_noted" in self.__dict__
-        return self.groups_of(kind).shard_group if is_planned else right(self, kind)
-
-
 @mutant("D10", "DTYPE", "", seen_in="class DTYPE")
 def one_format_for_the_other(patch: Patches) -> None:
     """Scales are chosen for e4m3, also where values are e5m2."""

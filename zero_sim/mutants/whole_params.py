@@ -41,22 +41,6 @@ def gathers_only_with_a_part(patch: Patches) -> None:
         return right(self, shard) if shard.any() else shard.new_zeros(self.plan.span.numel)
 
 
-@mutant("U04", "GROUP", "K", seen_in="class GROUP", kill="volume")
-def whole_of_the_block_alone(patch: Patches) -> None:
-    """Where blocks share the state, what other blocks own is taken to be zero."""
-
-    @patch(Unit, "whole_of")
-    def wrong(right, self, shard):
-        if self.part_count == 1 or not self.block_span.numel:
-            return right(self, shard)
-        block = shard.new_zeros(self.block_span.numel)
-        start = self.own_span.start - self.block_span.start
-        block.narrow(0, start, shard.numel()).copy_(shard)
-        whole = shard.new_empty(self.plan.span.numel)
-        self._collect(whole, block, sizes=self._place_sizes, group=self.group, async_op=False)
-        return whole
-
-
 @mutant("U05", "OPTST", seen_in="class OPTST")
 def one_iteration_less(patch: Patches) -> None:
     """Matrices are made orthogonal in four steps."""

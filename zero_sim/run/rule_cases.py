@@ -258,7 +258,6 @@ FOLLOWED: Mapping[str, Vary] = {
     "model.freeze": _frozen,
     "model.distinct_start": lambda base: changed(base, model={"distinct_start": True}),
     "system.redundancy": _blocks(),
-    "system.state_over": _blocks(state_over="all"),
     "topology.tp": _cells(tp=2),
     "topology.pp": _cells(pp=2),
     "topology.cp": _cells(cp=2),

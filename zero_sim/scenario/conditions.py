@@ -64,15 +64,6 @@ def _dp_cp_size(scenario: Scenario) -> int:
     return scenario.world.size // _parts(scenario)
 
 
-def _reload_cuts(scenario: Scenario) -> bool:
-    """Whether there are blocks after a reload, where it says what the state is cut over."""
-    reload, system = scenario.reload, scenario.system
-    if reload is None or reload.state_over != "all":
-        return True
-    stage = system.stage if reload.stage is None else reload.stage
-    return stage > 0 and (reload.redundancy or system.redundancy) > 1
-
-
 def _reload_splits(scenario: Scenario) -> bool:
     """Whether the world after a reload can be cut into cells, experts' groups and copies."""
     if scenario.reload is None:
@@ -443,20 +434,6 @@ CONDITIONS = (
         message="stage 0 has no shards to sum to, and sums to all ranks by itself, got {got}.",
         suggestion="Leave it out, or write stage = 1.",
         holds_after=True,
-    ),
-    Condition(
-        reads=("system.sum_by", "system.state_over"),
-        broken=lambda s: s.system.sum_by != "reduce-scatter" and s.system.state_over == "all",
-        message="with state over all ranks sums go on across blocks from a shard, got {got}.",
-        suggestion="Leave either out.",
-        holds_after=True,
-    ),
-    Condition(
-        reads=("reload.state_over", "reload", "system"),
-        broken=lambda s: s.reload is not None and not _reload_cuts(s),
-        message="expected several blocks of ranks after the checkpoint, in a stage that shards, to "
-        "cut the state over, got {got}.",
-        suggestion="Leave it out, or write reload.redundancy = 2 and a stage of at least 1.",
     ),
     Condition(
         reads=("system.sum_by", "world.order"),

@@ -16,7 +16,6 @@ _PATHS = {
     "ep": "topology.ep",
     "stage": "system.stage",
     "redundancy": "system.redundancy",
-    "state_over": "system.state_over",
     "bucket_elems": "system.bucket_elems",
     "partition": "system.partition",
     "param_order": "system.param_order",
@@ -55,7 +54,7 @@ def after_reload(scenario: Scenario) -> Scenario:
         if system.stage == 3:
             system = dataclasses.replace(system, checkpoints="none", offload_checkpoints=False)
         if not system.stage:
-            system = dataclasses.replace(system, state_over="block", sum_by="reduce-scatter")
+            system = dataclasses.replace(system, sum_by="reduce-scatter")
         tables["system"] = system
     return dataclasses.replace(scenario, **tables)
 

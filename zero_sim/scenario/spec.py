@@ -269,9 +269,6 @@ class SystemSpec:
     redundancy: int = 1
     """Copies of what is sharded: the ranks are cut into so many blocks of consecutive ones, each of
     which holds all of it."""
-    state_over: Literal["block", "all"] = "block"
-    """With `redundancy`: whether the optimizer state is sharded in each block, or once over all
-    ranks, which hold copies of the params alone."""
     partition: PartitionName = "padded"
     """How a bucket becomes shards: even ones after padding; `uneven`, without padding, the first
     ones one element longer where it does not divide; `rows`, each param padded to whole rows of
@@ -502,8 +499,6 @@ class ReloadSpec:
     """Expert-parallel ways after it."""
     redundancy: int | None = None
     """Copies of the sharded state after it."""
-    state_over: Literal["block", "all"] | None = None
-    """Ranks over which the state is cut after it."""
     bucket_elems: int | None = None
     """Bucket size after it."""
     partition: PartitionName | None = None

@@ -167,17 +167,6 @@ UNUSED = (
         ),
     ),
     Unused(
-        path="system.state_over",
-        reads=("system.redundancy", "system.stage", "reload"),
-        is_used=lambda scenario: scenario.system.redundancy > 1 and scenario.system.stage > 0,
-        why=lambda scenario: (
-            "expected several blocks of ranks to cut the state over",
-            "there is one block, which is all ranks"
-            if scenario.system.stage
-            else "stage 0 cuts nothing",
-        ),
-    ),
-    Unused(
         path="system.contiguous_grads",
         reads=("system.reduce_buffer_elems", "reload"),
         is_used=lambda scenario: scenario.system.reduce_buffer_elems is not None,

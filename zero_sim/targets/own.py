@@ -154,7 +154,6 @@ def config_of(scenario: Scenario) -> ZeroConfig:
         micro_batches=scenario.run.micro_batches,
         joins=bool(scenario.run.own_micro_batches),
         redundancy=system.redundancy,
-        state_over=system.state_over,
         grad_dtype=system.grad_dtype,
         bucket_elems=system.bucket_elems,
         align_elems=system.align_elems,
@@ -343,21 +342,16 @@ class ZeroSimEngine:
             reduction = _reduction_of(
                 owned, bucket=bucket, config=self._ddp.config, alone=self._ddp.grad_unit_of(param)
             )
-            shard = unit.block_span.shift(bucket.span.start)
-            part = unit.own_span.shift(bucket.span.start)
-            parts = unit.part_count
+            shard = unit.own_span.shift(bucket.span.start)
             place = self._places[owned.param] = Place(
                 param=owned.param,
                 start=owned.in_param.start,
                 stop=owned.in_param.stop,
                 flat_start=owned.in_buffer.start,
                 bucket=owned.bucket,
-                shard=owned.shard // parts,
+                shard=owned.shard,
                 shard_start=shard.start,
                 shard_stop=shard.stop,
-                part=owned.shard % parts if parts > 1 else None,
-                part_start=part.start,
-                part_stop=part.stop,
                 reduced_by=reduction.kind,
                 call_elems=reduction.elems,
                 call_offset=reduction.offset,
@@ -437,10 +431,10 @@ def _stray_in_params(unit: Unit, *, index: int) -> str:
     if whole is not None:
         start = bucket.padding.start
         return _stray(whole[start - bucket.span.start :], start=start, where=where)
-    if unit.block_params is None:
+    if unit.param_shard is None:
         return ""
-    held = unit.block_span.shift(bucket.span.start)
-    return _stray_in_part(bucket, held, unit.block_params, where=where)
+    held = unit.own_span.shift(bucket.span.start)
+    return _stray_in_part(bucket, held, unit.param_shard, where=where)
 
 
 class ZeroSimTarget:

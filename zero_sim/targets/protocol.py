@@ -39,12 +39,6 @@ class Place:
     shard_start: int | None = None
     shard_stop: int | None = None
     """Half-open range of that shard in the flat buffer."""
-    part: int | None = None
-    """Where the ranks that hold the shard share its state (`system.state_over`): which of them, in
-    the order of blocks, has it; None where each of them has all of the shard."""
-    part_start: int | None = None
-    part_stop: int | None = None
-    """Half-open range of that rank's part in the flat buffer."""
     reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"] | None = (
         None
     )

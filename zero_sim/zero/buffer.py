@@ -11,9 +11,7 @@ layers above need no second code path.
 
 With redundancy the ranks that shard are a part of those that train. After the reduce-scatter among
 them a shard holds the sum over that part; a second sum, over the ranks that hold the same shard in
-the other parts, makes it the sum over all. Gathers stay inside the part. Where the state is sharded
-across the parts as well, the second sum is a reduce-scatter, too, and ranks of different parts tell
-each other their params once a step.
+the other parts, makes it the sum over all. Gathers stay inside the part.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class Buffer:
     `shard_params`.
 
     Args:
-        plan: The layout. Its shard count must be the size of `group`, and 1 without one; times that
-            of `replica_group` where the state is sharded across.
+        plan: The layout. Its shard count must be the size of `group`, and 1 without one.
         params: The plan's params by name, all on one device.
         sharding: What is cut over the ranks of `group`.
         group: The ranks that hold a shard each; None where nothing is sharded.
@@ -90,9 +87,7 @@ class Buffer:
     ) -> None:
         self.plan = plan
         self.sharding = sharding
-        self.shard = _find_own_shard(
-            plan, group=group, replica_group=replica_group if sharding.across else None
-        )
+        self.shard = _find_own_shard(plan, group=group)
         _check_params(plan, params)
         first = next(iter(params.values()))
         self.device, self._dtype, self.grad_dtype = first.device, first.dtype, grad_dtype
@@ -111,7 +106,7 @@ class Buffer:
         )
         if sharding.params:
             self.shard_data = self._zeros(
-                sum(unit.block_span.numel for unit in by_index.values()), dtype=first.dtype
+                sum(unit.own_span.numel for unit in by_index.values()), dtype=first.dtype
             )
         if accumulate_sums or sharding.grads:
             self.total_data = self._zeros(
@@ -145,14 +140,14 @@ class Buffer:
         if self.shard_data is None:
             return
         for unit in self.units:
-            assert unit.block_params is not None
+            assert unit.param_shard is not None
             for memory in unit.members:
-                held = memory.in_unit.intersect(unit.block_span)
+                held = memory.in_unit.intersect(unit.own_span)
                 if not held.empty:
                     flat = _view(
                         memory.param.detach().reshape(-1), held.shift(-memory.in_unit.start)
                     )
-                    _view(unit.block_params, held.shift(-unit.block_span.start)).copy_(flat)
+                    _view(unit.param_shard, held.shift(-unit.own_span.start)).copy_(flat)
                 memory.param.data = absent(memory.param)
             unit.param_state = ParamState.SHARDED
 
@@ -193,13 +188,6 @@ class Buffer:
             )
         for unit in self.units:
             unit.gather()
-
-    def spread_params(self) -> None:
-        """Bring each rank's part of the params together, where ranks of several blocks own it."""
-        for unit in self.units:
-            unit.start_spread()
-        for unit in self.units:
-            unit.finish_spread()
 
     def get_grad_shard(self, param: nn.Parameter) -> Tensor:
         """Return this rank's part of a param's gradient, summed once the gradients are reduced.
@@ -353,7 +341,7 @@ class Buffer:
                     else None
                 ),
                 frees_params=self.sharding.params,
-                block_params=None,
+                param_shard=None,
                 group=group,
                 replica_group=replica_group,
                 reshard_group=reshard_group,
@@ -369,12 +357,10 @@ class Buffer:
         params_start = sums_start = 0
         for unit in units:
             if self.param_data is not None:
-                unit.block_params = _view(
-                    self.param_data, unit.block_span.shift(unit.plan.span.start)
-                )
+                unit.param_shard = _view(self.param_data, unit.own_span.shift(unit.plan.span.start))
             elif self.shard_data is not None:
-                unit.block_params = self.shard_data.narrow(0, params_start, unit.block_span.numel)
-                params_start += unit.block_span.numel
+                unit.param_shard = self.shard_data.narrow(0, params_start, unit.own_span.numel)
+                params_start += unit.own_span.numel
             if self.total_data is not None:
                 unit.grad_total = self.total_data.narrow(0, sums_start, unit.own_span.numel)
                 sums_start += unit.own_span.numel
@@ -404,16 +390,9 @@ def _view(flat: Tensor, span: Span) -> Tensor:
     return flat.narrow(0, span.start, span.numel)
 
 
-def _find_own_shard(
-    plan: BufferPlan,
-    *,
-    group: dist.ProcessGroup | None,
-    replica_group: dist.ProcessGroup | None,
-) -> int:
-    """Return this rank's shard index, from its ranks inside the groups, never the global one."""
-    places, place = (1, 0) if group is None else size_and_rank(group)
-    parts, part = (1, 0) if replica_group is None else size_and_rank(replica_group)
-    expected, rank = places * parts, place * parts + part
+def _find_own_shard(plan: BufferPlan, *, group: dist.ProcessGroup | None) -> int:
+    """Return this rank's shard index, from its rank inside the group, never the global one."""
+    expected, rank = (1, 0) if group is None else size_and_rank(group)
     shard_count = plan.policy.shard_count
     if shard_count != expected:
         why = "as nothing is sharded" if group is None else "the size of its group"

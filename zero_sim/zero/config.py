@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from zero_sim.errors import UsageError
@@ -13,7 +13,6 @@ Divide = Literal["none", "pre", "post", "premul"]
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 Sync = Literal["last", "every"]
 GradDtype = Literal["param", "fp32"]
-StateOver = Literal["block", "all"]
 SumBy = Literal["reduce-scatter", "all-reduce", "first-rank"]
 
 
@@ -47,10 +46,6 @@ class ZeroConfig:
     (`join_micro_batch`). `divide_by="micro-batches"` then counts those that ranks had data for."""
     redundancy: int = 1
     """Copies of all that is sharded: blocks of consecutive ranks that hold one each."""
-    state_over: StateOver = "block"
-    """With several blocks, whether each holds a copy of the optimizer state, too, or there is one,
-    cut over all ranks: params are gathered inside a block, and the state costs what it does without
-    blocks."""
     grad_dtype: GradDtype = "param"
     """Dtype in which gradients are accumulated and summed: the param's own (of an fp8 param, its
     `grad_dtype`), or fp32."""
@@ -105,7 +100,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         choices = {
             "divide": Divide, "divide_by": DivideBy, "sync": Sync,
-            "grad_dtype": GradDtype, "state_over": StateOver, "sum_by": SumBy,
+            "grad_dtype": GradDtype, "sum_by": SumBy,
         }  # fmt: skip
         for name, literal in choices.items():
             value = getattr(self, name)
@@ -141,11 +136,6 @@ class ZeroConfig:
                 "expected sum_by='reduce-scatter' with stage=0, which shards nothing and sums to "
                 "all ranks by itself, got 'all-reduce'. Try leaving it out, or 'first-rank'."
             )
-        if self.sum_by != "reduce-scatter" and self.state_over == "all":
-            raise UsageError(
-                "expected sum_by='reduce-scatter' with state_over='all', where sums go on across "
-                f"blocks from a shard, got {self.sum_by!r}. Try leaving either out."
-            )
         self._check_count_is_known()
 
     @property
@@ -156,14 +146,14 @@ class ZeroConfig:
     @property
     def sharding(self) -> Sharding:
         """What each rank keeps a part of."""
-        return replace(sharding_of(self.stage), across=self.state_over == "all")
+        return sharding_of(self.stage)
 
     def _check_unused(self) -> None:
         """Refuse settings of what this stage does not do."""
         sharding, stage = self.sharding, self.stage
         unused: dict[str, object] = {}
         if not sharding.state:
-            unused |= {"redundancy": 1, "state_over": "block", "partition": "padded"}
+            unused |= {"redundancy": 1, "partition": "padded"}
             unused |= {"overlap_params": False}
         if sharding.params or not sharding.state:
             unused |= {"reduce_buffer_elems": None, "gather_chunk_elems": None}

@@ -210,12 +210,11 @@ class DistributedDataParallel:
         first rank of the kind's group; with redundancy, every rank of its first block.
         """
         replicas = self.groups_of(kind).replica_group
-        return self.config.sharding.across or replicas is None or replicas.rank() == 0
+        return replicas is None or replicas.rank() == 0
 
     def owners_of(self, kind: str) -> dist.ProcessGroup | None:
         """Return the ranks that own a shard of a kind each; None where each of them owns all."""
-        groups = self.groups_of(kind)
-        return groups.group if self.config.sharding.across else groups.shard_group
+        return self.groups_of(kind).shard_group
 
     def add_rows(self, rows: int) -> None:
         """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
@@ -364,8 +363,6 @@ class DistributedDataParallel:
         """Do the same, and come back when all is there, whatever is overlapped."""
         if self._on_use is not None:
             self._on_use.free_all()
-            for buffer in self.buffers:
-                buffer.spread_params()
             if self.config.gather_after_step:
                 for unit in (unit for buffer in self.buffers for unit in buffer.units):
                     unit.gather()

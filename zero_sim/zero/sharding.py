@@ -23,10 +23,6 @@ class Sharding:
     """Gradients: whole ones live only from a unit's first gradient until it is reduced."""
     params: bool
     """Working params: whole ones live only while a forward or backward uses their unit."""
-    across: bool = False
-    """With several shard groups, which else hold copies of the state: whether each shard of it, and
-    of the sum of the gradients, is cut once more over the ranks that hold it. Params are not: those
-    ranks tell each other theirs after the step."""
 
 
 _TABLE: dict[Stage, Sharding] = {

@@ -117,8 +117,7 @@ class Unit:
     """As errors name it: `bucket 2 of dense/bf16`."""
     plan: BucketPlan
     shard: int
-    """Index of the shard that this rank owns: of all ranks that hold one, those of `group` first,
-    and within a place in it those of `replica_group`, where they share it."""
+    """Index of the shard that this rank owns, its rank in `group`."""
     grad_storage: Storage
     frees_grads: bool
     """Whether whole gradients leave once they are reduced, and into `grad_total`."""
@@ -127,11 +126,12 @@ class Unit:
     """None where nothing is sharded: params stay where the module has them."""
     frees_params: bool
     """Whether whole params leave once nobody uses them."""
-    block_params: Tensor | None  # 1D, the params of `block_span`
+    param_shard: Tensor | None  # 1D; None where nothing is sharded
+    """This rank's shard of the params, which it alone writes."""
     group: dist.ProcessGroup | None
-    """The ranks that hold a part of the params each; None where each rank holds all."""
+    """The ranks that hold a shard each; None where each rank holds all."""
     replica_group: dist.ProcessGroup | None
-    """The ranks that hold the same part; None where nobody else does."""
+    """The ranks that hold the same shard; None where nobody else does."""
     reshard_group: dist.ProcessGroup | None = None
     """The part of `group` that keeps whole params from a forward to its backward, where one does.
     """
@@ -147,30 +147,15 @@ class Unit:
     _reducing: dist.Work | None = None
     _chained: bool = True
     _gathering: dist.Work | None = None
-    _spreading: dist.Work | None = None
     _has_sum: bool = False
     own_span: Span = field(init=False)
     """This rank's shard, from the start of the unit."""
-    block_span: Span = field(init=False)
-    """This rank's part among `group`: its shard, or those of all of `replica_group`."""
-    _block_sizes: tuple[int, ...] = field(init=False)
-    """Elements of each shard in it: one, or as many as `replica_group` has ranks."""
-    _place_sizes: tuple[int, ...] = field(init=False)
-    """Elements of the parts of each rank of `group`."""
     _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
     resharded: Tensor | None = field(init=False, default=None)
     """1D, this rank's part of the whole params among `reshard_group`, while that keeps them."""
 
     def __post_init__(self) -> None:
         self.own_span = self.plan.shard_span(self.shard).shift(-self.plan.span.start)
-        places = 1 if self.group is None else dist.get_world_size(self.group)
-        sizes, count = self.plan.shard_sizes, self.plan.shard_count // places
-        parts = [sizes[first : first + count] for first in range(0, len(sizes), count)]
-        place = self.shard // count
-        self._block_sizes = parts[place]
-        self._place_sizes = tuple(map(sum, parts))
-        start = sum(self._place_sizes[:place])
-        self.block_span = Span(start, start + self._place_sizes[place])
         if not self.frees_grads:
             self._kept_shard = _view(self.grads, self.own_span)
 
@@ -191,18 +176,6 @@ class Unit:
     def params(self) -> Tensor | None:
         """The whole params, 1D, with padding; None where nothing is sharded, or not in memory."""
         return None if self.param_storage is None else self.param_storage.whole
-
-    @property
-    def param_shard(self) -> Tensor | None:
-        """This rank's shard of the params, 1D, which it alone writes; None as `block_params`."""
-        if self.block_params is None:
-            return None
-        return _view(self.block_params, self.own_span.shift(-self.block_span.start))
-
-    @property
-    def part_count(self) -> int:
-        """How many ranks own a part of `block_span` each."""
-        return len(self._block_sizes)
 
     @property
     def gathering(self) -> bool:
@@ -299,23 +272,6 @@ class Unit:
 
     # The life of params.
 
-    def start_spread(self) -> None:
-        """Issue what brings this rank's part of the params together, where several own it."""
-        if self.part_count > 1 and self._has_replica_sum:
-            self._spreading = self._collect(
-                self.block_params,
-                self.param_shard,
-                sizes=self._block_sizes,
-                group=self.replica_group,
-                async_op=True,
-            )
-
-    def finish_spread(self) -> None:
-        """Wait for it."""
-        if self._spreading is not None:
-            self._spreading.wait()
-            self._spreading = None
-
     def gather(self) -> None:
         """Fill the params with what this rank's group has of them."""
         self.finish_gather()
@@ -333,13 +289,9 @@ class Unit:
         """Return the whole from each owner's shard, 1D; a collective where several own parts."""
         if self.plan.partition.owner is not None or self.plan.shard_count == 1:
             return shard
-        within = (self.plan.span.numel, self._place_sizes, self.group)
-        across = (self.block_span.numel, self._block_sizes, self.replica_group)
-        is_shared = self.part_count > 1 and self.block_span.numel > 0
-        for elems, sizes, group in (across, within) if is_shared else (within,):
-            part, shard = shard, shard.new_empty(elems)
-            self._collect(shard, part, sizes=sizes, group=group, async_op=False)
-        return shard
+        whole = shard.new_empty(self.plan.span.numel)
+        self._collect(whole, shard, sizes=self.plan.shard_sizes, group=self.group, async_op=False)
+        return whole
 
     def finish_gather(self) -> None:
         """Wait until the params are what their owners wrote."""
@@ -380,7 +332,7 @@ class Unit:
     @property
     def _has_replica_sum(self) -> bool:
         # With uneven shards this part can be empty; then it is on all its replicas.
-        return self.replica_group is not None and self.block_span.numel > 0
+        return self.replica_group is not None and self.own_span.numel > 0
 
     def _wait_reduce(self) -> None:
         if self._reducing is not None:
@@ -413,29 +365,17 @@ class Unit:
             return None
         if self.sum_all is not None:
             return self.sum_all(self.grads, group=self.group, async_op=async_op)
-        part = _view(self.grads, self.block_span)
-        return self._scatter(
-            part, self.grads, sizes=self._place_sizes, group=self.group, async_op=async_op
-        )
+        return self._scatter(self.grad_shard, self.grads, group=self.group, async_op=async_op)
 
     def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
         if not self._has_replica_sum:
             return None
-        group, part = self.replica_group, _view(self.grads, self.block_span)
-        assert group is not None
-        if self.part_count == 1:
-            add = (self.sum_all if self.group is None else None) or all_reduce_sum
-            return add(part, group=group, async_op=async_op)
-        return self._scatter(
-            self.grad_shard, part, sizes=self._block_sizes, group=group, async_op=async_op
-        )
+        assert self.replica_group is not None
+        add = (self.sum_all if self.group is None else None) or all_reduce_sum
+        return add(self.grad_shard, group=self.replica_group, async_op=async_op)
 
     def _gather_shards(self, *, async_op: bool) -> dist.Work | None:
         assert self.param_storage is not None
-        if not self.frees_params:
-            # Each gather follows a step here; of params that come and go only the first does.
-            self.start_spread()
-            self.finish_spread()
         whole = self.param_storage.acquire()
         if self.gather_chunk_elems is not None:
             self._gather_chunks(whole, chunk_elems=self.gather_chunk_elems)
@@ -449,19 +389,24 @@ class Unit:
                 async_op=async_op,
             )
         return self._collect(
-            whole, self.block_params, sizes=self._place_sizes, group=self.group, async_op=async_op
+            whole,
+            self.param_shard,
+            sizes=self.plan.shard_sizes,
+            group=self.group,
+            async_op=async_op,
         )
 
     def _gather_chunks(self, whole: Tensor, *, chunk_elems: int) -> None:
         """Gather a stretch of every rank's part at a time, in memory as long as a chunk."""
-        assert self.block_params is not None
+        assert self.param_shard is not None
         assert self.group is not None
-        sizes, starts = self._place_sizes, [*accumulate(self._place_sizes, initial=0)]
+        sizes = self.plan.shard_sizes
+        starts = [*accumulate(sizes, initial=0)]
         own = dist.get_rank(self.group)
         stretch = max(1, chunk_elems // len(sizes))
         for first in range(0, max(sizes), stretch):
             parts = tuple(max(0, min(stretch, size - first)) for size in sizes)
-            mine = self.block_params.narrow(0, min(first, sizes[own]), parts[own])
+            mine = self.param_shard.narrow(0, min(first, sizes[own]), parts[own])
             chunk = whole.new_empty(sum(parts))
             self._collect(chunk, mine, sizes=parts, group=self.group, async_op=False)
             for start, part, got in zip(starts, parts, chunk.split(parts), strict=False):
@@ -471,9 +416,10 @@ class Unit:
     def _reshard_sizes(self) -> tuple[int, ...]:
         """Elements of the parts that each rank of `reshard_group` keeps of the whole."""
         assert self.reshard_group is not None
-        count = len(self._place_sizes) // dist.get_world_size(self.reshard_group)
-        firsts = range(0, len(self._place_sizes), count)
-        return tuple(sum(self._place_sizes[first : first + count]) for first in firsts)
+        shard_sizes = self.plan.shard_sizes
+        count = len(shard_sizes) // dist.get_world_size(self.reshard_group)
+        firsts = range(0, len(shard_sizes), count)
+        return tuple(sum(shard_sizes[first : first + count]) for first in firsts)
 
     def _part_to_keep(self, group: dist.ProcessGroup) -> Tensor:
         sizes, rank, whole = self._reshard_sizes, dist.get_rank(group), self.params
@@ -485,11 +431,11 @@ class Unit:
         part: Tensor,
         whole: Tensor,
         *,
-        sizes: tuple[int, ...],
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
         """Sum over a group and leave in `part` what is this rank's of `whole`."""
+        sizes = self.plan.shard_sizes
         call = partial(reduce_scatter_sum, part, whole, group=group)
         if self.plan.partition.owner is not None:
             call = partial(reduce_to_owner_sum, whole, owner=_index_of(sizes), group=group)
