@@ -80,7 +80,6 @@ def test_one_model_on_every_stage(pool, scenario, data):
     shared_by = ranks // scenario.topology.ep
     copies = data.draw(st.sampled_from(divisors(shared_by)))
     system = replace(scenario.system, overlap_params=None, partition="padded", redundancy=1)
-    system = replace(system, reshard_ranks=None)
     system = replace(system, sum_by="reduce-scatter", gather_after_step=False)
     # Stage 3 frees the params of a block that is to be run again.
     system = replace(system, checkpoints="none", offload_checkpoints=False)
@@ -99,10 +98,6 @@ def test_one_model_on_every_stage(pool, scenario, data):
         replace(plain, stage=3, redundancy=copies, reshard_after_forward=False),
     ]
     family += _through_buffers(plain, data)
-    few = divisors(shared_by // copies)[1:-1]
-    if few:
-        keeping = data.draw(st.sampled_from(few))
-        family.append(replace(plain, stage=3, redundancy=copies, reshard_ranks=keeping))
     world = replace(scenario.world, order=order)
     for member in family:
         own = replace(world, order="linear") if member.sum_by == "first-rank" else world

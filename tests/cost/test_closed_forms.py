@@ -1,17 +1,14 @@
 """Golden values, each computed anew from its own closed form; none by the code that is tested."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from zero_sim.cost.counted import Model, counted_model
+from zero_sim.cost.counted import counted_model
 from zero_sim.cost.footprint import footprint_of, single_device
 from zero_sim.cost.network import Network
 from zero_sim.cost.rows import alone, choices, curve, memory_row
 from zero_sim.cost.traffic import traffic_of
-from zero_sim.errors import UsageError
-from zero_sim.scenario.spec import SystemSpec
 
 B = 10**9
 MLP_4096 = 10 * (4096 * 16384 + 16384 + 16384 * 4096 + 4096)
@@ -234,18 +231,3 @@ def test_a_device_alone_without_masters():
     model = counted_model(10, dtype="fp32")
     held = single_device(model.sizes, scenario=model.scenario, keeps_grads=True, has_masters=False)
     assert held == {"params": 40, "gradients": 40, "masters": 0, "exp_avg": 40, "exp_avg_sq": 40}
-
-
-def test_params_kept_by_few_are_kept_by_equal_parts_of_any_number_of_ranks():
-    kept = Model(
-        sizes=counted_model(1000, dtype="bf16").sizes,
-        scenario=replace(
-            counted_model(1000, dtype="bf16", ranks=8).scenario,
-            system=SystemSpec(stage=3, reshard_ranks=4),
-        ),
-    )
-    assert kept.with_choice(ranks=12).scenario.system.reshard_ranks == 4
-    assert kept.with_choice(ranks=6, stage=2).scenario.system.reshard_ranks is None
-    with pytest.raises(UsageError, match="less than these, got 4 of 6 ranks with redundancy 1"):
-        kept.with_choice(ranks=6)
-    assert [each.scenario.world.size for each in curve(kept)][:2] == [8, 16]

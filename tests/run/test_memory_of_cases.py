@@ -20,7 +20,6 @@ WAYS = [
     {"stage": 2, "bucket_elems": 30},
     {"stage": 2, "reduce_buffer_elems": 30, "sync": "every"},
     {"stage": 3, "bucket_elems": 30},
-    {"stage": 3, "bucket_elems": 30, "reshard_ranks": 2},
 ]
 
 

@@ -67,22 +67,6 @@ def test_what_it_leaves_as_it_was_is_refused_at_what_it_changes(suggestion):
     assert problem.suggestion.startswith(suggestion)
 
 
-def test_experts_dealt_out_anew_are_refused_where_ranks_keep_params_until_backward():
-    """The ranks that keep them would be more than hold one expert."""
-    (problem,) = check_scenario(
-        Scenario(
-            schema=1,
-            model=ModelSpec(name="moe", hidden=2),
-            world=WorldSpec(size=8),
-            system=SystemSpec(stage=3, reshard_ranks=4),
-            run=RunSpec(steps=2),
-            reload=ReloadSpec(step=1, ep=2),
-        )
-    )
-    assert problem.path == "reload.ep"
-    assert "expected a divisor of the ranks that shard params together" in problem.message
-
-
 def test_experts_dealt_out_after_it_are_not_what_one_device_has():
     (problem,) = check_scenario(
         case(

@@ -55,7 +55,7 @@ SET = {
     "blocks, every": case(
         {"all_reduce_last": "true"}, system={"redundancy": 3, "sync": "every"}, **BLOCKS
     ),
-    "kept by few": case(system={"reshard_ranks": 3}, **BLOCKS),
+    "kept by few": case({"reshard_ranks": "3"}, **BLOCKS),
 }
 
 
@@ -103,6 +103,10 @@ REFUSED = {
     "adds fp32 gradients, not rounded to bf16": case({"reduce_dtype": "bf16"}),
     "divides twice": case({"force_sum": "true", "divide_factor": "2.0"}, world=WorldSpec(size=1)),
     "which backward needs": case({"unshard_in_backward": "false"}),
+    "expected reshard_ranks to divide the 6 ranks": case({"reshard_ranks": "4"}, **BLOCKS),
+    "that every rank keeps after forward": case(
+        {"reshard_ranks": "3"}, system={"reshard_after_forward": False}, **BLOCKS
+    ),
     "no copies": case({"all_reduce_last": "true"}),
     "expected one of bf16, fp16, fp32, param, got 'half'": case({"reduce_dtype": "half"}),
     "larger than what fp16 can be": replace(

@@ -24,7 +24,7 @@ WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
 NORM_ELEMS = 3
 """What ranks tell each other for the norm: sum of squares, zeros, overflows."""
 
-Among = Literal["group", "block", "few", "across", "parts"]
+Among = Literal["group", "block", "across", "parts"]
 """Who meets: all ranks that train a kind of params; those that shard it; of these the few that keep
 params between a forward and its backward; those at one place of all blocks; those at one place of
 all parts of the model."""
@@ -181,12 +181,9 @@ def _calls_of_bucket(
         add(form.sum_call, "block", grads, sums)
         add(form.sent_back_call, "block", grads, sums)
     add(form.copies_call, "across", grads, sums)
-    gathers, again = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
-    if form.regather_call is None:
-        gathers, again = gathers + again, 0
+    gathers = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     for call in form.gather_calls:
         add(call, "block", params, gathers)
-    add(form.regather_call, "few", params, again)
     wholes = 0 if skipped or not form.is_cut else WHOLES.get(scenario.optimizer.name, 0)
     add(form.whole_call, "block", ("float32", 4), wholes)
     return calls
@@ -216,30 +213,26 @@ def ranks_among(kind: str, *, scenario: Scenario, rank: int, group_size: int) ->
     holders = range(rank % ways, scenario.world.size, ways)
     place = rank // ways
     first = place - place % group_size
-    few = scenario.system.reshard_ranks or 1
-    first_of_few = place - place % few
     return {
         "group": holders,
         "block": holders[first : first + group_size],
-        "few": holders[first_of_few : first_of_few + few],
         "across": holders[place % group_size :: group_size],
         "parts": range(scenario.topology.tp * scenario.topology.pp),
     }
 
 
-def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> tuple[int, int]:
-    """How often a bucket's params are gathered in a step, among all ranks of a block and again.
+def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> int:
+    """How often a bucket's params are gathered in a step.
 
     Stages 1 and 2: once, after the update. Stage 3: in every micro-batch before forward, and again
-    before backward, among those that kept them since, unless each rank kept all; the bucket that a
-    forward needs last always is.
+    before backward, unless each rank kept all; the bucket that a forward needs last always is.
     """
     system = scenario.system
     if system.stage < 3:
-        return (0 if skipped else 1), 0
+        return 0 if skipped else 1
     kept = is_last or not system.reshard_after_forward
     after_step = system.gather_after_step and not skipped
-    return scenario.run.micro_batches + after_step, 0 if kept else scenario.run.micro_batches
+    return scenario.run.micro_batches * (1 if kept else 2) + after_step
 
 
 def _of_few_numbers(

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 
 from zero_sim.cost.forms import ParamSize
 from zero_sim.errors import UsageError
-from zero_sim.scenario.conditions import keep_evenly
 from zero_sim.scenario.reload import without_sharded_params
 from zero_sim.scenario.spec import (
     DtypeName,
@@ -104,7 +103,6 @@ class Model:
         ep = scenario.topology.ep
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=ep)
         built = without_sharded_params(built)
-        _check_keeping(built, ranks=size, ep=ep)
         if built.stage < 2 or built.reduce_buffer_elems is not None:
             built = replace(built, arena=False)
         if built.stage == 3:
@@ -142,17 +140,6 @@ def check_ranks(ranks: int, *, redundancy: int, stage: int, ep: int = 1) -> None
             f"expected redundancy 1 with stage 0, which shards nothing, got {redundancy}. "
             "Try --stage 1."
         )
-
-
-def _check_keeping(system: SystemSpec, *, ranks: int, ep: int) -> None:
-    keeping = system.reshard_ranks
-    if keeping is None or keep_evenly(keeping, ranks=ranks, redundancy=system.redundancy, ep=ep):
-        return
-    of = f"{ranks} ranks with redundancy {system.redundancy}" + (f" and ep {ep}" if ep > 1 else "")
-    raise UsageError(
-        "expected system.reshard_ranks to divide the ranks that shard params together, and to be "
-        f"less than these, got {keeping} of {of}. Try other ranks, or leave it out of the scenario."
-    )
 
 
 def _check_reduce_buffers(system: SystemSpec) -> None:

@@ -125,9 +125,8 @@ def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> 
     whole = [form.elems * form.param_bytes for form in forms]
     if not scenario.system.reshard_after_forward:
         return sum(whole)
-    kept = _kept_until_backward(forms)
     at_each = (
-        sum(kept[:index]) + sum(whole[each] for each in _whole_at(index, forms, scenario))
+        sum(whole[each] for each in _whole_at(index, forms, scenario))
         for index in range(len(forms))
     )
     return max(at_each, default=0)
@@ -172,13 +171,12 @@ def _in_backward(
         return {"gathered": 0, "whole_gradients": 0}
     accumulates = keeps_grads(scenario)
     in_flight = 1 if overlaps_grads(system) else 0
-    kept = _kept_until_backward(forms)
     best = {"gathered": 0, "whole_gradients": 0}
     back = forms[::-1]
     for index in range(len(forms)):
         # Backward begins with all params that forward kept, and drops each once it is past.
         gathered = sum(params[: index + 1] if not system.reshard_after_forward else ())
-        gathered = gathered or sum(kept[: index + 1]) + sum(
+        gathered = gathered or sum(
             back[each].elems * back[each].param_bytes
             for each in _whole_at(len(forms) - 1 - index, back, scenario, backward=True)
         )
@@ -213,11 +211,6 @@ def _in_reduce_buffers(forms: Sequence[GradForm], scenario: Scenario) -> int:
             most = max(most, fixed + in_flight + size)
         in_flight = size if overlaps_grads(system) else 0
     return most
-
-
-def _kept_until_backward(forms: Sequence[BucketForm]) -> list[int]:
-    """By bucket what this rank keeps for few; the last one is whole until its backward."""
-    return [0 if form.is_last else (form.kept_elems or 0) * form.param_bytes for form in forms]
 
 
 def _prefetch(scenario: Scenario) -> int:

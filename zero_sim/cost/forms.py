@@ -119,10 +119,6 @@ class BucketForm:
     """The most that any of the ranks that shard it has in its place."""
     chunk_elems: int | None = None
     """Of what each rank has in its place, how much is gathered at a time; None for all."""
-    keeping_ranks: int = 1
-    """How many ranks keep the params between a forward and its backward."""
-    kept_elems: int | None = None
-    """What this rank then keeps of them; None where it keeps its part among all, or all."""
 
     @property
     def names_with_elems(self) -> tuple[str, ...]:
@@ -171,13 +167,6 @@ class BucketForm:
     def whole_call(self) -> Call:
         """The call that makes the whole of some other number an element, all at once."""
         return self._gathered(self.group_size, self.shard_elems)
-
-    @property
-    def regather_call(self) -> Call | None:
-        """The call that does so in backward, among few that kept it since; None without such."""
-        if self.kept_elems is None:
-            return None
-        return self._gathered(self.keeping_ranks, self.kept_elems)
 
     def _gathered(self, ranks: int, elems: int) -> Call:
         if self.has_one_owner:
@@ -311,11 +300,6 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
     # As it lies in the buffer; the names are told in registration order.
     placed = list(zip(bucket, accumulate((s.elems for s in bucket), initial=0), strict=False))
     members = _in_order(bucket, scenario=scenario)
-    keeping, kept_elems = system.reshard_ranks, None
-    if keeping is not None:
-        # Of the ranks of its block, neighbours share what a whole block has in that many parts.
-        part, wide = place % group_size % keeping, shards // keeping
-        kept_elems = start((part + 1) * wide) - start(part * wide)
     return BucketForm(
         names=tuple(size.name for size in members),
         kind=bucket[0].kind,
@@ -338,8 +322,6 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         chunk_elems=None
         if system.gather_chunk_elems is None
         else max(1, system.gather_chunk_elems // group_size),
-        keeping_ranks=keeping or 1,
-        kept_elems=kept_elems,
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
         param_dtype=_named(bucket[0].dtype),
         grad_dtype="float32" if system.grad_dtype == "fp32" else _named(grad_dtype),

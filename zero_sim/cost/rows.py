@@ -11,7 +11,6 @@ from zero_sim.cost.counted import Model, Stage
 from zero_sim.cost.footprint import Footprint, footprint_of, single_device
 from zero_sim.cost.network import Network
 from zero_sim.cost.traffic import Flow, Traffic, traffic_of
-from zero_sim.scenario.conditions import keep_evenly
 
 CURVE_RANKS = tuple(2**power for power in range(15))
 """1 to 16,384 ranks."""
@@ -172,10 +171,8 @@ def curve(
 ) -> Iterator[Model]:
     """A model on 1 to 16,384 ranks, where it can be trained on so many, in each way asked for."""
     ep, system = model.scenario.topology.ep, model.scenario.system
-    keeping = system.reshard_ranks or 1
     for stage in stages or (system.stage,):
         for redundancy in (redundancies or (system.redundancy,)) if stage else (1,):
             for ranks in CURVE_RANKS:
-                keeps = stage < 3 or keep_evenly(keeping, ranks=ranks, redundancy=redundancy, ep=ep)
-                if ranks % ep == 0 and ranks // ep % redundancy == 0 and keeps:
+                if ranks % ep == 0 and ranks // ep % redundancy == 0:
                     yield model.with_choice(ranks=ranks, stage=stage, redundancy=redundancy)

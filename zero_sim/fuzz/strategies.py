@@ -440,7 +440,6 @@ def _faulty_case(choices: Choices, *, ranks_max: int, steps_max: int) -> Scenari
         sync="last",
         prefetch=None,
         reshard_after_forward=True,
-        reshard_ranks=None,
         sum_by="reduce-scatter",
         gather_after_step=False,
         arena=False,

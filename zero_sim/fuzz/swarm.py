@@ -41,7 +41,6 @@ _PATHS = {
     "momentum": "optimizer.momentum",
     "nesterov": "optimizer.nesterov",
     "kept after forward": "system.reshard_after_forward",
-    "kept by few": "system.reshard_ranks",
     "not contiguous": "system.contiguous_grads",
     "offloaded": "system.offload_state",
     "offloaded checkpoints": "system.offload_checkpoints",

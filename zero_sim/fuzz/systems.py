@@ -127,9 +127,7 @@ def drawn_system(
         partition = "uneven"
     bucket_elems = bucket_size(choices, sizes) if swarm.on("buckets") else None
     redundancy = _copies(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
-    few = divisors(ranks // redundancy)[1:-1]
     in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
-    keeps_all = swarm.on("kept after forward", fits=stage == 3)
     return SystemSpec(
         stage=stage,
         redundancy=redundancy,
@@ -152,10 +150,7 @@ def drawn_system(
         gather_after_step=swarm.on("gathered after step", fits=stage == 3),
         **_through_buffers(choices, sizes, stage, buffered=buffered, chunks=in_chunks, swarm=swarm),
         prefetch=choices.among(_PREFETCHES) if swarm.on("prefetch", fits=stage == 3) else None,
-        reshard_after_forward=not keeps_all,
-        reshard_ranks=choices.among(few)
-        if swarm.on("kept by few", fits=bool(stage == 3 and few and not keeps_all), often=True)
-        else None,
+        reshard_after_forward=not swarm.on("kept after forward", fits=stage == 3),
         sync=sync,
         divide=divide,
         divide_by=choices.among(counts) if swarm.on("divide by", often=ranks == 1) else "ranks",
@@ -242,10 +237,6 @@ def drawn_reload(
     has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
     redundancy = choices.among(divisors(ranks // ep)) if has_copies else 1
-    few = system.reshard_ranks
-    sharing = ranks // ep // redundancy
-    if stage is None and few is not None and (sharing % few or sharing == few):
-        stage = 2  # Of those that share the params after it the few are no equal parts.
     buckets = bucket_size(choices, sizes) if swarm.on("other buckets") else None
     partition: PartitionName | None = None
     if padded and system.stage > 0 and swarm.on("other partition"):

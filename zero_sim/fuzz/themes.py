@@ -41,7 +41,6 @@ _OVERLAPPED = {"buckets", "overlap params", "timing", "any order"}
 _AT_FIRST_RANK = {"summed to all", "16-bit params", "divide", "accumulation"}
 _REDUCED_IN_BUFFERS = {"reduce buffers", "accumulation", "fp32 grads", "16-bit params", "buckets"}
 _STAGE_3 = {"stage 2 or 3", "accumulation", "buckets", "prefetch", "timing"}
-_KEPT_BY_FEW = {"stage 2 or 3", "kept by few", "buckets", "prefetch", "accumulation"}
 _OTHER_EXPERTS = {*_STAGE_3, "groups", "buffers by group", "summed to all"} - {"accumulation"}
 _COPIED = {"copies", "uneven", "buckets"}
 _COPIES_SUMMED_AT_FIRST = {"copies", "uneven", "buckets", "summed to all"}
@@ -55,12 +54,6 @@ _ABOUT = (
     Theme(frozenset(_AT_FIRST_RANK), ranks=(3, 3, 4)),
     Theme(frozenset(_REDUCED_IN_BUFFERS), stages=(2,)),
     Theme(frozenset(_STAGE_3), ranks=(2, 2, 3), stages=(3,)),
-    Theme(
-        frozenset(_KEPT_BY_FEW),
-        without=frozenset({"copies", "kept after forward"}),
-        ranks=(4,),
-        stages=(3,),
-    ),
     Theme(frozenset(_COPIED), ranks=(2, 4)),
     Theme(frozenset(_COPIES_SUMMED_AT_FIRST), ranks=(4,)),
     Theme(frozenset(_WHOLE_PARAMS), optimizers=WHOLE_PARAM_OPTIMIZERS, ranks=(2, 2, 4)),

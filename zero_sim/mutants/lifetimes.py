@@ -303,13 +303,12 @@ def experts_dealt_in_blocks(patch: Patches) -> None:
     """Consecutive ranks are taken to hold the same experts, where every ep-th does."""
 
     @patch(own, "build_expert_groups")
-    def wrong(right, group, *, expert_parallel, redundancy, reshard):
+    def wrong(right, group, *, expert_parallel, redundancy):
         ranks = dist.get_process_group_ranks(group)
         size, rank = size_and_rank(group)
         count = size // expert_parallel
-        if redundancy > 1 or expert_parallel == size or not isinstance(reshard, bool):
-            rest = {"redundancy": redundancy, "reshard": reshard}
-            return right(group, expert_parallel=expert_parallel, **rest)
+        if redundancy > 1 or expert_parallel == size:
+            return right(group, expert_parallel=expert_parallel, redundancy=redundancy)
         blocks = [ranks[start : start + count] for start in range(0, size, count)]
         is_part = size < dist.get_world_size()
         made = [dist.new_group(each, use_local_synchronization=is_part) for each in blocks]

@@ -1,9 +1,8 @@
-"""Faults of partitions by rows and by owners, and of params that few ranks keep until backward."""
+"""Faults of partitions by rows and by owners, and of sums to all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,7 +12,6 @@ from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero import unit as units
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.schedule import OnUse
 from zero_sim.zero.unit import ParamState, Unit
 
 
@@ -116,52 +114,3 @@ def stays_whole_after_the_step(patch: Patches) -> None:
     def wrong(right, self):
         if not (freeing and freeing[-1] and self.param_state is ParamState.WHOLE):
             right(self)
-
-
-@mutant("Q07", "ALIAS", "Z3", seen_in="class ALIAS")
-def kept_past_the_step(patch: Patches) -> None:
-    """What few ranks keep for backward is not forgotten: the next forward gathers old params."""
-
-    @patch(Unit, "drop_resharded")
-    def wrong(right, self):
-        return None
-
-    @patch(Unit, "free_params")
-    def wrong_free(right, self):
-        kept: Any = self.resharded
-        right(self)
-        self.resharded = kept
-
-
-@mutant("Q08", "GROUP", "Z3", seen_in="class GROUP")
-def keeps_the_part_of_another(patch: Patches) -> None:
-    """Of the whole params each of the few ranks keeps the part of its neighbour."""
-
-    @patch(Unit, "_part_to_keep")
-    def wrong(right, self, group):
-        part = right(self, group)
-        sizes, whole = self._reshard_sizes, self.params
-        other = (dist.get_rank(group) + 1) % len(sizes)
-        if sizes[other] != part.numel():
-            return part
-        return whole.narrow(0, sum(sizes[:other]), sizes[other]).clone()
-
-
-@mutant("Q09", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume")
-def few_keep_nothing(patch: Patches) -> None:
-    """Backward gathers among all ranks though few have everything."""
-
-    @patch(Unit, "reshard_params")
-    def wrong(right, self):
-        self.free_params()
-
-
-@mutant("Q10", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume")
-def prefetched_among_all(patch: Patches) -> None:
-    """What backward gathers ahead comes from all ranks, what it needs at once from few."""
-
-    @patch(OnUse, "_gather")
-    def wrong(right, self, needed, *, ahead):
-        for unit in ahead:
-            unit.drop_resharded()
-        right(self, needed, ahead=ahead)

@@ -26,9 +26,9 @@ def experts_sharded_over_all(patch: Patches) -> None:
     """Experts are sharded over all ranks, though each rank holds only some of them."""
 
     @patch(own, "build_expert_groups")
-    def wrong(right, group, *, redundancy, reshard, **others):
-        if redundancy > 1 or not isinstance(reshard, bool):
-            return right(group, redundancy=redundancy, reshard=reshard, **others)
+    def wrong(right, group, *, redundancy, **others):
+        if redundancy > 1:
+            return right(group, redundancy=redundancy, **others)
         return KindGroups(group=group, shard_group=group)
 
 

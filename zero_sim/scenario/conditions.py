@@ -77,33 +77,6 @@ def _reload_splits(scenario: Scenario) -> bool:
     return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
 
 
-def _reshard_fits(scenario: Scenario) -> bool:
-    """Whether the ranks that keep params until backward are equal parts of all that shard them."""
-    keeping = scenario.system.reshard_ranks
-    # What is out of range by itself is another's problem.
-    return keeping is None or keep_evenly(
-        keeping,
-        ranks=_dp_cp_size(scenario),
-        redundancy=max(scenario.system.redundancy, 1),
-        ep=max(scenario.topology.ep, 1),
-    )
-
-
-def keep_evenly(keeping: int, *, ranks: int, redundancy: int, ep: int) -> bool:
-    """Whether so many ranks that keep params until backward are equal parts of all that shard them.
-
-    Args:
-        keeping: How many there are to be; of less than 2 nothing is said.
-        ranks: Of a dp-cp group.
-        redundancy: Copies of what they shard.
-        ep: In how many ways experts are dealt out.
-    """
-    shards = ranks // redundancy
-    return keeping < 2 or all(
-        keeping < count and count % keeping == 0 for count in (shards, shards // ep)
-    )
-
-
 def _somebody_trains(scenario: Scenario) -> bool:
     """Whether in every micro-batch of every step some rank has data."""
     run = scenario.run
@@ -446,24 +419,6 @@ CONDITIONS = (
         broken=lambda s: s.system.gather_after_step and s.system.stage != 3,
         message="only stage 3 gathers nothing after a step otherwise, got {got}.",
         suggestion="Leave it out, or write stage = 3.",
-    ),
-    Condition(
-        reads=("system.reshard_ranks", "system.stage", "system.reshard_after_forward"),
-        broken=lambda s: (
-            s.system.reshard_ranks is not None
-            and (s.system.stage != 3 or not s.system.reshard_after_forward)
-        ),
-        message="only stage 3 with reshard_after_forward has ranks that keep less than all between "
-        "a forward and its backward, got {got}.",
-        suggestion="Leave it out, or write stage = 3.",
-    ),
-    Condition(
-        reads=("system.reshard_ranks", "world.size", "topology", "system.redundancy", "model.name"),
-        broken=lambda s: not _reshard_fits(s),
-        message="expected a divisor of the ranks that shard params together, less than them, "
-        "got {got}.",
-        suggestion="Leave it out.",
-        holds_after=True,
     ),
     Condition(
         reads=("system.gather_chunk_elems", "system.stage"),

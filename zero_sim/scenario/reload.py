@@ -71,7 +71,6 @@ def without_sharded_params(system: SystemSpec) -> SystemSpec:
         system,
         prefetch=None,
         reshard_after_forward=True,
-        reshard_ranks=None,
         gather_after_step=False,
     )
 

@@ -83,7 +83,6 @@ BOUNDS = (
     Bound(path="system.reduce_buffer_elems", least=1, most=PARAM_ELEMS_MAX),
     Bound(path="system.step_buffer_elems", least=1, most=PARAM_ELEMS_MAX),
     Bound(path="system.gather_chunk_elems", least=1, most=PARAM_ELEMS_MAX),
-    Bound(path="system.reshard_ranks", least=2, most=WORLD_SIZE_MAX),
     Bound(path="system.prefetch", least=0, most=PARAM_ELEMS_MAX),
     Bound(path="system.align_elems", least=1, most=2**16),
     Bound(path="system.align_bytes", least=1, most=2**16),

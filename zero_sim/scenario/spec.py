@@ -322,9 +322,6 @@ class SystemSpec:
     absent for 1."""
     reshard_after_forward: bool = True
     """With stage 3: whether params are freed between a forward and its backward."""
-    reshard_ranks: int | None = None
-    """With stage 3: how many neighbouring ranks keep them until then, a part on each, so that
-    backward gathers among these; absent for all that shard them."""
     grad_dtype: Literal["param", "fp32"] = "param"
     """Dtype of the gradient buffer, in which micro-batches are accumulated and ranks are summed."""
     bucket_elems: int | None = None

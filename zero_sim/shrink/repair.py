@@ -89,19 +89,8 @@ def _repair_world(scenario: Scenario) -> Scenario:
         tied=topology.tied if topology.pp > 1 else (),
     )
     redundancy = largest_divisor(ranks // topology.ep, system.redundancy)
-    system = replace(
-        system,
-        redundancy=redundancy,
-        reshard_ranks=_fit_few(ranks // topology.ep // redundancy, wanted=system.reshard_ranks),
-    )
+    system = replace(system, redundancy=redundancy)
     return replace(scenario, topology=topology, system=system)
-
-
-def _fit_few(ranks: int, *, wanted: int | None) -> int | None:
-    """Of ranks that share params, how many keep them: a divisor, neither one nor all; or None."""
-    if wanted is None or wanted < 2:
-        return wanted
-    return max((n for n in range(2, min(ranks - 1, wanted) + 1) if ranks % n == 0), default=None)
 
 
 def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:

@@ -90,7 +90,6 @@ def _staged(stage: Literal[0, 1, 2]) -> Change:
             stage=stage,
             prefetch=None,
             reshard_after_forward=True,
-            reshard_ranks=None,
             gather_after_step=False,
             arena=scenario.system.arena and stage > 1,
             **(_WITHOUT_CHECKPOINTS if stage == 3 else {}),

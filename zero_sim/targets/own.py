@@ -46,7 +46,6 @@ from zero_sim.zero.groups import (
     build_expert_groups,
     build_model_parallel_group,
     build_redundancy_groups,
-    build_reshard_group,
 )
 from zero_sim.zero.scaler import LossScaler
 from zero_sim.zero.unit import Unit
@@ -124,12 +123,6 @@ def _reduction_of(
     return _Reduction(kind, elems, offset)
 
 
-def _reshard_of(system: SystemSpec) -> bool | int:
-    if system.reshard_ranks is None:
-        return system.reshard_after_forward
-    return system.reshard_ranks
-
-
 def _parallelize(
     module: nn.Module, *, system: SystemSpec, group: ProcessGroup | None
 ) -> TensorParallel | None:
@@ -163,7 +156,7 @@ def config_of(scenario: Scenario) -> ZeroConfig:
         overlap_grads=overlaps_grads(system),
         overlap_params=overlaps_params(system),
         prefetch=1 if system.prefetch is None else system.prefetch,
-        reshard_after_forward=_reshard_of(system),
+        reshard_after_forward=system.reshard_after_forward,
         sum_by=system.sum_by,
         gather_after_step=system.gather_after_step,
         reduce_buffer_elems=system.reduce_buffer_elems,
@@ -182,12 +175,11 @@ class ZeroSimEngine:
         by_group = system.buffers_by == "param-group"
         group_of = partial(group_index, spec) if spec.groups else None
         shard_group, replica_group = build_redundancy_groups(group, redundancy=system.redundancy)
-        reshard = _reshard_of(system)
         topology = topology_of(scenario)
         kind_groups = {}
         if topology.ep > 1:
             kind_groups["expert"] = build_expert_groups(
-                group, expert_parallel=topology.ep, redundancy=system.redundancy, reshard=reshard
+                group, expert_parallel=topology.ep, redundancy=system.redundancy
             )
         place = topology.coordinates(dist.get_rank())
         is_split = topology.tp * topology.pp > 1
@@ -200,7 +192,6 @@ class ZeroSimEngine:
             group=group,
             shard_group=shard_group,
             replica_group=replica_group,
-            reshard_group=build_reshard_group(shard_group, reshard=reshard),
             kind_of=kind_of,
             kind_groups=kind_groups,
             buffer_of=group_of if by_group else None,

@@ -14,7 +14,6 @@ from zero_sim.zero.groups import (
     KindGroups,
     build_expert_groups,
     build_redundancy_groups,
-    build_reshard_group,
 )
 from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
 from zero_sim.zero.unit import ParamMemory, Unit
@@ -40,5 +39,4 @@ __all__ = [
     "ZeroConfig",
     "build_expert_groups",
     "build_redundancy_groups",
-    "build_reshard_group",
 ]

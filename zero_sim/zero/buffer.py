@@ -46,7 +46,6 @@ class Buffer:
         sharding: What is cut over the ranks of `group`.
         group: The ranks that hold a shard each; None where nothing is sharded.
         replica_group: The ranks that hold this rank's shard; None where nobody else does.
-        reshard_group: As in `KindGroups`.
         sum_all: How gradients are summed to all ranks of `group`, each of which keeps its shards;
             None where each gets its shards alone.
         gather_chunk_elems: As in `Unit`.
@@ -78,7 +77,6 @@ class Buffer:
         sharding: Sharding,
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
-        reshard_group: dist.ProcessGroup | None = None,
         sum_all: SumAll | None = None,
         gather_chunk_elems: int | None = None,
         grad_dtype: torch.dtype,
@@ -100,7 +98,6 @@ class Buffer:
         by_index = self._build_units(
             group=group,
             replica_group=replica_group,
-            reshard_group=reshard_group,
             sum_all=sum_all,
             gather_chunk_elems=gather_chunk_elems,
         )
@@ -323,7 +320,6 @@ class Buffer:
         *,
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
-        reshard_group: dist.ProcessGroup | None,
         sum_all: SumAll | None,
         gather_chunk_elems: int | None,
     ) -> dict[int, Unit]:
@@ -344,7 +340,6 @@ class Buffer:
                 param_shard=None,
                 group=group,
                 replica_group=replica_group,
-                reshard_group=reshard_group,
                 sum_all=sum_all,
                 gather_chunk_elems=gather_chunk_elems,
             )

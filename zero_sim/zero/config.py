@@ -89,10 +89,9 @@ class ZeroConfig:
     once; see `zero_sim.zero.arena`."""
     prefetch: int = 1
     """With sharded params: how many further units are gathered ahead, forward and backward."""
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool = True
     """With sharded params: whether they are freed between a forward and its backward, all but the
-    last unit; or how many ranks keep them until then, a larger part on each, so that backward
-    gathers among few."""
+    last unit."""
     broadcast_params: bool = True
     """Whether group rank 0's params and module buffers replace all others' at construction; where
     False, the caller vouches that every rank built the same bits."""
@@ -113,11 +112,6 @@ class ZeroConfig:
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise UsageError(
                 f"expected prefetch to be an integer of at least 0, got {self.prefetch!r}."
-            )
-        if type(self.reshard_after_forward) is int and self.reshard_after_forward < 2:
-            raise UsageError(
-                f"expected reshard_after_forward to be a number of ranks of at least 2, or a bool, "
-                f"got {self.reshard_after_forward!r}. Try False, where each rank keeps all."
             )
         for name in ("redundancy", "micro_batches"):
             value = getattr(self, name)

@@ -63,8 +63,6 @@ class DistributedDataParallel:
         shard_group: With redundancy, the block of consecutive ranks of `group` that shard together,
             from `build_redundancy_groups`; else left out.
         replica_group: With redundancy, the ranks that hold the same shard in all blocks.
-        reshard_group: Where few ranks keep params from a forward to its backward, those, from
-            `build_reshard_group`.
         kind_of: Tells kinds apart, such as `dense` and `expert`; all are `dense` where left out.
         kind_groups: By kind: the groups of params that not all of `group` hold, such as experts,
             from `build_expert_groups`. A kind without an entry is held by all. The groups must lie
@@ -107,7 +105,6 @@ class DistributedDataParallel:
         group: dist.ProcessGroup,
         shard_group: dist.ProcessGroup | None = None,
         replica_group: dist.ProcessGroup | None = None,
-        reshard_group: dist.ProcessGroup | None = None,
         kind_of: KindOf | None = None,
         kind_groups: Mapping[str, KindGroups] | None = None,
         buffer_of: Callable[[str], int] | None = None,
@@ -121,7 +118,6 @@ class DistributedDataParallel:
                 group=group,
                 shard_group=shard_group,
                 replica_group=replica_group,
-                reshard_group=reshard_group,
             ),
             config=config,
         )
@@ -466,7 +462,6 @@ class DistributedDataParallel:
             grad_dtype=torch.float32 if in_fp32 else find_grad_dtype(params),
             scales=self.scales,
             replica_group=groups.replica_group,
-            reshard_group=groups.reshard_group,
             sum_all=SUMS_OF_ALL[self.config.sum_by],
             gather_chunk_elems=self.config.gather_chunk_elems,
             accumulate_sums=self.config.sync == "every",

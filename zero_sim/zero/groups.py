@@ -41,9 +41,6 @@ class KindGroups:
     each of them holds all."""
     replica_group: dist.ProcessGroup | None = None
     """The ranks that hold the same shard; None with one copy of the state."""
-    reshard_group: dist.ProcessGroup | None = None
-    """The part of `shard_group` that keeps whole params between a forward and its backward, a part
-    on each of its ranks; None where none does."""
 
 
 def build_expert_groups(
@@ -51,7 +48,6 @@ def build_expert_groups(
     *,
     expert_parallel: int,
     redundancy: int = 1,
-    reshard: bool | int = True,
 ) -> KindGroups:
     """Make the groups of this rank's experts.
 
@@ -61,7 +57,6 @@ def build_expert_groups(
         group: The ranks that train together, in the order in which experts are dealt to them.
         expert_parallel: Number of shares of the experts, ep; a rank's is its place modulo this.
         redundancy: Copies of the experts' state.
-        reshard: As `ZeroConfig.reshard_after_forward`.
 
     Returns:
         The groups of the ranks that hold the same experts; with one share those of all ranks.
@@ -82,45 +77,7 @@ def build_expert_groups(
         shares = [ranks[index::expert_parallel] for index in range(expert_parallel)]
         own = _new_groups(shares, own=rank % expert_parallel)
     shard_group, replica_group = build_redundancy_groups(own, redundancy=redundancy)
-    return KindGroups(
-        group=own,
-        shard_group=shard_group,
-        replica_group=replica_group,
-        reshard_group=build_reshard_group(shard_group, reshard=reshard),
-    )
-
-
-def build_reshard_group(
-    shard_group: dist.ProcessGroup | None, *, reshard: bool | int
-) -> dist.ProcessGroup | None:
-    """Make the groups that keep params between a forward and its backward.
-
-    Every rank of `shard_group` must call it, at the same point among its other calls of
-    `new_group`.
-
-    Args:
-        shard_group: The ranks that hold a shard each.
-        reshard: As `ZeroConfig.reshard_after_forward`: how many consecutive ranks of it.
-
-    Returns:
-        The part of `shard_group` that this rank is in; None where `reshard` says yes or no.
-
-    Raises:
-        LayoutError: If the parts would not be equally large, or are all of it.
-    """
-    if isinstance(reshard, bool) or shard_group is None:
-        return None
-    world_size, rank = size_and_rank(shard_group)
-    if world_size % reshard or reshard == world_size:
-        sizes = [size for size in range(2, world_size) if world_size % size == 0]
-        raise LayoutError(
-            f"expected reshard_after_forward to be how many ranks keep a param, so that equally "
-            f"large parts of {world_size} ranks do, got {reshard}. Try "
-            f"{', '.join(map(str, [*sizes, True]))}."
-        )
-    ranks = dist.get_process_group_ranks(shard_group)
-    parts = [ranks[start : start + reshard] for start in range(0, world_size, reshard)]
-    return _new_groups(parts, own=rank // reshard)
+    return KindGroups(group=own, shard_group=shard_group, replica_group=replica_group)
 
 
 def build_model_parallel_group(places: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -245,31 +202,7 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
         UsageError: If a group has other ranks in it, or is missing.
     """
     shard_group, replica_group = _check_blocks(given, config=config)
-    return KindGroups(
-        group=given.group,
-        shard_group=shard_group,
-        replica_group=replica_group,
-        reshard_group=_check_reshard_group(given.reshard_group, config=config, within=shard_group),
-    )
-
-
-def _check_reshard_group(
-    reshard_group: dist.ProcessGroup | None,
-    *,
-    config: ZeroConfig,
-    within: dist.ProcessGroup | None,
-) -> dist.ProcessGroup | None:
-    """Return the group that keeps params until backward, after a look at who is in it."""
-    expected = config.reshard_after_forward
-    if isinstance(expected, bool) or within is None:
-        return None
-    got = 0 if reshard_group is None else size_and_rank(reshard_group)[0]
-    if got != expected:
-        raise UsageError(
-            f"expected reshard_group to have {expected} ranks, as reshard_after_forward says, "
-            f"got {got or None}. Try build_reshard_group(shard_group, reshard={expected})."
-        )
-    return reshard_group
+    return KindGroups(group=given.group, shard_group=shard_group, replica_group=replica_group)
 
 
 def _check_blocks(

@@ -334,8 +334,7 @@ class OnUse:
         unit_of: The unit of each param that has elements.
         prefetch: How many further units of a group of ranks are gathered ahead, in both directions,
             when a module uses one.
-        reshard_after_forward: Whether units are freed between a forward and its backward, all of
-            it or as far as few ranks do not keep it.
+        reshard_after_forward: Whether units are freed between a forward and its backward.
         grads: Reduces a unit when no further gradient of it comes.
 
     Raises:
@@ -349,7 +348,7 @@ class OnUse:
         units: Sequence[Unit],
         unit_of: Mapping[nn.Parameter, Unit],
         prefetch: int,
-        reshard_after_forward: bool | int,
+        reshard_after_forward: bool,
         grads: UnderBackward,
     ) -> None:
         self._units = tuple(units)
@@ -423,7 +422,6 @@ class OnUse:
             unit.finish_gather()
             if unit.param_state is ParamState.WHOLE:
                 unit.free_params()
-            unit.drop_resharded()
 
     def finish_backward(self) -> None:
         """Come to the end of backward, past every module that it did not reach on this rank."""
@@ -498,11 +496,7 @@ class OnUse:
         if self._in_use[unit] or (has_backward and unit in self._kept):
             return
         unit.finish_gather()
-        if unit.param_state is not ParamState.WHOLE:
-            return
-        if has_backward:
-            unit.reshard_params()
-        else:
+        if unit.param_state is ParamState.WHOLE:
             unit.free_params()
 
     def _before_backward(self, use: _Use, grad: Tensor) -> None:

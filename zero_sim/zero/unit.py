@@ -132,9 +132,6 @@ class Unit:
     """The ranks that hold a shard each; None where each rank holds all."""
     replica_group: dist.ProcessGroup | None
     """The ranks that hold the same shard; None where nobody else does."""
-    reshard_group: dist.ProcessGroup | None = None
-    """The part of `group` that keeps whole params from a forward to its backward, where one does.
-    """
     sum_all: SumAll | None = None
     """How every rank of `group` gets the sum of all, of which it keeps its shard; None where it
     gets no more than its shard."""
@@ -151,8 +148,6 @@ class Unit:
     own_span: Span = field(init=False)
     """This rank's shard, from the start of the unit."""
     _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
-    resharded: Tensor | None = field(init=False, default=None)
-    """1D, this rank's part of the whole params among `reshard_group`, while that keeps them."""
 
     def __post_init__(self) -> None:
         self.own_span = self.plan.shard_span(self.shard).shift(-self.plan.span.start)
@@ -290,7 +285,7 @@ class Unit:
         if self.plan.partition.owner is not None or self.plan.shard_count == 1:
             return shard
         whole = shard.new_empty(self.plan.span.numel)
-        self._collect(whole, shard, sizes=self.plan.shard_sizes, group=self.group, async_op=False)
+        self._collect(whole, shard, sizes=self.plan.shard_sizes, async_op=False)
         return whole
 
     def finish_gather(self) -> None:
@@ -308,22 +303,6 @@ class Unit:
             return
         self.finish_gather()
         self._step_params("free")
-        self.resharded = None
-        self._let_go()
-
-    def reshard_params(self) -> None:
-        """Do so between a forward and its backward, which finds them in a smaller group if any."""
-        self.finish_gather()
-        self._step_params("free")
-        if self.reshard_group is not None and self.resharded is None:
-            self.resharded = self._part_to_keep(self.reshard_group)
-        self._let_go()
-
-    def drop_resharded(self) -> None:
-        """Forget what a smaller group keeps of the params: they have new values, or no use."""
-        self.resharded = None
-
-    def _let_go(self) -> None:
         assert self.param_storage is not None
         self.param_storage.release()
         for memory in self.members:
@@ -380,21 +359,8 @@ class Unit:
         if self.gather_chunk_elems is not None:
             self._gather_chunks(whole, chunk_elems=self.gather_chunk_elems)
             return None
-        if self.resharded is not None:
-            return self._collect(
-                whole,
-                self.resharded,
-                sizes=self._reshard_sizes,
-                group=self.reshard_group,
-                async_op=async_op,
-            )
-        return self._collect(
-            whole,
-            self.param_shard,
-            sizes=self.plan.shard_sizes,
-            group=self.group,
-            async_op=async_op,
-        )
+        sizes = self.plan.shard_sizes
+        return self._collect(whole, self.param_shard, sizes=sizes, async_op=async_op)
 
     def _gather_chunks(self, whole: Tensor, *, chunk_elems: int) -> None:
         """Gather a stretch of every rank's part at a time, in memory as long as a chunk."""
@@ -408,23 +374,9 @@ class Unit:
             parts = tuple(max(0, min(stretch, size - first)) for size in sizes)
             mine = self.param_shard.narrow(0, min(first, sizes[own]), parts[own])
             chunk = whole.new_empty(sum(parts))
-            self._collect(chunk, mine, sizes=parts, group=self.group, async_op=False)
+            self._collect(chunk, mine, sizes=parts, async_op=False)
             for start, part, got in zip(starts, parts, chunk.split(parts), strict=False):
                 whole.narrow(0, start + min(first, whole.numel() - start), part).copy_(got)
-
-    @property
-    def _reshard_sizes(self) -> tuple[int, ...]:
-        """Elements of the parts that each rank of `reshard_group` keeps of the whole."""
-        assert self.reshard_group is not None
-        shard_sizes = self.plan.shard_sizes
-        count = len(shard_sizes) // dist.get_world_size(self.reshard_group)
-        firsts = range(0, len(shard_sizes), count)
-        return tuple(sum(shard_sizes[first : first + count]) for first in firsts)
-
-    def _part_to_keep(self, group: dist.ProcessGroup) -> Tensor:
-        sizes, rank, whole = self._reshard_sizes, dist.get_rank(group), self.params
-        assert whole is not None
-        return whole.narrow(0, sum(sizes[:rank]), sizes[rank]).clone()
 
     def _scatter(
         self,
@@ -445,15 +397,14 @@ class Unit:
 
     def _collect(
         self,
-        whole: Tensor | None,
+        whole: Tensor,
         part: Tensor | None,
         *,
         sizes: tuple[int, ...],
-        group: dist.ProcessGroup | None,
         async_op: bool,
     ) -> dist.Work | None:
-        """Fill `whole` with what each rank of a group has of it."""
-        assert whole is not None
+        """Fill `whole` with what each rank of the group has of it."""
+        group = self.group
         assert part is not None
         assert group is not None
         call = partial(all_gather, whole, part, group=group)

@@ -1,10 +1,10 @@
 """torch's `fully_shard` (FSDP2) with what it can be set to: HSDP, dtypes, division, resharding.
 
 [Note: what stands for what]
-`system.redundancy` for a mesh of two dimensions, `system.reshard_after_forward` and
-`system.reshard_ranks` for `reshard_after_forward`, `system.prefetch` for how many modules are set
-to be prefetched forward and backward, `system.sync` for `set_requires_gradient_sync`, and
-`model.dtype` for `param_dtype`.
+`system.redundancy` for a mesh of two dimensions, `system.reshard_after_forward` for
+`reshard_after_forward`, which is a number of ranks with option `reshard_ranks`, `system.prefetch`
+for how many modules are set to be prefetched forward and backward, `system.sync` for
+`set_requires_gradient_sync`, and `model.dtype` for `param_dtype`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ def _why_not_left_sharded(scenario: Scenario) -> str:
     return "params that are freed after forward, which backward needs"
 
 
+def _why_not_kept_by_few(scenario: Scenario) -> str:
+    if scenario.system.reshard_after_forward:
+        return ""
+    return "params that every rank keeps after forward"
+
+
 class TorchFSDP2Knobs:
     """`fully_shard` under a plain optimizer, with options of its own.
 
@@ -60,7 +66,6 @@ class TorchFSDP2Knobs:
             *TorchFSDP2.capabilities.follows,
             "system.redundancy",
             "system.reshard_after_forward",
-            "system.reshard_ranks",
             "system.prefetch",
             "system.sync",
         ),
@@ -72,6 +77,7 @@ class TorchFSDP2Knobs:
         "fp32_output": Option(default=False, values=(True,)),
         "cpu_offload": Option(default=False, values=(True,)),
         "unshard_in_backward": Option(default=True, values=(False,), fits=_why_not_left_sharded),
+        "reshard_ranks": Option(default=0, values=(2, 3), fits=_why_not_kept_by_few),
         "kept_after_backward": Option(default=False, values=(True,)),
         "waits_at_last": Option(default=False, values=(True,)),
         "all_reduce_last": Option(default=False, values=(True,), fits=_why_not_all_reduced_last),
@@ -96,6 +102,14 @@ class TorchFSDP2Knobs:
                 message="gradients of this model can be larger than what fp16 can be, got "
                 "reduce_dtype = fp16.",
                 suggestion="Try another model or reduce_dtype.",
+            )
+        few, shards = chosen["reshard_ranks"], scenario.world.size // scenario.system.redundancy
+        if few and (few < 2 or few >= shards or shards % few):
+            yield Problem(
+                path="system.options",
+                message=f"expected reshard_ranks to divide the {shards} ranks that shard params "
+                f"together, and to be at least 2 and less than these, got {few}.",
+                suggestion="Leave it out.",
             )
         if divides_twice(scenario, chosen) and not self._as_is:
             yield Problem(
