@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from zero_sim.fuzz.profiles import at_most
 from zero_sim.reference.quantization import encode, scale_for
-from zero_sim.zero.fp8 import choose_scale, measure_amax, quantize_
+from zero_sim.zero.variants.fp8 import choose_scale, measure_amax, quantize_
 
 DTYPES = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
 MASTERS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9)

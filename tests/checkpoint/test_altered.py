@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from zero_sim.errors import CheckpointError
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.scaler import LossScaler
 
 FORMS = ("sharded", "consolidated", "dcp")
 VALUES = (

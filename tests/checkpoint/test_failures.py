@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero_sim.errors import CheckpointError
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.scaler import LossScaler
 
 RANKS = 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.scaler import LossScaler
 
 FORMS = ("sharded", "consolidated", "dcp")
 LAYOUTS = (

@@ -6,7 +6,7 @@ import torch
 from zero_sim.reference.stepping import Stepper
 from zero_sim.reference.whole_params import newton_schulz
 from zero_sim.scenario.spec import OptimizerSpec, ParamGroupSpec
-from zero_sim.zero.whole_params import Lamb, Muon, orthogonalized, trust_ratio
+from zero_sim.zero.variants.whole_params import Lamb, Muon, orthogonalized, trust_ratio
 
 
 def drawn(*shape, seed=0):

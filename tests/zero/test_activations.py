@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from zero_sim.scenario.spec import ModelSpec, Scenario, TopologySpec, WorldSpec
 from zero_sim.workloads import build_workload
-from zero_sim.zero.activations import TensorParallel
+from zero_sim.zero.variants.activations import TensorParallel
 
 
 def workload(tp, dtype="fp32"):

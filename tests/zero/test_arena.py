@@ -8,7 +8,7 @@ from torch import nn
 from zero_sim.errors import UsageError
 from zero_sim.layout import Span
 from zero_sim.zero import DistributedDataParallel, ZeroConfig
-from zero_sim.zero.arena import Arena
+from zero_sim.zero.variants.arena import Arena
 
 
 def wrap(depth=4, **config):

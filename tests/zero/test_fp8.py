@@ -12,8 +12,8 @@ from torch import nn
 
 from zero_sim.errors import ModelError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
-from zero_sim.zero.fp8 import choose_scale, find_scale, measure_amax, quantize_
 from zero_sim.zero.groups import build_redundancy_groups
+from zero_sim.zero.variants.fp8 import choose_scale, find_scale, measure_amax, quantize_
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

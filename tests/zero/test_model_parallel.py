@@ -8,7 +8,7 @@ from torch import nn
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
 from zero_sim.zero.groups import build_model_parallel_group
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.scaler import LossScaler
 
 PLACES = [(0, 1), (2, 3)]
 """Ranks 0 2 train one part and 1 3 the other; 0 1 and 2 3 are at one place of both."""

@@ -12,7 +12,7 @@ from torch import nn
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
 from zero_sim.zero.groups import build_redundancy_groups
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.scaler import LossScaler
 
 SIZES = (3, 4, 1, 9)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_sim.errors import UsageError
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.scaler import LossScaler
 
 
 class TestUpdate:

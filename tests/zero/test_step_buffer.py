@@ -7,7 +7,7 @@ from torch import nn
 
 from zero_sim.errors import UsageError
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Muon, ZeroConfig
-from zero_sim.zero.step_buffer import StepBuffer
+from zero_sim.zero.variants.step_buffer import StepBuffer
 
 
 class _Master:

@@ -20,7 +20,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.zero.elementwise import check_optimizer
-from zero_sim.zero.whole_params import Lamb, Muon
+from zero_sim.zero.variants.whole_params import Lamb, Muon
 
 CASE = Scenario(
     schema=1,

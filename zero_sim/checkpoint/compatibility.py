@@ -33,7 +33,7 @@ from zero_sim.layout import Span
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.elementwise import ELEMENTWISE
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.whole_params import WholeParamOptimizer
+from zero_sim.zero.variants.whole_params import WholeParamOptimizer
 
 
 def find_param_problems(

@@ -32,7 +32,7 @@ from zero_sim.checkpoint.manifest import (
 )
 from zero_sim.checkpoint.values import SAFETENSORS_DTYPES, decode_value, find_dtype
 from zero_sim.errors import CheckpointError, UsageError
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.scaler import LossScaler
 
 T = TypeVar("T")
 

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from zero_sim.layout import Span
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import activations
-from zero_sim.zero import arena as arenas
-from zero_sim.zero.activations import TensorParallel
-from zero_sim.zero.arena import Arena, ArenaStorage
 from zero_sim.zero.norm import root_of_squares
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.step_buffer import StepBuffer
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants import activations
+from zero_sim.zero.variants import arena as arenas
+from zero_sim.zero.variants.activations import TensorParallel
+from zero_sim.zero.variants.arena import Arena, ArenaStorage
+from zero_sim.zero.variants.step_buffer import StepBuffer
 
 
 @mutant("F01", "VOLUME", "B2 AS Z2", seen_in="class VOLUME", kill="memory", core=True)

@@ -112,7 +112,8 @@ def divided_in_the_dtype_of_the_sum(patch: Patches) -> None:
 @mutant("D13", "DTYPE", "", seen_in="DDP's bf16_compress_hook")
 def contributions_of_bf16(patch: Patches) -> None:
     """What each rank brings to a sum of fp32 is rounded to bf16."""
-    from zero_sim.zero import grad_unit, unit
+    from zero_sim.zero import unit
+    from zero_sim.zero.variants import grad_unit
 
     for module in (unit, grad_unit):
 

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import fp8
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.fp8 import ScaleUpdate
+from zero_sim.zero.variants import fp8
+from zero_sim.zero.variants.fp8 import ScaleUpdate
 
 
 @mutant("D07", "DTYPE", "", seen_in="class DTYPE")

@@ -7,12 +7,12 @@ from dataclasses import replace
 from zero_sim.layout import Span, grad_plan
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import grad_unit, reduce_buffers
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.grad_unit import GradUnit
-from zero_sim.zero.reduce_buffers import ReduceBuffers
 from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants import grad_unit, reduce_buffers
+from zero_sim.zero.variants.grad_unit import GradUnit
+from zero_sim.zero.variants.reduce_buffers import ReduceBuffers
 
 
 @mutant("J01", "ASYNC", "AS B2", seen_in="class ASYNC", core=True)

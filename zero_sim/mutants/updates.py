@@ -13,9 +13,9 @@ from zero_sim.targets import own
 from zero_sim.zero import optimizer as optimizers
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.fp8 import ScaleUpdate
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.scaler import LossScaler
+from zero_sim.zero.variants.fp8 import ScaleUpdate
+from zero_sim.zero.variants.scaler import LossScaler
 
 
 @mutant("M69", "NORM", "CL SP", seen_in="PyTorch/XLA#4796", core=True)

@@ -8,9 +8,10 @@ import torch
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import optimizer, whole_params
+from zero_sim.zero import optimizer
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants import whole_params
 
 
 @mutant("U01", "LAYOUT", "SP", seen_in="class LAYOUT", core=True)

@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
-from zero_sim.zero.arena import Arena
+from zero_sim.zero.variants.arena import Arena
 
 _OWN_MODULES = "zero_sim.zero"
 _LASTING = ("gradients", "sums", "params", "masters", "arena")

@@ -40,15 +40,15 @@ from zero_sim.zero import (
     OwnedFragment,
     ZeroConfig,
 )
-from zero_sim.zero.activations import TensorParallel
-from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.groups import (
     build_expert_groups,
     build_model_parallel_group,
     build_redundancy_groups,
 )
-from zero_sim.zero.scaler import LossScaler
 from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.activations import TensorParallel
+from zero_sim.zero.variants.grad_unit import GradUnit
+from zero_sim.zero.variants.scaler import LossScaler
 
 
 def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:

@@ -17,7 +17,7 @@ from zero_sim.zero.groups import (
 )
 from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
 from zero_sim.zero.unit import ParamMemory, Unit
-from zero_sim.zero.whole_params import Lamb, Muon
+from zero_sim.zero.variants.whole_params import Lamb, Muon
 
 __all__ = [
     "Buffer",

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.layout import BucketPlan, BufferPlan, Span
 from zero_sim.zero.collectives import SumAll, size_and_rank
-from zero_sim.zero.fp8 import dequantize, quantize_
 from zero_sim.zero.sharding import Sharding
 from zero_sim.zero.storage import FlatStorage, Storage, TransientStorage
 from zero_sim.zero.unit import ParamMemory, ParamState, Unit, absent, set_main_grad
+from zero_sim.zero.variants.fp8 import dequantize, quantize_
 
 
 class Buffer:

@@ -86,7 +86,7 @@ class ZeroConfig:
     unit."""
     arena: bool = False
     """With sharded gradients: whether whole ones, which come and go, lie in memory that is taken
-    once; see `zero_sim.zero.arena`."""
+    once; see `zero_sim.zero.variants.arena`."""
     prefetch: int = 1
     """With sharded params: how many further units are gathered ahead, forward and backward."""
     reshard_after_forward: bool = True

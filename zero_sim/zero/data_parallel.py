@@ -29,20 +29,20 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
-from zero_sim.zero.arena import Arena, move_grads
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import SUMS_OF_ALL, broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
-from zero_sim.zero.fp8 import DTYPE_NAMES as FP8_DTYPES
-from zero_sim.zero.fp8 import find_grad_dtype, find_scale
-from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.groups import KindGroups, check_groups, check_kind_groups
 from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
-from zero_sim.zero.reduce_buffers import ReduceBuffers
 from zero_sim.zero.schedule import ReducedUnit, Schedules, build_schedules, order_by_forward
 from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import ParamMemory
+from zero_sim.zero.variants.arena import Arena, move_grads
+from zero_sim.zero.variants.fp8 import DTYPE_NAMES as FP8_DTYPES
+from zero_sim.zero.variants.fp8 import find_grad_dtype, find_scale
+from zero_sim.zero.variants.grad_unit import GradUnit
+from zero_sim.zero.variants.reduce_buffers import ReduceBuffers
 
 KindOf = Callable[[str, Tensor], str]
 """Tells the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
@@ -80,8 +80,8 @@ class DistributedDataParallel:
     params: dict[str, nn.Parameter]
     """Trainable params by name, in registration order; a tied param once."""
     scales: dict[nn.Parameter, Tensor]
-    """Of each fp8 param its scale, 0D fp32, a buffer of the module; see zero/fp8.py. It belongs to
-    the param's values and is to be read when they are."""
+    """Of each fp8 param its scale, 0D fp32, a buffer of the module; see zero/variants/fp8.py. It
+    belongs to the param's values and is to be read when they are."""
     buffers: tuple[Buffer, ...]
     divisor: Tensor  # 0D fp32
     """What gradients are divided by: the count of the step once it is known, before the world size.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_sim.errors import UsageError
-from zero_sim.zero.whole_params import WholeParamOptimizer
+from zero_sim.zero.variants.whole_params import WholeParamOptimizer
 
 ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
     {

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero_sim.errors import ModelError
-from zero_sim.zero import fp8
+from zero_sim.zero.variants import fp8
 
 DTYPE_NAMES: Final = {
     torch.float32: "fp32",

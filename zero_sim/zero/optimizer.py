@@ -23,11 +23,11 @@ from zero_sim.zero.collectives import all_reduce_sum
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.division import divide_
 from zero_sim.zero.elementwise import check_groups, check_optimizer, check_state
-from zero_sim.zero.fp8 import ScaleUpdate
 from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
-from zero_sim.zero.scaler import LossScaler
-from zero_sim.zero.step_buffer import StepBuffer
-from zero_sim.zero.whole_params import Parts, WholeParamOptimizer
+from zero_sim.zero.variants.fp8 import ScaleUpdate
+from zero_sim.zero.variants.scaler import LossScaler
+from zero_sim.zero.variants.step_buffer import StepBuffer
+from zero_sim.zero.variants.whole_params import Parts, WholeParamOptimizer
 
 OptimFactory = Callable[[ParamsT], Optimizer]
 """Builds the optimizer of one rank from the fp32 masters, or groups of them, that it is given."""

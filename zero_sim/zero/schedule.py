@@ -37,9 +37,9 @@ from zero_sim.errors import ModelError, UsageError
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import sum_at_first
 from zero_sim.zero.config import ZeroConfig
-from zero_sim.zero.grad_unit import GradUnit
 from zero_sim.zero.hooks import find_users, on_gradients_of
 from zero_sim.zero.unit import ParamState, Unit
+from zero_sim.zero.variants.grad_unit import GradUnit
 
 ReducedUnit = Unit | GradUnit
 """What is reduced as one: the bucket of some params, or a part of their gradients."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zero_sim.errors import ProtocolError
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
-from zero_sim.zero.whole_params import Lamb, Muon
+from zero_sim.zero.variants.whole_params import Lamb, Muon
 
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from zero_sim.layout import GradUnitPlan, Span, plan_grad_units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.config import ZeroConfig
-from zero_sim.zero.grad_unit import GradSlice, GradUnit
 from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.storage import LentStorage, Storage, TransientStorage
 from zero_sim.zero.unit import ParamMemory
+from zero_sim.zero.variants.grad_unit import GradSlice, GradUnit
 
 
 class ReduceBuffers:
