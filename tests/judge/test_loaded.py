@@ -160,8 +160,8 @@ def test_a_scale_of_an_fp8_param(judged, after_load):
     assert judged(**case).verdict == "pass"
 
     def broken(engine):
-        name = next(iter(engine._ddp.scales))
-        engine._ddp.scales[name] *= 2
+        name = next(iter(engine._ddp.cast.scales))
+        engine._ddp.cast.scales[name] *= 2
 
     after_load(broken)
     first = judged(**case).findings[0]

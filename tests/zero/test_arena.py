@@ -8,13 +8,16 @@ from torch import nn
 from zero_sim.errors import UsageError
 from zero_sim.layout import Span
 from zero_sim.zero import DistributedDataParallel, ZeroConfig
-from zero_sim.zero.variants.arena import Arena
+from zero_sim.zero.schedule import order_by_forward
+from zero_sim.zero.variants.arena import Arena, move_grads
 
 
 def wrap(depth=4, **config):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(depth)))
-    settings = {"stage": 2, "bucket_elems": 1, "arena": True, "micro_batches": 1} | config
-    return DistributedDataParallel(model, config=ZeroConfig(**settings), group=dist.group.WORLD)
+    settings = {"stage": 2, "bucket_elems": 1, "micro_batches": 1} | config
+    ddp = DistributedDataParallel(model, config=ZeroConfig(**settings), group=dist.group.WORLD)
+    order = order_by_forward(ddp.buffers, params=list(ddp.params.values()))
+    return ddp, move_grads(ddp.buffers, order=order[::-1], config=ddp.config)
 
 
 def step(ddp, inputs=None):
@@ -37,11 +40,11 @@ def storages_of(ddp):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_all_gradients_lie_in_it(world_of, stage):
     def program(rank):
-        ddp = wrap(stage=stage)
+        ddp, arena = wrap(stage=stage)
         seen = storages_of(ddp)
         step(ddp)
         step(ddp)
-        return len(seen), set(seen) == {ddp.arena.memory.untyped_storage().data_ptr()}
+        return len(seen), set(seen) == {arena.memory.untyped_storage().data_ptr()}
 
     assert world_of(2).run(program) == [(8, True)] * 2
 
@@ -50,14 +53,14 @@ def test_one_that_comes_too_early_has_memory_of_its_own(world_of):
     """Each layer has a backward of its own, the first one first, where it is expected last."""
 
     def program(rank):
-        ddp = wrap(stage=2)
+        ddp, arena = wrap(stage=2)
         layers = list(ddp.module)
         ddp.begin_last_micro_batch()
         grads = {}
         for layer in layers:  # Each by itself, the first one first: the order is turned round.
             out = layer(torch.full((1, 2), rank + 1.0))
             out.sum().backward()
-            inside = ddp.arena.memory.untyped_storage().data_ptr()
+            inside = arena.memory.untyped_storage().data_ptr()
             grads[layer] = layer.weight.main_grad.untyped_storage().data_ptr() == inside
             for other in layers[: layers.index(layer)]:
                 assert (other.weight.main_grad == rank + 1).all()
@@ -73,14 +76,14 @@ def test_one_that_comes_too_early_has_memory_of_its_own(world_of):
 
 def test_its_length_does_not_grow_with_depth(world_of):
     def program(rank):
-        return [len(wrap(depth=depth).arena.memory) for depth in (2, 9)]
+        return [len(wrap(depth=depth)[1].memory) for depth in (2, 9)]
 
     assert world_of(1).run(program) == [[1024, 1024]]
 
 
 def test_where_gradients_stay_it_holds_all(world_of):
     def program(rank):
-        return len(wrap(depth=9, micro_batches=2).arena.memory)
+        return len(wrap(depth=9, micro_batches=2)[1].memory)
 
     assert world_of(1).run(program) == [9 * 512]
 
@@ -94,16 +97,6 @@ def test_what_is_in_use_is_given_to_nobody_else():
     assert arena.take(Span(508, 1024), dtype=torch.bfloat16) is not None
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"stage": 1}, "expected arena=False with stage=1, which keeps gradients whole"),
-        (
-            {"stage": 2, "reduce_buffer_elems": 4, "sync": "every"},
-            "expected arena=False with reduce_buffer_elems",
-        ),
-    ],
-)
-def test_without_use_it_is_refused(config, words):
-    with pytest.raises(UsageError, match=words):
-        ZeroConfig(arena=True, **config)
+def test_without_use_it_is_refused():
+    with pytest.raises(UsageError, match="stage=1, which keeps gradients whole"):
+        move_grads((), order=(), config=ZeroConfig(stage=1))

@@ -1,5 +1,7 @@
 """Params that only some ranks hold: their groups, sums, norm and start."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from zero_sim.zero import (
     build_expert_groups,
     build_redundancy_groups,
 )
+from zero_sim.zero.schedule import schedule_grads
+from zero_sim.zero.seams import TEXTBOOK, Seams
+from zero_sim.zero.variants.root_reduce import SUMS_OF_ALL, UnderBackwardAtFirst
 
 GLOBAL_RANKS = dist.get_process_group_ranks
 
@@ -31,7 +36,7 @@ def kind_of(name, tensor):
     return "expert" if "expert" in name else "dense"
 
 
-def wrap(module, *, group=None, buffer_of=None, **config):
+def wrap(module, *, group=None, buffer_of=None, seams=TEXTBOOK, **config):
     group = dist.group.WORLD if group is None else group
     config = ZeroConfig(**config)
     shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
@@ -45,6 +50,7 @@ def wrap(module, *, group=None, buffer_of=None, **config):
         kind_of=kind_of,
         kind_groups={"expert": experts},
         buffer_of=buffer_of,
+        seams=seams,
     )
 
 
@@ -214,7 +220,10 @@ class TestOneOrder:
                 buffer_of=lambda name: int(name[0]) if rank % 2 and "expert" in name else 0,
                 stage=3,
                 bucket_elems=2,
-                sum_by=sum_by,
+                seams=Seams(
+                    sum_all=SUMS_OF_ALL[sum_by],
+                    grads=partial(schedule_grads, under_backward=UnderBackwardAtFirst),
+                ),
                 prefetch=prefetch,
                 overlap_grads=True,
                 reshard_after_forward=reshard,

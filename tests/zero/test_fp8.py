@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_sim.errors import ModelError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
 from zero_sim.zero.groups import build_redundancy_groups
-from zero_sim.zero.variants.fp8 import choose_scale, find_scale, measure_amax, quantize_
+from zero_sim.zero.variants.fp8 import Fp8Cast, choose_scale, find_scale, measure_amax, quantize_
 
+FP8 = Seams(cast=Fp8Cast)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -60,7 +61,12 @@ def build(module, **config):
     group = dist.group.WORLD
     shard_group, replica_group = build_redundancy_groups(group, redundancy=config.redundancy)
     ddp = DistributedDataParallel(
-        module, config=config, group=group, shard_group=shard_group, replica_group=replica_group
+        module,
+        config=config,
+        group=group,
+        shard_group=shard_group,
+        replica_group=replica_group,
+        seams=FP8,
     )
     return ddp, DistributedOptimizer(ddp, optim_factory=lambda ps: torch.optim.SGD(ps, lr=1.0))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,24 +12,37 @@ from torch import nn
 
 from zero_sim.errors import UsageError
 from zero_sim.sim.failures import RankFailed
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
+from zero_sim.zero.gathers import schedule_params
+from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
+from zero_sim.zero.variants.uneven_micro_batches import (
+    RepeatableOnUse,
+    UnevenStepCount,
+    join_micro_batch,
+)
+
+UNEVEN = Seams(step_count=UnevenStepCount, params=partial(schedule_params, on_use=RepeatableOnUse))
 
 
-def train(rank, data, **config):
+def train(rank, data, *, buffer_elems=None, **config):
     """One step of x -> w * x on a rank's micro-batches, two at most; return w and the divisor.
 
     The gradient of each micro-batch is its input.
     """
+    seams = UNEVEN
+    if buffer_elems is not None:
+        settings = BufferSettings(elems=buffer_elems)
+        seams = replace(UNEVEN, grads=partial(BufferedGrads, settings=settings))
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
     ddp = DistributedDataParallel(
-        module, config=ZeroConfig(joins=True, **config), group=dist.group.WORLD
+        module, config=ZeroConfig(**config), group=dist.group.WORLD, seams=seams
     )
     optimizer = DistributedOptimizer(ddp, optim_factory=lambda p: torch.optim.SGD(p, lr=1.0))
     for micro in range(2):
         last = micro == 1
         if micro >= len(data[rank]):
-            ddp.join_micro_batch(last)
+            join_micro_batch(ddp, last)
             continue
         ddp.add_rows(1)
         loss = ddp(torch.tensor([[data[rank][micro]]])).sum()
@@ -45,7 +61,7 @@ CONFIGS = [
     {"stage": 1, "sync": "every"},
     {"stage": 1, "overlap_params": True, "bucket_elems": 1},
     {"stage": 2},
-    {"stage": 2, "sync": "every", "reduce_buffer_elems": 4},
+    {"stage": 2, "sync": "every", "buffer_elems": 4},
     {"stage": 3},
     {"stage": 3, "sync": "every", "reshard_after_forward": False},
 ]
@@ -75,12 +91,11 @@ def test_at_stage_3_a_rank_has_to_have_trained_before(run_ranks):
 
 def test_what_is_not_declared_is_refused(lone_group):
     ddp = DistributedDataParallel(nn.Linear(1, 1), config=ZeroConfig(), group=lone_group)
-    with pytest.raises(UsageError, match=r"expected joins=True in the config"):
-        ddp.join_micro_batch(last=True)
+    with pytest.raises(UsageError, match=r"expected an UnevenStepCount"):
+        join_micro_batch(ddp, last=True)
 
 
-def test_a_count_that_comes_too_late_is_refused():
+def test_a_count_that_comes_too_late_is_refused(lone_group):
+    config = ZeroConfig(divide="pre", sync="every", divide_by="micro-batches", micro_batches=2)
     with pytest.raises(UsageError, match=r"micro-batches that had data are counted only after"):
-        ZeroConfig(
-            joins=True, divide="pre", sync="every", divide_by="micro-batches", micro_batches=2
-        )
+        DistributedDataParallel(nn.Linear(1, 1), config=config, group=lone_group, seams=UNEVEN)

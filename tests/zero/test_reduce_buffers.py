@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    Seams,
+    Unit,
+    ZeroConfig,
+    build_redundancy_groups,
+)
+from zero_sim.zero.seams import TEXTBOOK
+from zero_sim.zero.variants.gathers import chunked_units
+from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
 
-STAGE_2 = {"stage": 2, "sync": "every", "bucket_elems": None, "reduce_buffer_elems": 4}
+STAGE_2 = {"stage": 2, "sync": "every", "bucket_elems": None}
 
 
-def wrap(config, depth=3):
+def wrap(config, depth=3, seams=TEXTBOOK, **settings):
     layers = [nn.Linear(2, 2, bias=False) for _ in range(depth)]
     for index, layer in enumerate(layers):
         nn.init.constant_(layer.weight, 0.5 + index)
     model = nn.Sequential(*layers)
     config = ZeroConfig(**{**STAGE_2, **config})
-    return DistributedDataParallel(model, config=config, group=dist.group.WORLD)
+    settings = BufferSettings(**{"elems": 4, **settings})
+    seams = replace(seams, grads=partial(BufferedGrads, settings=settings))
+    return DistributedDataParallel(model, config=config, group=dist.group.WORLD, seams=seams)
 
 
 def backward(ddp, scale=1.0):
@@ -41,11 +56,11 @@ def test_no_more_buffers_than_take_turns(world_of, overlap, most):
 
     def program(rank):
         ddp = wrap({"overlap_grads": overlap}, depth=5)
-        seen = watch(ddp, lambda: len(ddp.reduce_buffers()))
+        seen = watch(ddp, lambda: len(ddp.grad_schedule.buffers.memory))
         ddp.begin_last_micro_batch()
         backward(ddp)
         ddp.finish_grad_sync()
-        return max(seen), len(ddp.reduce_buffers())
+        return max(seen), len(ddp.grad_schedule.buffers.memory)
 
     assert world.run(program) == [(most, 0)] * 2
 
@@ -69,7 +84,7 @@ def test_together_they_wait_until_none_is_missing(world_of):
     world = world_of(2)
 
     def program(rank):
-        ddp = wrap({"contiguous_grads": False, "reduce_buffer_elems": 8})
+        ddp = wrap({}, contiguous_grads=False, elems=8)
         seen = watch(ddp, lambda: sum(p.grad is not None for p in ddp.params.values()))
         ddp.begin_last_micro_batch()
         backward(ddp)
@@ -85,7 +100,7 @@ def test_a_second_gradient_before_its_unit_is_sent_is_added(world_of, stage):
     world = world_of(1)
 
     def program(rank):
-        ddp = wrap({"stage": stage, "reduce_buffer_elems": 100})
+        ddp = wrap({"stage": stage}, elems=100)
         ddp.begin_last_micro_batch()
         last = ddp.params["2.weight"]
         (last.sum() * 3).backward()
@@ -153,7 +168,8 @@ def test_chunks_fill_the_same_params(world_of):
     def program(rank):
         found = []
         for chunk in (None, 1, 5, 7, 100):
-            ddp = wrap({"partition": "uneven", "gather_chunk_elems": chunk})
+            unit = Unit if chunk is None else chunked_units(chunk, config=ZeroConfig())
+            ddp = wrap({"partition": "uneven"}, seams=Seams(unit=unit))
             (buffer,) = ddp.buffers
             for param in ddp.params.values():
                 own = buffer.get_param_shard(param)
@@ -169,20 +185,50 @@ def test_chunks_fill_the_same_params(world_of):
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"stage": 3}, "reduce_buffer_elems=None with stage=3"),
-        ({"stage": 0, "sync": "last"}, "reduce_buffer_elems=None with stage=0"),
-        ({"redundancy": 2}, "redundancy=1 with reduce_buffer_elems"),
-        ({"sync": "last"}, "sync='every' with reduce_buffer_elems and stage=2"),
-        ({"reduce_buffer_elems": 0}, "reduce_buffer_elems to be an integer of at least 1"),
-        ({"gather_chunk_elems": -1}, "gather_chunk_elems to be an integer of at least 1"),
-        ({"gather_chunk_elems": 1, "overlap_params": True}, "overlap_params=False"),
-        ({"gather_chunk_elems": 1, "partition": "one-owner"}, "of which every rank has a stretch"),
-        (
-            {"reduce_buffer_elems": None, "contiguous_grads": False},
-            "reduce_buffer_elems with contiguous_grads=False",
-        ),
+        ({"stage": 3}, "stage 1 or 2 with reduce buffers"),
+        ({"stage": 0, "sync": "last"}, "stage 1 or 2 with reduce buffers"),
+        ({"sync": "last"}, "sync='every' with reduce buffers and stage=2"),
     ],
 )
-def test_refuses_what_does_not_go_together(config, match):
+def test_refuses_what_does_not_go_together(world_of, config, match):
+    def program(rank):
+        with pytest.raises(UsageError, match=match):
+            wrap(config)
+
+    world_of(1).run(program)
+
+
+def test_refuses_copies_of_the_state(world_of):
+    def program(rank):
+        group = dist.group.WORLD
+        blocks = build_redundancy_groups(group, redundancy=2)
+        with pytest.raises(UsageError, match="redundancy=1 with reduce buffers"):
+            DistributedDataParallel(
+                nn.Linear(2, 2),
+                config=ZeroConfig(redundancy=2),
+                group=group,
+                shard_group=blocks[0],
+                replica_group=blocks[1],
+                seams=Seams(grads=partial(BufferedGrads, settings=BufferSettings(elems=4))),
+            )
+
+    world_of(2).run(program)
+
+
+def test_refuses_a_length_that_is_none():
+    with pytest.raises(UsageError, match="elems to be an integer of at least 1"):
+        BufferSettings(elems=0)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "config", "match"),
+    [
+        (-1, {}, "chunk_elems to be an integer of at least 1"),
+        (1, {"stage": 3}, "stage 1 or 2 with chunk_elems"),
+        (1, {"overlap_params": True}, "overlap_params=False"),
+        (1, {"partition": "one-owner"}, "of which every rank has a stretch"),
+    ],
+)
+def test_chunks_refuse_what_does_not_go_together(chunk, config, match):
     with pytest.raises(UsageError, match=match):
-        ZeroConfig(**{**STAGE_2, **config})
+        chunked_units(chunk, config=ZeroConfig(**config))

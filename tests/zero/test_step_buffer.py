@@ -1,13 +1,17 @@
 """A step buffer: gradients as fp32 in memory of one length, and their bits."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Muon, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero.optimizer import AllAtOnce
 from zero_sim.zero.variants.step_buffer import StepBuffer
+from zero_sim.zero.variants.whole_params import Muon
 
 
 class _Master:
@@ -16,7 +20,7 @@ class _Master:
 
 
 def lengths(buffer, *elems):
-    turns = StepBuffer(buffer, device=torch.device("cpu")).turns([_Master(each) for each in elems])
+    turns = StepBuffer(None, elems=buffer).turns([_Master(each) for each in elems])
     return [[master.leaf.numel() for master in turn] for turn in turns]
 
 
@@ -48,7 +52,11 @@ def trained(depth, buffer, **settings):
         return inner
 
     optimizer = DistributedOptimizer(
-        ddp, optim_factory=factory, clip_norm=0.5, step_buffer_elems=buffer, **settings
+        ddp,
+        optim_factory=factory,
+        clip_norm=0.5,
+        stepper=AllAtOnce if buffer is None else partial(StepBuffer, elems=buffer),
+        **settings,
     )
     norms = []
     for step in range(3):
@@ -88,9 +96,11 @@ def test_whole_param_optimizers_refuse_it(world_of):
     def program(rank):
         model = nn.Linear(3, 3, bias=False)
         ddp = DistributedDataParallel(model, config=ZeroConfig(), group=dist.group.WORLD)
-        with pytest.raises(UsageError, match="expected no step_buffer_elems with Muon"):
+        with pytest.raises(UsageError, match="expected all gradients at once with Muon"):
             DistributedOptimizer(
-                ddp, optim_factory=lambda p: Muon(p, momentum=0.9), step_buffer_elems=4
+                ddp,
+                optim_factory=lambda p: Muon(p, momentum=0.9),
+                stepper=partial(StepBuffer, elems=4),
             )
 
     world_of(1).run(program)
@@ -99,7 +109,7 @@ def test_whole_param_optimizers_refuse_it(world_of):
 @pytest.mark.parametrize("length", [0, -1, 2.0, True])
 def test_a_length_that_is_none_is_refused(world_of, length):
     def program(rank):
-        with pytest.raises(UsageError, match="step_buffer_elems to be an integer of at least 1"):
+        with pytest.raises(UsageError, match="elems to be an integer of at least 1"):
             trained(1, length)
 
     world_of(1).run(program)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero_sim.errors import UsageError
-from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
+from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, Seams, ZeroConfig
+from zero_sim.zero.seams import TEXTBOOK
+from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
 
 CONFIGS = {
     "stage-0": {"stage": 0},
     "stage-1": {"stage": 1, "overlap_params": True},
-    "stage-2": {"stage": 2, "sync": "every", "reduce_buffer_elems": 5},
+    "stage-2": {
+        "stage": 2,
+        "sync": "every",
+        "seams": Seams(grads=partial(BufferedGrads, settings=BufferSettings(elems=5))),
+    },
     "stage-3": {"stage": 3},
 }
 
@@ -42,10 +50,13 @@ def hooks_of(module):
     return counts
 
 
-def train(module, rank, **config):
+def train(module, rank, *, seams=TEXTBOOK, **config):
     """Take a step of the wrapped module; return the wrapper."""
     ddp = DistributedDataParallel(
-        module, config=ZeroConfig(bucket_elems=8, **config), group=dist.group.WORLD
+        module,
+        config=ZeroConfig(bucket_elems=8, **config),
+        group=dist.group.WORLD,
+        seams=seams,
     )
     optimizer = DistributedOptimizer(ddp, optim_factory=lambda p: torch.optim.SGD(p, lr=0.1))
     ddp.begin_last_micro_batch()

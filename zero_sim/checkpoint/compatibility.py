@@ -31,9 +31,8 @@ from zero_sim.checkpoint.snapshot import (
 from zero_sim.checkpoint.values import decode_value, name_dtype
 from zero_sim.layout import Span
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.elementwise import ELEMENTWISE
+from zero_sim.zero.elementwise import ELEMENTWISE, Attached
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.variants.whole_params import WholeParamOptimizer
 
 
 def find_param_problems(
@@ -138,7 +137,7 @@ def _find_state_problems(manifest: Manifest, inner: Optimizer) -> Iterator[str]:
             settings = read_new_settings(saved, inner.param_groups[0])
             probes[param.group] = probe_state(inner, settings=settings)
         values = {e.key: decode_value(e.value) for e in param.state if e.dtype is None}
-        if type(inner) in ELEMENTWISE or isinstance(inner, WholeParamOptimizer):
+        if type(inner) in ELEMENTWISE or isinstance(inner, Attached):
             yield from _find_count_problems(param.name, values)
         probe = probes[param.group]
         if probe is None:

@@ -261,7 +261,7 @@ def synchronised_at_the_first(patch: Patches) -> None:
 
     @patch(DistributedDataParallel, "end_micro_batch")
     def wrong(right, self, last, *, count=None):
-        is_plain = self._grad_pipeline is None and self.config.sync == "last"
+        is_plain = not self.grad_schedule.sums_in_backward and self.config.sync == "last"
         several = (self.config.micro_batches or 1) > 1
         if not is_plain or not several or self.config.divides_before_sum:
             return right(self, last, count=count)

@@ -10,8 +10,9 @@ from zero_sim.mutants.records import mutant
 from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.gathers import UnderForward
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.schedule import UnderBackward, UnderForward
+from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.unit import Unit
 
 

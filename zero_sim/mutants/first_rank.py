@@ -6,7 +6,7 @@ import torch
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero.collectives import _SumAtFirst
+from zero_sim.zero.variants.root_reduce import _SumAtFirst
 
 
 @mutant("X01", "SCALE", "DR", seen_in="class SCALE", core=True)

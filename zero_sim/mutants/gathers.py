@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.gathers import OnUse
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.schedule import OnUse
+from zero_sim.zero.schedule import Wrapped
 from zero_sim.zero.unit import ParamState, Unit
+
+
+def _with(wrapped: Wrapped, **changes: Any) -> Wrapped:
+    """The pieces of a module with other settings."""
+    return replace(wrapped, config=replace(wrapped.config, **changes))
 
 
 @mutant("W01", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume", core=True)
@@ -128,8 +137,8 @@ def last_unit_kept_over_a_step(patch: Patches) -> None:
             right(self)
 
     @patch(OnUse, "__init__")
-    def noted(right, self, module, **named):
-        right(self, module, **named)
+    def noted(right, self, wrapped, **named):
+        right(self, wrapped, **named)
         kept.update(self._units[-1:])
 
 
@@ -152,9 +161,9 @@ def last_unit_freed_after_forward(patch: Patches) -> None:
     """The last unit is freed, too, and backward begins with gathering it again."""
 
     @patch(OnUse, "__init__")
-    def wrong(right, self, module, **named):
-        right(self, module, **named)
-        if named["reshard_after_forward"]:
+    def wrong(right, self, wrapped, **named):
+        right(self, wrapped, **named)
+        if wrapped.config.reshard_after_forward:
             self._kept = frozenset()
 
 
@@ -163,8 +172,8 @@ def freed_though_it_should_stay(patch: Patches) -> None:
     """That params should stay between forward and backward is not heard of."""
 
     @patch(OnUse, "__init__")
-    def wrong(right, self, module, **named):
-        right(self, module, **(named | {"reshard_after_forward": True}))
+    def wrong(right, self, wrapped, **named):
+        right(self, _with(wrapped, reshard_after_forward=True), **named)
 
 
 @mutant("W14", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
@@ -172,8 +181,8 @@ def never_freed_after_forward(patch: Patches) -> None:
     """Params stay between forward and backward whatever was asked for."""
 
     @patch(OnUse, "__init__")
-    def wrong(right, self, module, **named):
-        right(self, module, **(named | {"reshard_after_forward": False}))
+    def wrong(right, self, wrapped, **named):
+        right(self, _with(wrapped, reshard_after_forward=False), **named)
 
 
 @mutant("W15", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
@@ -181,9 +190,9 @@ def first_unit_stays(patch: Patches) -> None:
     """It is the first unit that stays between forward and backward, not the last."""
 
     @patch(OnUse, "__init__")
-    def wrong(right, self, module, **named):
-        right(self, module, **named)
-        if named["reshard_after_forward"]:
+    def wrong(right, self, wrapped, **named):
+        right(self, wrapped, **named)
+        if wrapped.config.reshard_after_forward:
             self._kept = frozenset(self._units[:1])
 
 
@@ -261,9 +270,9 @@ def odd_ranks_do_not_prefetch(patch: Patches) -> None:
     """Odd ranks gather nothing ahead, so that their gathers stand elsewhere among reductions."""
 
     @patch(OnUse, "__init__")
-    def wrong(right, self, module, **named):
-        prefetch = 0 if dist.get_rank() % 2 else named["prefetch"]
-        right(self, module, **(named | {"prefetch": prefetch}))
+    def wrong(right, self, wrapped, **named):
+        prefetch = 0 if dist.get_rank() % 2 else wrapped.config.prefetch
+        right(self, _with(wrapped, prefetch=prefetch), **named)
 
 
 @mutant("W23", "ORDER", "Z3 B2", seen_in="class ORDER")
@@ -319,8 +328,8 @@ def kept_between_micro_batches(patch: Patches) -> None:
 
     @patch(DistributedDataParallel, "end_micro_batch")
     def wrong(right, self, last, *, count=None):
-        on_use = self._on_use
-        if on_use is None or last:
+        on_use = self.param_schedule
+        if last or not self.config.sharding.params:
             right(self, last, count=count)
             return
         on_use.free_all = lambda: None
@@ -405,8 +414,8 @@ def one_unit_too_far_ahead(patch: Patches) -> None:
     """One unit more than was asked for is gathered ahead."""
 
     @patch(OnUse, "__init__")
-    def wrong(right, self, module, **named):
-        right(self, module, **(named | {"prefetch": named["prefetch"] + 1}))
+    def wrong(right, self, wrapped, **named):
+        right(self, _with(wrapped, prefetch=wrapped.config.prefetch + 1), **named)
 
 
 @mutant("W56", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
@@ -448,7 +457,7 @@ def only_the_last_unit_of_all_stays(patch: Patches) -> None:
     """Between forward and backward one unit stays, which on some ranks is one of experts."""
 
     @patch(OnUse, "__init__")
-    def wrong(right, self, module, **named):
-        right(self, module, **named)
-        if named["reshard_after_forward"] is not False:
+    def wrong(right, self, wrapped, **named):
+        right(self, wrapped, **named)
+        if wrapped.config.reshard_after_forward:
             self._kept = frozenset(self._units[-1:])

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
+from zero_sim.targets import own
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.schedule import OnUse
-from zero_sim.zero.step_count import StepCount
+from zero_sim.zero.variants.uneven_micro_batches import RepeatableOnUse, UnevenStepCount
 
 
 @mutant("K11", "ACCUM", "GA", seen_in="class ACCUM", core=True)
@@ -26,20 +26,20 @@ def joins_with_gradients_of_the_last_step(patch: Patches) -> None:
         }
         right(self)
 
-    @patch(DistributedDataParallel, "join_micro_batch")
-    def wrong_join(right, self, last, *, count=None):
-        own = stale.get(id(self), {})
-        for memory in [each for buffer in self.buffers for each in buffer.memory.values()]:
-            if last and memory.name in own and memory.main_grad is not None:
-                memory.main_grad.copy_(own[memory.name])
-        right(self, last, count=count)
+    @patch(own, "join_micro_batch")
+    def wrong_join(right, ddp, last, **named):
+        grads = stale.get(id(ddp), {})
+        for memory in [each for buffer in ddp.buffers for each in buffer.memory.values()]:
+            if last and memory.name in grads and memory.main_grad is not None:
+                memory.main_grad.copy_(grads[memory.name])
+        right(ddp, last, **named)
 
 
 @mutant("K12", "SCALE", "GA", seen_in="class SCALE", core=True)
 def joined_ranks_count_as_full(patch: Patches) -> None:
     """Micro-batches without data are counted among those that gradients are divided by."""
 
-    @patch(StepCount, "join")
+    @patch(UnevenStepCount, "join")
     def wrong(right, self):
         right(self)
         self._joined = 0
@@ -49,20 +49,20 @@ def joined_ranks_count_as_full(patch: Patches) -> None:
 def joined_ranks_lose_what_they_accumulated(patch: Patches) -> None:
     """What a rank accumulated before it ran out of data is zeroed when it joins."""
 
-    @patch(DistributedDataParallel, "join_micro_batch")
-    def wrong(right, self, last, *, count=None):
-        for buffer in self.buffers:
+    @patch(own, "join_micro_batch")
+    def wrong(right, ddp, last, **named):
+        for buffer in ddp.buffers:
             for memory in buffer.memory.values():
                 if memory.main_grad is not None:
                     memory.main_grad.zero_()
-        right(self, last, count=count)
+        right(ddp, last, **named)
 
 
 @mutant("K14", "ORDER", "GA Z3", seen_in="class ORDER", kill="contract")
 def joined_ranks_gather_for_backward_alone(patch: Patches) -> None:
     """A rank that joins takes no part in the gathers of the others' forwards."""
 
-    @patch(OnUse, "repeat_forward")
+    @patch(RepeatableOnUse, "repeat_forward")
     def wrong(right, self):
         return None
 
@@ -71,33 +71,33 @@ def joined_ranks_gather_for_backward_alone(patch: Patches) -> None:
 def joined_ranks_stay_away(patch: Patches) -> None:
     """A rank that has no data takes no part in the sums of a micro-batch."""
 
-    @patch(DistributedDataParallel, "join_micro_batch")
-    def wrong(right, self, last, *, count=None):
-        if last or self.config.sync == "last":
-            right(self, last, count=count)
+    @patch(own, "join_micro_batch")
+    def wrong(right, ddp, last, **named):
+        if last or ddp.config.sync == "last":
+            right(ddp, last, **named)
         else:
-            self._count.join()
-            self._count.end_micro_batch(last=last)
+            ddp.step_count.join()
+            ddp.step_count.end_micro_batch(last=last)
 
 
 @mutant("K16", "ASYNC", "GA AS", seen_in="class ASYNC")
 def joined_ranks_wait_for_no_params(patch: Patches) -> None:
     """A rank without data in a step does not wait for params that no forward of it waits for."""
 
-    @patch(DistributedDataParallel, "join_micro_batch")
-    def wrong(right, self, last, *, count=None):
-        pipeline, self._param_pipeline = self._param_pipeline, None
+    @patch(own, "join_micro_batch")
+    def wrong(right, ddp, last, **named):
+        ddp.finish_param_gather = lambda: None
         try:
-            right(self, last, count=count)
+            right(ddp, last, **named)
         finally:
-            self._param_pipeline = pipeline
+            del ddp.finish_param_gather
 
 
 @mutant("K17", "SCALE", "GA", seen_in="class SCALE")
 def rows_of_the_last_micro_batch_count_again(patch: Patches) -> None:
     """A rank that joins counts the rows that it had once more."""
 
-    @patch(StepCount, "join")
+    @patch(UnevenStepCount, "join")
     def wrong(right, self):
         right(self)
         self._rows *= 2
@@ -107,7 +107,7 @@ def rows_of_the_last_micro_batch_count_again(patch: Patches) -> None:
 def joined_ranks_keep_whole_params(patch: Patches) -> None:
     """What a rank gathers for others' forwards it keeps for their backwards, which gather again."""
 
-    @patch(OnUse, "repeat_forward")
+    @patch(RepeatableOnUse, "repeat_forward")
     def wrong(right, self):
         kept, self._kept = self._kept, frozenset(self._units)
         right(self)

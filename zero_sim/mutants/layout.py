@@ -310,7 +310,7 @@ def followers_shift(patch: Patches) -> None:
     @patch(DistributedDataParallel, "_sum_over_ranks")
     def wrong(right, self):
         arrived = self.__dict__.pop("_arrived", set())
-        for buffer in self.buffers if self._grad_pipeline is None else ():
+        for buffer in () if self.grad_schedule.sums_in_backward else self.buffers:
             for unit in buffer.units:
                 members = [p for p in buffer.memory if buffer.unit_of(p) is unit]
                 have = [p.main_grad.reshape(-1) for p in members if id(p) in arrived]
@@ -464,7 +464,7 @@ def buffer_named_by_its_first_param(patch: Patches) -> None:
     """Params of the dtype of frozen ones are refused, since the buffer counts those, too."""
 
     @patch(data_parallel, "find_trainable_params")
-    def wrong(right, module):
-        found = right(module)
+    def wrong(right, module, **named):
+        found = right(module, **named)
         frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         return {**found, **frozen}

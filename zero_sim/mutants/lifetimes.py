@@ -15,9 +15,10 @@ from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.gathers import UnderForward
 from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.schedule import UnderBackward, UnderForward
+from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.storage import FlatStorage
 from zero_sim.zero.unit import GradState, Unit
 
@@ -88,7 +89,7 @@ def reader_outside_its_module(patch: Patches) -> None:
     def wrong(right, self, needed, module, args):
         right(self, needed[:1], module, args)
 
-    @patch(UnderForward, "check_waited")
+    @patch(UnderForward, "check_read")
     def blind(right, self, param, *, name):
         return None
 
@@ -182,7 +183,7 @@ def forward_does_not_wait(patch: Patches) -> None:
     def wrong(right, self, needed, module, args):
         right(self, (), module, args)
 
-    @patch(UnderForward, "check_waited")
+    @patch(UnderForward, "check_read")
     def blind(right, self, param, *, name):
         return None
 
@@ -247,8 +248,8 @@ def main_grad_is_stale(patch: Patches) -> None:
     def wrong(right, self, memory, param):
         if self.__dict__.get("_begun", 0) > 1:
             param.grad = None
-            if self._grad_pipeline is not None:
-                self._grad_pipeline.mark_ready(param)
+            if self.grad_schedule.sums_in_backward:
+                self.grad_schedule.mark_ready(param)
         else:
             right(self, memory, param)
 

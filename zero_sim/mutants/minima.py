@@ -79,7 +79,7 @@ _NUMBERS = {
     # Faults of time and of identity: waits, stale views, groups, and the order of collectives.
     "M45": (1, 1, 1, 1, 1),
     "M47": (1, 2, 2, 1, 2),
-    "M49": (1, 2, 2, 1, 2),
+    "M49": (3, 2, 2, 1, 1),
     "M51": (2, 2, 2, 2, 2),
     "M53": (1, 1, 1, 2, 1),
     "M55": (1, 7, 7, 1, 1),

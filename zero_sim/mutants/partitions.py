@@ -11,8 +11,8 @@ from zero_sim.layout.partition import Partition
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero import unit as units
-from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.unit import ParamState, Unit
+from zero_sim.zero.unit import Unit
+from zero_sim.zero.variants.gathers import GatheredAfterStep
 
 
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
@@ -102,15 +102,10 @@ def summed_to_all_ranks_twice(patch: Patches) -> None:
 @mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")
 def stays_whole_after_the_step(patch: Patches) -> None:
     """What is gathered once more after the step is not freed."""
-    freeing: list[bool] = []
 
-    @patch(DistributedDataParallel, "gather_params")
-    def outer(right, self):
-        freeing.append(self.config.gather_after_step)
-        right(self)
-        freeing.pop()
-
-    @patch(Unit, "free_params")
+    @patch(GatheredAfterStep, "gather")
     def wrong(right, self):
-        if not (freeing and freeing[-1] and self.param_state is ParamState.WHOLE):
-            right(self)
+        self.free_all()
+        for buffer in self._gathered:
+            for unit in buffer.units:
+                unit.gather()

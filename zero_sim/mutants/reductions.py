@@ -238,9 +238,10 @@ def reduced_in_the_order_of_the_forward(patch: Patches) -> None:
     """Units are reduced in the order in which forward needs them, so that all wait for the last."""
 
     @patch(UnderBackward, "__init__")
-    def wrong(right, self, units, **named):
-        is_sharded = any(unit.frees_grads for unit in units)
-        right(self, units[::-1] if is_sharded else units, **named)
+    def wrong(right, self, wrapped):
+        right(self, wrapped)
+        if any(unit.frees_grads for unit in self._units):
+            self._units = self._units[::-1]
 
 
 @mutant("R18", "VOLUME", "AS B2 Z2", seen_in="class VOLUME", kill="overlap")
@@ -373,7 +374,7 @@ def first_gradient_lost(patch: Patches) -> None:
 
     @patch(DistributedDataParallel, "_accumulate")
     def wrong(right, self, memory, param):
-        unit = self._unit_of.get(param)
+        unit = self.grad_schedule._home_of.get(param)
         if unit is not None and unit.frees_grads and unit.grad_state is GradState.EMPTY:
             param.grad = torch.zeros_like(param.grad)
         right(self, memory, param)

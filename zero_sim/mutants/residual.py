@@ -10,7 +10,6 @@ from zero_sim.layout import Span
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.norm import root_of_squares
-from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
 from zero_sim.zero.variants import activations
 from zero_sim.zero.variants import arena as arenas
@@ -79,7 +78,7 @@ def taken_twice(patch: Patches) -> None:
 def last_turn_is_not_stepped(patch: Patches) -> None:
     """What is left behind the last full step buffer is measured and never stepped."""
 
-    @patch(DistributedOptimizer, "_step_in_turns")
+    @patch(StepBuffer, "_step_in_turns")
     def wrong(right, self, turns, *, norm):
         right(self, turns[:-1], norm=norm)
 
@@ -88,7 +87,7 @@ def last_turn_is_not_stepped(patch: Patches) -> None:
 def norm_of_the_last_turn(patch: Patches) -> None:
     """The norm is that of the gradients which passed the step buffer last."""
 
-    @patch(DistributedOptimizer, "_measure_in_turns")
+    @patch(StepBuffer, "_measure_in_turns")
     def wrong(right, self, turns):
         return right(self, turns[-1:])
 
@@ -98,9 +97,9 @@ def turn_overwrites_itself(patch: Patches) -> None:
     """Every gradient is copied to the front of the step buffer, over those before it."""
 
     @patch(StepBuffer, "copy")
-    def wrong(right, self, grad):
+    def wrong(right, self, reduced):
         self._used = 0
-        return right(self, grad)
+        return right(self, reduced)
 
 
 @mutant("F09", "VOLUME", "", seen_in="class VOLUME", kill="memory")
@@ -117,10 +116,10 @@ def all_turns_at_once(patch: Patches) -> None:
 def turns_clipped_by_their_own_norm(patch: Patches) -> None:
     """Each turn is clipped by the norm of what it holds on this rank."""
 
-    @patch(DistributedOptimizer, "_step_in_turns")
+    @patch(StepBuffer, "_step_in_turns")
     def wrong(right, self, turns, *, norm):
         for turn in turns:
-            own = self._measure_own(turn, self._upcast_turn(turn))
+            own = self._optimizer._measure_own(turn, self._upcast_turn(turn))
             right(self, [turn], norm=root_of_squares(own[0]))
 
 
@@ -128,10 +127,11 @@ def turns_clipped_by_their_own_norm(patch: Patches) -> None:
 def second_time_unscaled_by_the_next_scale(patch: Patches) -> None:
     """Gradients made anew to be stepped are unscaled by what the scaler has grown to meanwhile."""
 
-    @patch(DistributedOptimizer, "_step_in_turns")
+    @patch(StepBuffer, "_step_in_turns")
     def wrong(right, self, turns, *, norm):
-        if self.loss_scaler is not None:
-            self._scale_of_step = self.loss_scaler.scale
+        optimizer = self._optimizer
+        if optimizer.loss_scaler is not None:
+            optimizer._scale_of_step = optimizer.loss_scaler.scale
         right(self, turns, norm=norm)
 
 

@@ -9,8 +9,8 @@ from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.schedule import UnderBackward
-from zero_sim.zero.unit import Unit
 from zero_sim.zero.variants import grad_unit, reduce_buffers
+from zero_sim.zero.variants.gathers import ChunkedUnit
 from zero_sim.zero.variants.grad_unit import GradUnit
 from zero_sim.zero.variants.reduce_buffers import ReduceBuffers
 
@@ -30,8 +30,8 @@ def last_buffer_is_not_sent(patch: Patches) -> None:
     last: set[GradUnit] = set()
 
     @patch(ReduceBuffers, "__init__")
-    def wrong(right, self, buffers, *, params, config, groups_of):
-        right(self, buffers, params=params, config=config, groups_of=groups_of)
+    def wrong(right, self, buffers, **named):
+        right(self, buffers, **named)
         if self.units and self.units[-1].plan.numel < self._elems:
             last.add(self.units[-1])
 
@@ -163,22 +163,23 @@ def buffers_longer_than_said(patch: Patches) -> None:
     """A buffer takes one element more than it is to."""
 
     @patch(ReduceBuffers, "__init__")
-    def wrong(right, self, buffers, *, params, config, groups_of):
-        longer = replace(config, reduce_buffer_elems=config.reduce_buffer_elems + 1)
-        right(self, buffers, params=params, config=longer, groups_of=groups_of)
+    def wrong(right, self, buffers, *, settings, **named):
+        longer = replace(settings, elems=settings.elems + 1)
+        right(self, buffers, settings=longer, **named)
 
 
 @mutant("J15", "ALIAS", "", seen_in="class ALIAS")
 def chunk_lacks_its_last_element(patch: Patches) -> None:
     """Of every chunk that is gathered the last element of each rank's part is not copied."""
 
-    @patch(Unit, "_gather_chunks")
-    def wrong(right, self, whole, *, chunk_elems):
+    @patch(ChunkedUnit, "_gather_chunks")
+    def wrong(right, self, whole):
         before = whole.clone()
-        right(self, whole, chunk_elems=chunk_elems)
+        right(self, whole)
         start = 0
-        stretch = max(1, chunk_elems // len(self._place_sizes))
-        for place, size in enumerate(self._place_sizes):
+        sizes = self.plan.shard_sizes
+        stretch = max(1, self.chunk_elems // len(sizes))
+        for place, size in enumerate(sizes):
             stops = range(stretch, size + 1, stretch)
             for stop in stops if place != self.group.rank() else ():
                 whole[start + stop - 1] = before[start + stop - 1]
@@ -189,15 +190,15 @@ def chunk_lacks_its_last_element(patch: Patches) -> None:
 def last_chunk_is_not_gathered(patch: Patches) -> None:
     """Chunks that do not come out even end with one that nobody gathers."""
 
-    @patch(Unit, "_gather_chunks")
-    def wrong(right, self, whole, *, chunk_elems):
-        sizes = self._place_sizes
-        stretch = max(1, chunk_elems // len(sizes))
+    @patch(ChunkedUnit, "_gather_chunks")
+    def wrong(right, self, whole):
+        sizes = self.plan.shard_sizes
+        stretch = max(1, self.chunk_elems // len(sizes))
         if max(sizes) <= stretch or max(sizes) % stretch == 0:
-            right(self, whole, chunk_elems=chunk_elems)
+            right(self, whole)
             return
         before, start = whole.clone(), 0
-        right(self, whole, chunk_elems=chunk_elems)
+        right(self, whole)
         for size in sizes:
             first = start + max(sizes) // stretch * stretch
             whole[first : start + size] = before[first : start + size]

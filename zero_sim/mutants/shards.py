@@ -12,7 +12,7 @@ from zero_sim.zero import buffer as buffers
 from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.data_parallel import DistributedDataParallel
-from zero_sim.zero.schedule import OnUse
+from zero_sim.zero.gathers import OnUse
 from zero_sim.zero.unit import ParamStep, Unit
 
 # The package exports a function of the same name.

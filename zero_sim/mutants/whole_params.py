@@ -8,9 +8,6 @@ import torch
 
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import optimizer
-from zero_sim.zero.optimizer import DistributedOptimizer
-from zero_sim.zero.unit import Unit
 from zero_sim.zero.variants import whole_params
 
 
@@ -18,7 +15,7 @@ from zero_sim.zero.variants import whole_params
 def own_part_from_the_start(patch: Patches) -> None:
     """Each owner takes the first elements of what the whole param gives, in place of its own."""
 
-    @patch(optimizer, "_of_param")
+    @patch(whole_params, "_of_param")
     def wrong(right, master, wholes):
         mine, place = right(master, wholes)
         return mine, slice(0, place.stop - place.start)
@@ -28,8 +25,8 @@ def own_part_from_the_start(patch: Patches) -> None:
 def part_taken_for_the_whole(patch: Patches) -> None:
     """Each owner makes its part orthogonal, or takes its norm, as if that were the whole param."""
 
-    @patch(DistributedOptimizer, "_whole_of")
-    def wrong(right, self, parts):
+    @patch(whole_params, "_whole_of")
+    def wrong(right, optimizer, gathers, parts):
         return whole_params.leaves_are_whole(parts)
 
 
@@ -37,9 +34,9 @@ def part_taken_for_the_whole(patch: Patches) -> None:
 def gathers_only_with_a_part(patch: Patches) -> None:
     """A rank without anything in a bucket does not come to its gather."""
 
-    @patch(Unit, "whole_of")
-    def wrong(right, self, shard):
-        return right(self, shard) if shard.any() else shard.new_zeros(self.plan.span.numel)
+    @patch(whole_params, "whole_of_unit")
+    def wrong(right, unit, shard):
+        return right(unit, shard) if shard.any() else shard.new_zeros(unit.plan.span.numel)
 
 
 @mutant("U05", "OPTST", seen_in="class OPTST")
@@ -86,16 +83,16 @@ def transposed_for_good(patch: Patches) -> None:
 def gathered_in_16_bits(patch: Patches) -> None:
     """What whole params are looked at for travels in bf16."""
 
-    @patch(Unit, "whole_of")
-    def wrong(right, self, shard):
-        return right(self, shard.to(torch.bfloat16)).to(torch.float32)
+    @patch(whole_params, "whole_of_unit")
+    def wrong(right, unit, shard):
+        return right(unit, shard.to(torch.bfloat16)).to(torch.float32)
 
 
 @mutant("U09", "LAYOUT", seen_in="class LAYOUT", core=True)
 def whole_of_the_first_param(patch: Patches) -> None:
     """Every param of a bucket is looked for at the bucket's start."""
 
-    @patch(optimizer, "_of_param")
+    @patch(whole_params, "_of_param")
     def wrong(right, master, wholes):
         at = master.buffer.memory[master.param].in_unit.start
         return right(master, [whole.roll(at) for whole in wholes])

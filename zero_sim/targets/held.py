@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -11,13 +11,17 @@ from torch.optim import Optimizer
 
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer
 from zero_sim.zero.variants.arena import Arena
+from zero_sim.zero.variants.grad_unit import GradUnit
+from zero_sim.zero.variants.reduce_buffers import BufferedGrads
 
 _OWN_MODULES = "zero_sim.zero"
 _LASTING = ("gradients", "sums", "params", "masters", "arena")
 _WITHIN_STEP = ("whole_gradients", "gathered")
 
 
-def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) -> Mapping[str, int]:
+def held_bytes(
+    ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, arena: Arena | None = None
+) -> Mapping[str, int]:
     """Return the bytes of all memory that an engine reaches, each once, by what it is for.
 
     What nobody named is `other`: whatever a later change keeps alive is found without a word here.
@@ -26,9 +30,10 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
     Args:
         ddp: The module and its buffers.
         optimizer: Their masters and state.
+        arena: Memory of whole gradients, if they lie in one.
     """
     named: dict[int, str] = {}
-    for name, memory in memory_of(ddp, optimizer):
+    for name, memory in memory_of(ddp, optimizer, arena=arena):
         # A param that lies in the module's own memory, as at stage 0, is the module's.
         if name not in _WITHIN_STEP and not isinstance(memory, nn.Parameter):
             named.setdefault(_address(memory), name if name in _LASTING else "state")
@@ -58,13 +63,14 @@ def held_bytes(ddp: DistributedDataParallel, optimizer: DistributedOptimizer) ->
 
 
 def memory_of(
-    ddp: DistributedDataParallel, optimizer: DistributedOptimizer
+    ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, arena: Arena | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all memory that has a name, with it; one that comes and goes only while it is there.
 
     Args:
         ddp: The module and its buffers.
         optimizer: Their masters and state.
+        arena: As in `held_bytes`.
 
     Returns:
         `gradients`, `sums` of them, `params`, `masters`, states under torch's names, the `arena` of
@@ -87,15 +93,16 @@ def memory_of(
                 yield from (("params", member.param) for member in unit.members)
             elif unit.frees_params and unit.params is not None:
                 yield "gathered", unit.params
-    yield from (("whole_gradients", memory) for memory in ddp.reduce_buffers())
-    for grad_unit in ddp.grad_units:
+    units, lent = _reduce_buffers(ddp)
+    yield from (("whole_gradients", memory) for memory in lent)
+    for grad_unit in units:
         if grad_unit.storage.whole is not None:
             yield "whole_gradients", grad_unit.storage.whole
         for param in () if grad_unit.grads_stay else grad_unit.params:
             if param.grad is not None:
                 yield "whole_gradients", param.grad
-    if ddp.arena is not None:
-        yield "arena", ddp.arena.memory
+    if arena is not None:
+        yield "arena", arena.memory
     yield from (("masters", shard) for shard in optimizer.master_shards.values())
     for state in optimizer.inner.state.values():
         for name, value in state.items():
@@ -103,25 +110,28 @@ def memory_of(
                 yield str(name), value
 
 
-def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
+def whole_bytes(
+    ddp: DistributedDataParallel, *, arena: Arena | None = None
+) -> Iterator[tuple[str, str, int]]:
     """Tell what is whole now of the units whose whole memory is to come and go.
 
     By the memory that storages, params and gradients have, not by what a unit says it is.
 
     Args:
         ddp: The module and its buffers.
+        arena: As in `held_bytes`.
 
     Returns:
         As `PeakEngine.whole_bytes`.
     """
-    for grad_unit in ddp.grad_units:
+    units, lent = _reduce_buffers(ddp)
+    for grad_unit in units:
         held: list[object] = list(vars(grad_unit.storage).values())
         if not grad_unit.grads_stay:
             held += [param.grad for param in grad_unit.params]
         yield "gradients", grad_unit.slices[0].memory.name, _bytes_of(held)
-    if ddp.grad_units:
-        first = ddp.grad_units[0].slices[0].memory.name
-        yield "reduce buffers", first, _bytes_of(ddp.reduce_buffers())
+    if units:
+        yield "reduce buffers", units[0].slices[0].memory.name, _bytes_of(lent)
     for buffer in ddp.buffers:
         for unit in buffer.units:
             if not (unit.frees_grads or unit.frees_params):
@@ -132,11 +142,11 @@ def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
                 grads = [getattr(param, "main_grad", None) for param in params]
                 grads += [member.main_grad for member in unit.members]
                 grads += vars(unit.grad_storage).values()
-                if ddp.arena is None:
+                if arena is None:
                     yield "gradients", name, _bytes_of(grads)
                 else:
-                    inside = _within(ddp.arena, grads)
-                    outside = _bytes_of(g for g in grads if not _is_in(ddp.arena, g))
+                    inside = _within(arena, grads)
+                    outside = _bytes_of(g for g in grads if not _is_in(arena, g))
                     yield "gradients", name, inside + outside
                     yield "gradients outside the arena", name, outside
             if unit.frees_params:
@@ -144,6 +154,16 @@ def whole_bytes(ddp: DistributedDataParallel) -> Iterator[tuple[str, str, int]]:
                 # What stands for a param that is not there holds one element.
                 there = [param for param in params if not _is_placeholder(param)]
                 yield "params", name, _bytes_of([*there, *vars(unit.param_storage).values()])
+
+
+def _reduce_buffers(
+    ddp: DistributedDataParallel,
+) -> tuple[Sequence[GradUnit], Sequence[Tensor]]:
+    """The grad units of an engine and the memory that they share, as far as it is there."""
+    schedule = ddp.grad_schedule
+    if not isinstance(schedule, BufferedGrads):
+        return (), ()
+    return schedule.buffers.units, schedule.buffers.memory
 
 
 def _is_in(arena: Arena, item: object) -> bool:

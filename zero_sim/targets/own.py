@@ -40,15 +40,33 @@ from zero_sim.zero import (
     OwnedFragment,
     ZeroConfig,
 )
+from zero_sim.zero.gathers import OnUse, schedule_params
 from zero_sim.zero.groups import (
     build_expert_groups,
     build_model_parallel_group,
     build_redundancy_groups,
 )
+from zero_sim.zero.model import PlainCast
+from zero_sim.zero.optimizer import AllAtOnce
+from zero_sim.zero.schedule import UnderBackward, order_by_forward, schedule_grads
+from zero_sim.zero.seams import Seams
+from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import Unit
 from zero_sim.zero.variants.activations import TensorParallel
+from zero_sim.zero.variants.arena import Arena, move_grads
+from zero_sim.zero.variants.fp8 import DTYPE_NAMES as FP8_DTYPES
+from zero_sim.zero.variants.fp8 import Fp8Cast
+from zero_sim.zero.variants.gathers import GatheredAfterStep, chunked_units
 from zero_sim.zero.variants.grad_unit import GradUnit
+from zero_sim.zero.variants.reduce_buffers import BufferedGrads, BufferSettings
+from zero_sim.zero.variants.root_reduce import SUMS_OF_ALL, UnderBackwardAtFirst
 from zero_sim.zero.variants.scaler import LossScaler
+from zero_sim.zero.variants.step_buffer import StepBuffer
+from zero_sim.zero.variants.uneven_micro_batches import (
+    RepeatableOnUse,
+    UnevenStepCount,
+    join_micro_batch,
+)
 
 
 def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
@@ -104,10 +122,10 @@ class _Reduction:
 
 
 def _reduction_of(
-    owned: OwnedFragment, *, bucket: BucketPlan, config: ZeroConfig, alone: GradUnit | None
+    owned: OwnedFragment, *, bucket: BucketPlan, system: SystemSpec, alone: GradUnit | None
 ) -> _Reduction:
     """How a fragment is summed: with its bucket, or where its gradient goes alone, with those."""
-    to_all = not config.sharding.state or config.sum_by != "reduce-scatter"
+    to_all = not system.stage or system.sum_by != "reduce-scatter"
     if alone is not None:
         own = next(each.own for each in alone.slices if each.memory.name == owned.param)
         if to_all:
@@ -145,7 +163,6 @@ def config_of(scenario: Scenario) -> ZeroConfig:
         divide_by=system.divide_by,
         sync=system.sync,
         micro_batches=scenario.run.micro_batches,
-        joins=bool(scenario.run.own_micro_batches),
         redundancy=system.redundancy,
         grad_dtype=system.grad_dtype,
         bucket_elems=system.bucket_elems,
@@ -157,12 +174,45 @@ def config_of(scenario: Scenario) -> ZeroConfig:
         overlap_params=overlaps_params(system),
         prefetch=1 if system.prefetch is None else system.prefetch,
         reshard_after_forward=system.reshard_after_forward,
-        sum_by=system.sum_by,
-        gather_after_step=system.gather_after_step,
-        reduce_buffer_elems=system.reduce_buffer_elems,
-        contiguous_grads=system.contiguous_grads,
-        gather_chunk_elems=system.gather_chunk_elems,
-        arena=system.arena,
+    )
+
+
+class _RepeatableAndGatheredAfterStep(GatheredAfterStep, RepeatableOnUse):
+    """Both variants at once."""
+
+
+_ON_USE = {
+    (False, False): OnUse,
+    (False, True): GatheredAfterStep,
+    (True, False): RepeatableOnUse,
+    (True, True): _RepeatableAndGatheredAfterStep,
+}
+"""By whether ranks join micro-batches, and whether params are gathered after the step, too."""
+
+
+def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Seams:
+    """The variants that a scenario asks for."""
+    system, joins = scenario.system, bool(scenario.run.own_micro_batches)
+    has_fp8 = any(param.dtype in FP8_DTYPES for param in module.parameters())
+    grads = partial(
+        schedule_grads,
+        under_backward=UnderBackwardAtFirst if system.sum_by == "first-rank" else UnderBackward,
+    )
+    if system.reduce_buffer_elems is not None:
+        settings = BufferSettings(
+            elems=system.reduce_buffer_elems,
+            contiguous_grads=system.contiguous_grads,
+            sums_whole=system.sum_by == "all-reduce",
+        )
+        grads = partial(BufferedGrads, settings=settings)
+    chunk_elems = system.gather_chunk_elems
+    return Seams(
+        cast=Fp8Cast if has_fp8 else PlainCast,
+        unit=Unit if chunk_elems is None else chunked_units(chunk_elems, config=config),
+        sum_all=SUMS_OF_ALL[system.sum_by],
+        step_count=UnevenStepCount if joins else StepCount,
+        grads=grads,
+        params=partial(schedule_params, on_use=_ON_USE[joins, system.gather_after_step]),
     )
 
 
@@ -195,7 +245,12 @@ class ZeroSimEngine:
             kind_of=kind_of,
             kind_groups=kind_groups,
             buffer_of=group_of if by_group else None,
+            seams=seams_of(scenario, module=module, config=config),
         )
+        self._arena: Arena | None = None
+        if system.arena:
+            order = order_by_forward(self._ddp.buffers, params=list(self._ddp.params.values()))
+            self._arena = move_grads(self._ddp.buffers, order=order[::-1], config=config)
         parts_group = (
             build_model_parallel_group(topology.groups_over("tp", "pp")) if is_split else None
         )
@@ -213,7 +268,9 @@ class ZeroSimEngine:
             model_parallel_group=parts_group,
             is_counted=lambda name: is_counted(scenario.topology, name, place=place),
             state_device=torch.device("cpu") if system.offload_state else None,
-            step_buffer_elems=system.step_buffer_elems,
+            stepper=AllAtOnce
+            if system.step_buffer_elems is None
+            else partial(StepBuffer, elems=system.step_buffer_elems),
         )
         self._places: dict[str, Place] = {}
 
@@ -234,7 +291,7 @@ class ZeroSimEngine:
 
     def join_micro_batch(self, *, last: bool) -> None:
         """Take part without data."""
-        self._ddp.join_micro_batch(last)
+        join_micro_batch(self._ddp, last)
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params on every rank."""
@@ -253,7 +310,7 @@ class ZeroSimEngine:
 
     def held_bytes(self) -> Mapping[str, int]:
         """Bytes of all memory that buffers, optimizer and pipelines reach, by what it is for."""
-        held = dict(held_bytes(self._ddp, self._optimizer))
+        held = dict(held_bytes(self._ddp, self._optimizer, arena=self._arena))
         # Between two steps nothing is to be run again.
         held["other"] += self.checkpoint_bytes()
         return held
@@ -266,13 +323,13 @@ class ZeroSimEngine:
 
     def whole_bytes(self) -> Iterator[tuple[str, str, int]]:
         """Whole gradients and params of each unit, where its stage shards them."""
-        return whole_bytes(self._ddp)
+        return whole_bytes(self._ddp, arena=self._arena)
 
     def memory(self) -> Iterator[tuple[str, Tensor]]:
         """All memory that has a name, with it."""
         if self._tensor_parallel is not None:
             yield from (("checkpoints", kept) for kept in self._tensor_parallel.memory())
-        yield from memory_of(self._ddp, self._optimizer)
+        yield from memory_of(self._ddp, self._optimizer, arena=self._arena)
 
     def unwrap(self) -> nn.Module:
         """Give the module back."""
@@ -330,9 +387,11 @@ class ZeroSimEngine:
             param = self._ddp.params[owned.param]
             unit = buffer.unit_of(param)
             assert unit is not None
-            reduction = _reduction_of(
-                owned, bucket=bucket, config=self._ddp.config, alone=self._ddp.grad_unit_of(param)
-            )
+            schedule = self._ddp.grad_schedule
+            alone = None
+            if isinstance(schedule, BufferedGrads):
+                alone = schedule.buffers.unit_of.get(param)
+            reduction = _reduction_of(owned, bucket=bucket, system=self._system, alone=alone)
             shard = unit.own_span.shift(bucket.span.start)
             place = self._places[owned.param] = Place(
                 param=owned.param,

@@ -16,8 +16,8 @@ from zero_sim.zero.groups import (
     build_redundancy_groups,
 )
 from zero_sim.zero.optimizer import DistributedOptimizer, OptimFactory, OwnedFragment
+from zero_sim.zero.seams import Seams
 from zero_sim.zero.unit import ParamMemory, Unit
-from zero_sim.zero.variants.whole_params import Lamb, Muon
 
 __all__ = [
     "Buffer",
@@ -28,11 +28,10 @@ __all__ = [
     "GradDtype",
     "KindGroups",
     "KindOf",
-    "Lamb",
-    "Muon",
     "OptimFactory",
     "OwnedFragment",
     "ParamMemory",
+    "Seams",
     "Stage",
     "Sync",
     "Unit",

@@ -16,7 +16,7 @@ the other parts, makes it the sum over all. Gathers stay inside the part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from zero_sim.errors import LayoutError, UsageError
 from zero_sim.layout import BucketPlan, BufferPlan, Span
 from zero_sim.zero.collectives import SumAll, size_and_rank
+from zero_sim.zero.model import PlainCast
 from zero_sim.zero.sharding import Sharding
 from zero_sim.zero.storage import FlatStorage, Storage, TransientStorage
 from zero_sim.zero.unit import ParamMemory, ParamState, Unit, absent, set_main_grad
-from zero_sim.zero.variants.fp8 import dequantize, quantize_
 
 
 class Buffer:
@@ -48,9 +48,9 @@ class Buffer:
         replica_group: The ranks that hold this rank's shard; None where nobody else does.
         sum_all: How gradients are summed to all ranks of `group`, each of which keeps its shards;
             None where each gets its shards alone.
-        gather_chunk_elems: As in `Unit`.
+        unit: Builds a unit.
         grad_dtype: Dtype of the gradients.
-        scales: Of each fp8 param its scale, 0D fp32, in the module's own memory.
+        cast: How masters become working params.
         accumulate_sums: Whether sums of several micro-batches are added up, in memory of their own
             as long as this rank's shards; where gradients are sharded they always are.
 
@@ -78,13 +78,14 @@ class Buffer:
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         sum_all: SumAll | None = None,
-        gather_chunk_elems: int | None = None,
+        unit: Callable[..., Unit] = Unit,
         grad_dtype: torch.dtype,
-        scales: Mapping[nn.Parameter, Tensor] | None = None,
+        cast: PlainCast | None = None,
         accumulate_sums: bool = False,
     ) -> None:
         self.plan = plan
         self.sharding = sharding
+        self._cast = cast or PlainCast()
         self.shard = _find_own_shard(plan, group=group)
         _check_params(plan, params)
         first = next(iter(params.values()))
@@ -99,7 +100,7 @@ class Buffer:
             group=group,
             replica_group=replica_group,
             sum_all=sum_all,
-            gather_chunk_elems=gather_chunk_elems,
+            unit=unit,
         )
         if sharding.params:
             self.shard_data = self._zeros(
@@ -111,7 +112,7 @@ class Buffer:
             )
         self._give_parts(by_index.values())
         self.units = tuple(by_index.values())
-        self._memory = self._adopt(params, units=by_index, scales=scales or {})
+        self._memory = self._adopt(params, units=by_index)
         self._unit_of = {
             params[placed.name]: by_index[placed.bucket]
             for placed in plan.params
@@ -199,19 +200,16 @@ class Buffer:
         return self._find(param).own_grad
 
     def get_param_shard(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's part of a working param as a 1D tensor, to be read only.
-
-        Of an fp8 param the weights that it stands for, in fp32.
+        """Return the weights of this rank's part of a working param, 1D, to be read only.
 
         Raises:
             LayoutError: If the param is not in this buffer.
         """
         memory = self._find(param)
-        working = memory.own_working.reshape(-1)
-        return working if memory.scale is None else dequantize(working, scale=memory.scale)
+        return self._cast.read(param, memory.own_working.reshape(-1))
 
     def write_param_shard(self, param: nn.Parameter, data: Tensor) -> None:
-        """Write this rank's part of a working param, cast to its dtype; fp8 at its present scale.
+        """Write this rank's part of a working param, cast to its dtype.
 
         Other ranks see it after the next gather.
 
@@ -235,10 +233,7 @@ class Buffer:
         if unit is not None:
             unit.finish_gather()
         data = data.detach().to(working.device).view(working.shape)
-        if memory.scale is None:
-            working.copy_(data)
-        else:
-            quantize_(working, data, scale=memory.scale)
+        self._cast.write_(param, working, data)
 
     def whole_params(self) -> dict[nn.Parameter, Tensor]:
         """Return copies of the sharded params as they lie in their units; a collective.
@@ -268,7 +263,6 @@ class Buffer:
         params: Mapping[str, nn.Parameter],
         *,
         units: Mapping[int, Unit],
-        scales: Mapping[nn.Parameter, Tensor],
     ) -> dict[nn.Parameter, ParamMemory]:
         """Point params and their gradients into the flat memory, as far as it stays."""
         # A param lies in one bucket, and so has at most one fragment in this rank's shards.
@@ -309,7 +303,6 @@ class Buffer:
                 fragment=fragment,
                 own_grad=own_grad,
                 own_working=own_working,
-                scale=scales.get(param),
             )
             if unit is not None:
                 unit.members.append(memory[param])
@@ -321,10 +314,10 @@ class Buffer:
         group: dist.ProcessGroup | None,
         replica_group: dist.ProcessGroup | None,
         sum_all: SumAll | None,
-        gather_chunk_elems: int | None,
+        unit: Callable[..., Unit],
     ) -> dict[int, Unit]:
         return {
-            plan.index: Unit(
+            plan.index: unit(
                 name=f"bucket {plan.index} of {self.plan.key}",
                 plan=plan,
                 shard=self.shard,
@@ -341,7 +334,6 @@ class Buffer:
                 group=group,
                 replica_group=replica_group,
                 sum_all=sum_all,
-                gather_chunk_elems=gather_chunk_elems,
             )
             for plan in self.plan.buckets
             if not plan.span.empty

@@ -7,16 +7,14 @@ torch 2.13 renames `reduce_scatter_tensor` to `reduce_scatter_single` and `all_g
 to `all_gather_single`, and warns about the old names. Which spelling this torch has is decided here
 and nowhere else.
 
-[Note: fp8 as bytes]
-Libraries move only what they know: gloo refuses fp8, and NCCL takes it in some versions. What is
-moved and not added up goes over as bytes.
+[Note: one byte an element]
+Libraries move only what they know: gloo refuses floats of one byte, and NCCL takes them in some
+versions. What is moved and not added up goes over as bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, cast
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -170,61 +168,8 @@ def all_reduce_sum(
     return dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
 
-def sum_at_first(
-    flat: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """As `all_reduce_sum`, the naive way: all send to the first rank, which adds and sends back.
-
-    That rank adds in rank order, in the dtype of `flat`, and moves 2(N - 1) times as much as `flat`
-    holds, where each rank of a ring moves less than twice that.
-    """
-    size, rank = size_and_rank(group)
-    parts = [torch.empty_like(flat) for _ in range(size)] if rank == 0 else None
-    sent = dist.gather(flat, parts, group_dst=0, group=group, async_op=True)
-    summing = _SumAtFirst(flat=flat, parts=parts, sent=sent, group=group)
-    if async_op:
-        return cast("dist.Work", summing)
-    summing.wait()
-    return None
-
-
-@dataclass(kw_only=True, slots=True)
-class _SumAtFirst:
-    """A sum at the first rank, in flight: the second half of it is made by whoever waits."""
-
-    flat: Tensor
-    parts: list[Tensor] | None
-    """What each rank sent, on the first rank."""
-    sent: dist.Work | None
-    group: dist.ProcessGroup
-
-    def wait(self) -> None:
-        """Add what was sent, and send the sum back."""
-        assert self.sent is not None
-        self.sent.wait()
-        if self.parts is not None:
-            self._add(self.parts)
-            self.parts = None
-        self._send_back()
-
-    def _add(self, parts: list[Tensor]) -> None:
-        self.flat.copy_(parts[0])
-        for part in parts[1:]:
-            self.flat.add_(part)
-
-    def _send_back(self) -> None:
-        dist.broadcast(self.flat, group_src=0, group=self.group)
-
-
 SumAll = Callable[..., dist.Work | None]
 """As `all_reduce_sum`."""
-
-SUMS_OF_ALL: Final[Mapping[str, SumAll | None]] = {
-    "reduce-scatter": None,
-    "all-reduce": all_reduce_sum,
-    "first-rank": sum_at_first,
-}
-"""By `ZeroConfig.sum_by` how whole gradients are summed; None where shards are."""
 
 
 def all_reduce_max(flat: Tensor, *, group: dist.ProcessGroup) -> None:
@@ -233,9 +178,9 @@ def all_reduce_max(flat: Tensor, *, group: dist.ProcessGroup) -> None:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or its bytes; see [Note: fp8 as bytes]."""
-    is_fp8 = tensor.is_floating_point() and tensor.element_size() == 1
-    return tensor.view(torch.uint8) if is_fp8 else tensor
+    """Return the tensor, or its bytes; see [Note: one byte an element]."""
+    is_byte = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.view(torch.uint8) if is_byte else tensor
 
 
 _COALESCED_BYTES_MAX = 1 << 20

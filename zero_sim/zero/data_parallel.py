@@ -11,7 +11,6 @@ A step of several micro-batches, in full; what the config does not ask for may b
         ddp.begin_last_micro_batch()         # overlap_grads: the last one; sync="every": each
         loss.backward()
         ddp.end_micro_batch(last=...)        # of the last, finish_grad_sync() is the same
-        # or, where this rank has no data for it: ddp.join_micro_batch(last=...)
     optimizer.step()                         # ends with ddp.start_param_gather()
     optimizer.zero_grad()
 """
@@ -30,19 +29,16 @@ from torch.utils.hooks import RemovableHandle
 from zero_sim.errors import ModelError, UsageError
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.collectives import SUMS_OF_ALL, broadcast_from_first, size_and_rank
+from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
+from zero_sim.zero.gathers import ParamSchedule
 from zero_sim.zero.groups import KindGroups, check_groups, check_kind_groups
-from zero_sim.zero.model import DTYPE_NAMES, find_trainable_params
-from zero_sim.zero.schedule import ReducedUnit, Schedules, build_schedules, order_by_forward
+from zero_sim.zero.model import PlainCast, find_grad_dtype, find_trainable_params
+from zero_sim.zero.schedule import GradSchedule, Wrapped, order_by_forward
+from zero_sim.zero.seams import TEXTBOOK, Seams
 from zero_sim.zero.step_count import StepCount
-from zero_sim.zero.unit import ParamMemory
-from zero_sim.zero.variants.arena import Arena, move_grads
-from zero_sim.zero.variants.fp8 import DTYPE_NAMES as FP8_DTYPES
-from zero_sim.zero.variants.fp8 import find_grad_dtype, find_scale
-from zero_sim.zero.variants.grad_unit import GradUnit
-from zero_sim.zero.variants.reduce_buffers import ReduceBuffers
+from zero_sim.zero.unit import ParamMemory, Unit
 
 KindOf = Callable[[str, Tensor], str]
 """Tells the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
@@ -69,6 +65,7 @@ class DistributedDataParallel:
             inside `group`, and no rank may be without a param of such a kind.
         buffer_of: By name: params with different numbers share no buffer, such as those of
             different param groups. They differ in kind and dtype alone where left out.
+        seams: The parts that are exchanged for others.
 
     Raises:
         ModelError: If the module cannot be trained; see `find_trainable_params`.
@@ -79,15 +76,15 @@ class DistributedDataParallel:
     module: nn.Module
     params: dict[str, nn.Parameter]
     """Trainable params by name, in registration order; a tied param once."""
-    scales: dict[nn.Parameter, Tensor]
-    """Of each fp8 param its scale, 0D fp32, a buffer of the module; see zero/variants/fp8.py. It
-    belongs to the param's values and is to be read when they are."""
+    cast: PlainCast
+    """How masters become working params."""
     buffers: tuple[Buffer, ...]
     divisor: Tensor  # 0D fp32
     """What gradients are divided by: the count of the step once it is known, before the world size.
     """
-    arena: Arena | None
-    """Where whole gradients lie; None where each unit's have memory of their own."""
+    step_count: StepCount
+    grad_schedule: GradSchedule
+    param_schedule: ParamSchedule
     shard_group: dist.ProcessGroup | None
     """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
     nothing is sharded."""
@@ -108,6 +105,7 @@ class DistributedDataParallel:
         kind_of: KindOf | None = None,
         kind_groups: Mapping[str, KindGroups] | None = None,
         buffer_of: Callable[[str], int] | None = None,
+        seams: Seams = TEXTBOOK,
     ) -> None:
         self.module = module
         self.config = config
@@ -124,14 +122,13 @@ class DistributedDataParallel:
         self.shard_group = self._dense_groups.shard_group
         self.replica_group = self._dense_groups.replica_group
         self._kind_groups = check_kind_groups(kind_groups or {}, within=group, config=config)
-        self.params = find_trainable_params(module)
-        self.scales = {
-            param: find_scale(module, name=name, param=param)
-            for name, param in self.params.items()
-            if param.dtype in FP8_DTYPES
-        }
+        self.seams = seams
+        self.params = find_trainable_params(module, dtypes=seams.cast.dtype_names)
         self.kind_of = kind_of or _all_dense
         self.kinds = {name: self.kind_of(name, param) for name, param in self.params.items()}
+        self.cast = seams.cast.build(
+            module, params=self.params, kinds=self.kinds, owners_of=self.owners_of
+        )
         self._buffer_of = buffer_of
         self.buffers = tuple(self._build_buffer(plan) for plan in self._plan())
         if config.broadcast_params:
@@ -141,20 +138,11 @@ class DistributedDataParallel:
         for buffer in self.buffers:
             buffer.shard_params()
         self.divisor = build_divisor(self.world_size, device=self.buffers[0].device)
-        self._count = StepCount(config, group=group, divisor=self.divisor)
+        self.step_count = seams.step_count(config, group=group, divisor=self.divisor)
         self._grads_reduced = self._is_unwrapped = False
-        self._unit_of = {
-            param: unit
-            for buffer in self.buffers
-            for param in buffer.memory
-            if param.numel() and (unit := buffer.unit_of(param)) is not None
-        }
-        self._reduce_buffers = self.arena = None
-        if config.reduce_buffer_elems is not None:
-            self._reduce_buffers = ReduceBuffers(
-                self.buffers, params=self.params, config=config, groups_of=self.groups_of
-            )
-        self._grad_pipeline, self._param_pipeline, self._on_use = self._build_schedules()
+        wrapped = self._wrapped()
+        self.grad_schedule = seams.grads(wrapped)
+        self.param_schedule = seams.params(wrapped, grads=self.grad_schedule)
         self._handles = list(self._add_hooks())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -167,24 +155,9 @@ class DistributedDataParallel:
         return self._grads_reduced
 
     @property
-    def grad_units(self) -> tuple[GradUnit, ...]:
-        """What is reduced in the place of units, in this order; none without reduce buffers."""
-        return () if self._reduce_buffers is None else self._reduce_buffers.units
-
-    def reduce_buffers(self) -> list[Tensor]:
-        """Return the memory that grad units take turns to use, as far as it is there."""
-        return [] if self._reduce_buffers is None else self._reduce_buffers.memory
-
-    def grad_unit_of(self, param: nn.Parameter) -> GradUnit | None:
-        """Return the grad unit of a param; None for an empty param, or without reduce buffers."""
-        if self._reduce_buffers is None:
-            return None
-        return self._reduce_buffers.unit_of.get(param)
-
-    @property
     def micro_batches(self) -> int:
         """Micro-batches of this step that have ended."""
-        return self._count.micro_batches
+        return self.step_count.micro_batches
 
     def groups_of(self, kind: str) -> KindGroups:
         """Return the groups over which params of a kind are summed, sharded and held in copies."""
@@ -221,7 +194,7 @@ class DistributedDataParallel:
         Raises:
             UsageError: If it is no count, or comes too late.
         """
-        self._count.add_rows(rows)
+        self.step_count.add_rows(rows)
 
     def begin_last_micro_batch(self, *, count: int | Tensor | None = None) -> None:
         """Say that the next backward completes the gradients: buckets are reduced while it runs.
@@ -236,16 +209,15 @@ class DistributedDataParallel:
             UsageError: If the gradients are sums already, or it was called before.
         """
         self._require_own_grads("begin_last_micro_batch")
-        pipeline = self._grad_pipeline
-        if pipeline is not None and pipeline.running:
+        schedule = self.grad_schedule
+        if schedule.running:
             raise UsageError(
                 "expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch(), "
                 "got it again."
             )
-        if count is not None or (pipeline is not None and self.config.divides_before_sum):
-            self._count.fix(count, last=self.config.sync == "last")
-        if pipeline is not None:
-            pipeline.begin()
+        if count is not None or (schedule.sums_in_backward and self.config.divides_before_sum):
+            self.step_count.fix(count, last=self.config.sync == "last")
+        schedule.begin()
 
     def end_micro_batch(self, last: bool, *, count: int | Tensor | None = None) -> None:
         """End a micro-batch: the last is summed over the ranks, with sync="every" each is.
@@ -263,8 +235,7 @@ class DistributedDataParallel:
         """
         self._require_own_grads("end_micro_batch")
         is_summed = last or self.config.sync == "every"
-        if self._on_use is not None:
-            self._on_use.finish_backward()
+        self.param_schedule.finish_backward()
         if not last and count is not None and not (is_summed and self.config.divides_before_sum):
             raise UsageError(
                 f"expected the count with the last micro-batch, where it is used, got "
@@ -272,11 +243,11 @@ class DistributedDataParallel:
             )
         if is_summed:
             if self.config.divides_before_sum or count is not None:
-                self._count.fix(count, last=last)
+                self.step_count.fix(count, last=last)
             self._sum_over_ranks()
             if self.config.sync == "every" and not self.config.sharding.grads:
-                self._accumulate_sums(is_first=self.micro_batches == 0)
-        elif self._grad_pipeline is not None and self._grad_pipeline.running:
+                self.grad_schedule.accumulate_sums(is_first=self.micro_batches == 0)
+        elif self.grad_schedule.running:
             raise UsageError(
                 "expected end_micro_batch(last=True) after begin_last_micro_batch() with "
                 "sync='last', got last=False: its gradients are on their way already."
@@ -284,32 +255,9 @@ class DistributedDataParallel:
         if last:
             # Behind the sums: ranks may have reached this point with different numbers of buckets
             # issued, so that a collective before it would meet another one elsewhere.
-            self._count.fix(count, last=True)
-        self._count.end_micro_batch(last=last)
+            self.step_count.fix(count, last=True)
+        self.step_count.end_micro_batch(last=last)
         self._grads_reduced = last
-
-    def join_micro_batch(self, last: bool, *, count: int | Tensor | None = None) -> None:
-        """Take part in a micro-batch for which this rank has no data, with gradients of zero.
-
-        In the place of begin_last_micro_batch, forward, backward and end_micro_batch, where the
-        config has `joins`. What the rank accumulated in the step before is summed with the others'.
-
-        Args:
-            last: As in `end_micro_batch`.
-            count: As in `finish_grad_sync`.
-
-        Raises:
-            UsageError: As those; or if the config has no joins, or params are sharded and this rank
-                has not trained in a micro-batch yet, in the order of which it gathers them.
-        """
-        self._count.join()
-        self.finish_param_gather()
-        if self._on_use is not None:
-            self._on_use.repeat_forward()
-        # Behind the forward, as on ranks that have one: it may count over ranks.
-        if last or self.config.sync == "every":
-            self.begin_last_micro_batch(count=count)
-        self.end_micro_batch(last, count=count)
 
     def finish_grad_sync(self, *, count: int | Tensor | None = None) -> None:
         """Sum the accumulated gradients over the ranks, once a step, after the last backward.
@@ -331,16 +279,13 @@ class DistributedDataParallel:
         Raises:
             UsageError: If a micro-batch was begun as the last and not ended.
         """
-        if self._grad_pipeline is not None and self._grad_pipeline.running:
+        if self.grad_schedule.running:
             raise UsageError(
                 "expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch(), "
                 "got zero_grad_buffer() while gradients are on their way."
             )
-        for buffer in self.buffers:
-            buffer.zero_grads()
-        for unit in self.grad_units:
-            unit.reset_grads()
-        self._count.reset()
+        self.grad_schedule.reset()
+        self.step_count.reset()
         self._grads_reduced = False
 
     def start_param_gather(self) -> None:
@@ -350,27 +295,15 @@ class DistributedDataParallel:
         forward begins; without, it comes back when all is there. Where every rank owns everything
         there is nothing to do, and where params are sharded each is gathered when it is used.
         """
-        if self._param_pipeline is not None:
-            self._param_pipeline.start()
-        else:
-            self.gather_params()
+        self.param_schedule.start()
 
     def gather_params(self) -> None:
         """Do the same, and come back when all is there, whatever is overlapped."""
-        if self._on_use is not None:
-            self._on_use.free_all()
-            if self.config.gather_after_step:
-                for unit in (unit for buffer in self.buffers for unit in buffer.units):
-                    unit.gather()
-                    unit.free_params()
-        elif self.config.sharding.state:
-            for buffer in self.buffers:
-                buffer.allgather_params()
+        self.param_schedule.gather()
 
     def finish_param_gather(self) -> None:
         """Wait for all params: before anything but a module's forward reads them."""
-        if self._param_pipeline is not None:
-            self._param_pipeline.finish()
+        self.param_schedule.finish()
 
     def unwrap(self) -> nn.Module:
         """Give the module back: no hooks, no gradients, each param in contiguous memory of its own.
@@ -431,7 +364,7 @@ class DistributedDataParallel:
             spec = ParamSpec(
                 name=name,
                 shape=tuple(param.shape),
-                dtype=DTYPE_NAMES[param.dtype],
+                dtype=self.cast.dtype_names[param.dtype],
                 kind=kind,
                 group=0 if self._buffer_of is None else self._buffer_of(name),
             )
@@ -460,31 +393,29 @@ class DistributedDataParallel:
             sharding=self.config.sharding,
             group=groups.shard_group,
             grad_dtype=torch.float32 if in_fp32 else find_grad_dtype(params),
-            scales=self.scales,
+            cast=self.cast,
             replica_group=groups.replica_group,
-            sum_all=SUMS_OF_ALL[self.config.sum_by],
-            gather_chunk_elems=self.config.gather_chunk_elems,
+            sum_all=self.seams.sum_all,
+            unit=self.seams.unit,
             accumulate_sums=self.config.sync == "every",
         )
 
-    def _build_schedules(self) -> Schedules:
-        order = order_by_forward(self.buffers, params=list(self.params.values()))
-        if self.config.arena:
-            self.arena = move_grads(self.buffers, order=order[::-1], config=self.config)
-        buffers = self._reduce_buffers
-        return build_schedules(
-            self.module,
+    def _wrapped(self) -> Wrapped:
+        units = order_by_forward(self.buffers, params=list(self.params.values()))
+        members = ((memory.param, unit) for unit in units for memory in unit.members)
+        return Wrapped(
+            module=self.module,
             config=self.config,
-            units=order,
-            unit_of=self._unit_of,
-            grad_units=self.grad_units,
-            grad_unit_of=None if buffers is None else buffers.unit_of,
+            buffers=self.buffers,
+            units=units,
+            unit_of={param: unit for param, unit in members if param.numel()},
+            params=self.params,
+            groups_of=self.groups_of,
             before_sum=self._scale_before_sum,
         )
 
     def _add_hooks(self) -> Iterator[RemovableHandle]:
-        for schedule in (self._param_pipeline, self._on_use):
-            yield from () if schedule is None else schedule.handles
+        yield from self.param_schedule.handles
         for buffer in self.buffers:
             for param in buffer.memory:
                 # A gradient from before the wrapping belongs to no step of ours.
@@ -494,34 +425,11 @@ class DistributedDataParallel:
                 hook = partial(_accumulate, weakref.ref(self), weakref.ref(buffer))
                 yield param.register_post_accumulate_grad_hook(hook)
 
-    def _scale_before_sum(self, unit: ReducedUnit) -> None:
+    def _scale_before_sum(self, unit: Unit) -> None:
         unit.scale_grads(self.config.divide, divisor=self.divisor)
 
     def _sum_over_ranks(self) -> None:
-        if self._grad_pipeline is not None:
-            self._grad_pipeline.finish()
-            if self._reduce_buffers is not None:
-                self._reduce_buffers.release()
-            return
-        for buffer in self.buffers:
-            for unit in buffer.units:
-                unit.fill()
-                self._scale_before_sum(unit)
-            buffer.reduce_grads()
-
-    def _accumulate_sums(self, *, is_first: bool) -> None:
-        for buffer in self.buffers:
-            if self._reduce_buffers is not None:
-                # What left by reduce buffers was added up when it came back.
-                assert buffer.grad_data is not None
-                buffer.grad_data.zero_()
-                continue
-            for unit in buffer.units:
-                unit.accumulate_sum(is_first=is_first)
-
-    @property
-    def _leaves_by_itself(self) -> bool:
-        return self._reduce_buffers is not None and self.config.sharding.grads
+        self.grad_schedule.finish()
 
     def _require_own_grads(self, call: str) -> None:
         if self._is_unwrapped:
@@ -551,26 +459,9 @@ class DistributedDataParallel:
                 f"Try sparse=False in its module."
             )
         assert isinstance(param, nn.Parameter)
-        if self._param_pipeline is not None:
-            self._param_pipeline.check_waited(param, name=memory.name)
-        if self._grad_pipeline is not None:
-            self._grad_pipeline.check_open(param, name=memory.name)
-        unit = self._unit_of.get(param)
-        if self._on_use is not None:
-            self._on_use.check_gathered(name=memory.name, unit=unit)
-        if self._leaves_by_itself and unit is not None:
-            # A grad unit takes it from where it is, and drops it.
-            assert self._grad_pipeline is not None
-            self._grad_pipeline.mark_ready(param)
-            return
-        # A param without elements is in no unit, and has nothing to add.
-        if unit is not None:
-            unit.fill()
-            # detach: with create_graph=True a gradient has a history that the buffer must not keep.
-            unit.add_grad(memory, grad.detach())
-        param.grad = None
-        if self._grad_pipeline is not None:
-            self._grad_pipeline.mark_ready(param)
+        self.grad_schedule.check_open(param, name=memory.name)
+        self.param_schedule.check_read(param, name=memory.name)
+        self.grad_schedule.take(memory)
 
 
 def _accumulate(

@@ -8,14 +8,13 @@ alike wherever it stands in a tensor, which rules out fused CPU kernels and 16-b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, get_args
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_sim.errors import UsageError
-from zero_sim.zero.variants.whole_params import WholeParamOptimizer
 
 ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
     {
@@ -38,6 +37,14 @@ override the step."""
 _NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
+@runtime_checkable
+class Attached(Protocol):
+    """An optimizer that knows that it gets fragments, and gathers what it needs besides."""
+
+    def attach(self, optimizer: Any) -> None:
+        """Take the `DistributedOptimizer` that it is the inner optimizer of."""
+
+
 def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
     """Refuse an optimizer whose update of a fragment is not that of the whole param.
 
@@ -54,9 +61,9 @@ def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
         raise UsageError(
             f"expected an elementwise optimizer, got {cls.__name__}, whose update of one "
             f"element depends on others that may lie on another rank. Try AdamW, Adam or SGD, or "
-            f"Muon or Lamb of zero_sim.zero, which gather what they need."
+            f"one that gathers what it needs."
         )
-    if cls not in ELEMENTWISE and cls not in get_args(WholeParamOptimizer) and not declared:
+    if cls not in ELEMENTWISE and not isinstance(inner, Attached) and not declared:
         known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UsageError(
             f"expected an optimizer known to be elementwise ({known}), got {cls.__name__}. "

@@ -1,29 +1,72 @@
-"""Params of a module that are trained, and modules that cannot be."""
+"""Params of a module that are trained, how their values are stored, and modules to refuse."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import ClassVar, Final
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zero_sim.errors import ModelError
-from zero_sim.zero.variants import fp8
 
 DTYPE_NAMES: Final = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
-    **fp8.DTYPE_NAMES,
 }
 """The dtypes of params that can be trained, with the names they have in a layout."""
 
 
-def find_trainable_params(module: nn.Module) -> dict[str, nn.Parameter]:
+class PlainCast:
+    """Working params that are their masters, cast to the param's dtype."""
+
+    dtype_names: ClassVar[Mapping[torch.dtype, str]] = DTYPE_NAMES
+    """The dtypes of params that can be trained, with the names they have in a layout."""
+
+    @classmethod
+    def build(
+        cls,
+        module: nn.Module,
+        *,
+        params: Mapping[str, nn.Parameter],
+        kinds: Mapping[str, str],
+        owners_of: Callable[[str], dist.ProcessGroup | None],
+    ) -> PlainCast:
+        """Return the cast of a model.
+
+        Args:
+            module: The whole model.
+            params: Its trainable params, by name.
+            kinds: The kind of each of them, by name.
+            owners_of: By kind the ranks that own a shard each; None where each of them owns all.
+        """
+        return cls()
+
+    def read(self, param: nn.Parameter, working: Tensor) -> Tensor:
+        """Return the weights that a part of a working param stands for."""
+        return working
+
+    def write_(self, param: nn.Parameter, working: Tensor, master: Tensor) -> None:
+        """Write a master to its part of a working param."""
+        working.copy_(master)
+
+    def prepare(self, masters: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
+        """Make ready to write masters; every rank calls it, owning any or not."""
+
+
+def find_trainable_params(
+    module: nn.Module, *, dtypes: Collection[torch.dtype] = DTYPE_NAMES
+) -> dict[str, nn.Parameter]:
     """Return the params with `requires_grad`, by name, in registration order.
 
     A tied param is one param and comes once, under the first of its names.
+
+    Args:
+        module: The whole model.
+        dtypes: Those that can be trained.
 
     Raises:
         ModelError: If there is none; if params lie on two devices or share memory; if one has a
@@ -44,7 +87,7 @@ def find_trainable_params(module: nn.Module) -> dict[str, nn.Parameter]:
         )
     _check_one_device(params)
     for name, param in trainable.items():
-        _check_trainable(name, param)
+        _check_trainable(name, param, dtypes)
     _check_no_shared_memory(params)
     return trainable
 
@@ -59,13 +102,29 @@ def _check_one_device(params: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _check_trainable(name: str, param: nn.Parameter) -> None:
+def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
+    """Return the dtype in which autograd gives the gradients of params of one buffer.
+
+    Raises:
+        ModelError: If it is not the same for all.
+    """
+    by_dtype = {param.grad_dtype or param.dtype: name for name, param in params.items()}
+    if len(by_dtype) > 1:
+        found = ", ".join(f"{dtype} of {name!r}" for dtype, name in by_dtype.items())
+        raise ModelError(
+            f"expected one dtype for the gradients of all params that share a buffer, got "
+            f"{found}. Try the same param.grad_dtype for all, or grad_dtype='fp32'."
+        )
+    return next(iter(by_dtype))
+
+
+def _check_trainable(name: str, param: nn.Parameter, dtypes: Collection[torch.dtype]) -> None:
     if param.layout is not torch.strided:
         raise ModelError(
             f"expected dense params, got {name!r} with layout {param.layout}. Try to_dense()."
         )
-    if param.dtype not in DTYPE_NAMES:
-        expected = ", ".join(map(str, DTYPE_NAMES))
+    if param.dtype not in dtypes:
+        expected = ", ".join(map(str, dtypes))
         raise ModelError(
             f"expected params of {expected}, got {name!r} of {param.dtype}. "
             f"Try module.to(torch.float32), or freeze the param."

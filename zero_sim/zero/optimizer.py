@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,8 @@ from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.collectives import all_reduce_sum
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.division import divide_
-from zero_sim.zero.elementwise import check_groups, check_optimizer, check_state
+from zero_sim.zero.elementwise import Attached, check_groups, check_optimizer, check_state
 from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, root_of_squares
-from zero_sim.zero.variants.fp8 import ScaleUpdate
-from zero_sim.zero.variants.scaler import LossScaler
-from zero_sim.zero.variants.step_buffer import StepBuffer
-from zero_sim.zero.variants.whole_params import Parts, WholeParamOptimizer
 
 OptimFactory = Callable[[ParamsT], Optimizer]
 """Builds the optimizer of one rank from the fp32 masters, or groups of them, that it is given."""
@@ -83,14 +80,60 @@ class Master:
     leaf: nn.Parameter  # 1D fp32, a view of the bucket's master shard
 
 
+class LossScale(Protocol):
+    """A loss scale that adapts to overflows."""
+
+    scale: float
+    """What the next loss is multiplied by, and its gradient divided."""
+    growth_interval: int
+    good_steps: int
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale: what backward is to be called on."""
+        ...
+
+    def update(self, *, found_inf: bool) -> None:
+        """Adapt the scale to what happened in a step."""
+
+
+class AllAtOnce:
+    """Makes the fp32 gradients of all masters at once, and steps with them.
+
+    Args:
+        optimizer: Whose masters are stepped.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._grads: list[Tensor] = []
+
+    def copy(self, reduced: Tensor) -> Tensor:
+        """Return a copy of a reduced gradient as fp32, 1D."""
+        return reduced.to(self._optimizer.state_device, torch.float32, copy=True)
+
+    def measure(self, trained: list[Master]) -> tuple[Tensor, int, bool]:
+        """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
+        self._grads = [self._optimizer._upcast_grad(master) for master in trained]
+        return self._optimizer._measure(trained, self._grads)
+
+    def step(self, trained: list[Master], *, norm: Tensor) -> None:
+        """Clip gradients, step masters and write them to the working params."""
+        self._optimizer._clip(self._grads, norm=norm)
+        self._optimizer._step_masters(trained, self._grads)
+
+    def release(self) -> None:
+        """Let go of the gradients."""
+        self._grads.clear()
+
+
 class DistributedOptimizer:
     """An elementwise `torch.optim` optimizer over this rank's part of the params.
 
     A step, after `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> unscaled and divided ->
-    measured over all ranks -> clipped -> stepped on the masters -> cast into the working params,
-    fp8 ones at a new scale -> gathered from their owners. Params whose `requires_grad` is False
+    measured over all ranks -> clipped -> stepped on the masters -> cast into the working params
+    -> gathered from their owners. Params whose `requires_grad` is False
     when the step runs are left out, from the measuring to the cast, and neither they nor their
-    scale or state change.
+    state change.
 
     Args:
         ddp: The module and its buffers.
@@ -109,8 +152,7 @@ class DistributedOptimizer:
         elementwise: Vouches that an optimizer of a class that is not known here is elementwise.
         state_device: Where masters and state are and the step is taken, such as the CPU, to which
             reduced gradients go and from which new params come; that of the params where left out.
-        step_buffer_elems: Length of the buffer that gradients as fp32 pass through, as many at a
-            time as fit; None where they are all made at once.
+        stepper: Makes gradients as fp32, and steps masters with them.
 
     Raises:
         UsageError: If the optimizer is not elementwise, is fused, or does not step what it was
@@ -119,7 +161,8 @@ class DistributedOptimizer:
 
     inner: Optimizer
     """The rank's optimizer; on a rank that owns nothing, with the same groups, all empty."""
-    loss_scaler: LossScaler | None
+    loss_scaler: LossScale | None
+    state_device: torch.device
     master_shards: Mapping[tuple[int, int], Tensor]  # 1D fp32 each
     """Masters by (buffer, bucket) index, as long as a shard; padding is zero. Only where owned."""
     masters: tuple[Master, ...]
@@ -135,12 +178,12 @@ class DistributedOptimizer:
         group_of: Callable[[str], int] | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        loss_scaler: LossScaler | None = None,
+        loss_scaler: LossScale | None = None,
         model_parallel_group: dist.ProcessGroup | None = None,
         is_counted: Callable[[str], bool] | None = None,
         elementwise: bool = False,
         state_device: torch.device | None = None,
-        step_buffer_elems: int | None = None,
+        stepper: Callable[[DistributedOptimizer], AllAtOnce] = AllAtOnce,
     ) -> None:
         _check_bounds(clip_norm=clip_norm, clip_value=clip_value)
         self.ddp = ddp
@@ -149,27 +192,15 @@ class DistributedOptimizer:
         self._is_counted = is_counted
         self._clip_norm = clip_norm
         self._clip_value = clip_value
-        self._state_device = state_device or self._device
-        self.master_shards, self.masters = _build_masters(ddp, device=self._state_device)
+        self.state_device = state_device or self._device
+        self.master_shards, self.masters = _build_masters(ddp, device=self.state_device)
         self.inner = self._build_inner(optim_factory, group_of=group_of, declared=elementwise)
         self.base_lrs = [group.get("lr") for group in self.inner.param_groups]
-        if isinstance(self.inner, WholeParamOptimizer):
-            if self._state_device != self._device:
-                raise UsageError(
-                    f"expected state_device={str(self._device)!r} with "
-                    f"{type(self.inner).__name__}, which brings whole params together with the "
-                    f"params' own collectives, got {str(self._state_device)!r}. Try leaving it out."
-                )
-            self.inner.whole_of = self._whole_of
-            if step_buffer_elems is not None:
-                raise UsageError(
-                    f"expected no step_buffer_elems with {type(self.inner).__name__}, which steps "
-                    f"whole params, got {step_buffer_elems}. Try leaving it out."
-                )
-        self._step_buffer = _build_step_buffer(step_buffer_elems, device=self._state_device)
+        self.stepper = stepper(self)
+        if isinstance(self.inner, Attached):
+            self.inner.attach(self)
         self._scale_of_step = 1.0
         self._unchecked = list(self.masters)
-        self._scale_updates = _build_scale_updates(ddp)
 
     @torch.no_grad()
     def step(self) -> StepResult:
@@ -189,33 +220,21 @@ class DistributedOptimizer:
                 "Try ddp.finish_grad_sync() after the last backward and before step()."
             )
         trained = [master for master in self.masters if master.param.requires_grad]
-        # Through a step buffer gradients are made once more behind the scaler's update.
+        # Gradients may be made once more after the scaler's update.
         self._scale_of_step = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        grads: list[Tensor] = []
-        turns: list[list[Master]] = []
-        if self._step_buffer is None:
-            grads = [self._upcast_grad(master) for master in trained]
-            norm, zeros, overflowed = self._measure(trained, grads)
-        else:
-            turns = self._step_buffer.turns(trained)
-            norm, zeros, overflowed = self._measure_in_turns(turns)
+        norm, zeros, overflowed = self.stepper.measure(trained)
         loss_scale = None if self.loss_scaler is None else self._scale_of_step
         skipped = self.loss_scaler is not None and overflowed
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=overflowed)
         # All ranks agree on the overflow, so all of them leave out the gather, or none.
         if not skipped:
-            if self._step_buffer is None:
-                self._clip(grads, norm=norm)
-                self._step_masters(trained, grads)
-            else:
-                self._step_in_turns(turns, norm=norm)
+            self.stepper.step(trained, norm=norm)
             # Gone before this rank waits for others, or the copies of all ranks would pile up.
-            grads.clear()
-            self._release_step_buffer()
+            self.stepper.release()
             # Outside any test of what this rank owns: with nothing it gathers like the others.
             self.ddp.start_param_gather()
-        self._release_step_buffer()
+        self.stepper.release()
         return StepResult(norm=norm, zeros=zeros, skipped=skipped, loss_scale=loss_scale)
 
     def set_lr_factor(self, factor: float) -> None:
@@ -275,7 +294,7 @@ class DistributedOptimizer:
         # waits for the others; and it has the same groups as the others.
         idle = group_of is None and not self.masters
         if idle:
-            nothing = torch.zeros(0, device=self._state_device)
+            nothing = torch.zeros(0, device=self.state_device)
             leaves[0].append(nn.Parameter(nothing, requires_grad=False))
         inner = optim_factory(
             list(leaves[0])
@@ -297,10 +316,7 @@ class DistributedOptimizer:
         reduced = master.buffer.get_grad_shard(master.param)
         # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), and
         # the buffer has to keep what was reduced.
-        if self._step_buffer is None:
-            grad = reduced.to(self._state_device, torch.float32, copy=True)
-        else:
-            grad = self._step_buffer.copy(reduced)
+        grad = self.stepper.copy(reduced)
         if self.loss_scaler is not None:
             scale = torch.full((), self._scale_of_step, dtype=grad.dtype, device=grad.device)
             grad.div_(scale)
@@ -311,13 +327,6 @@ class DistributedOptimizer:
     def _measure(self, trained: list[Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
         """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
         return self._agree_on(self._measure_own(trained, grads))
-
-    def _measure_in_turns(self, turns: list[list[Master]]) -> tuple[Tensor, int, bool]:
-        """The same of gradients that are made turn by turn."""
-        measured = measure_grads([], device=self._device)
-        for turn in turns:
-            measured += self._measure_own(turn, self._upcast_turn(turn))
-        return self._agree_on(measured)
 
     def _measure_own(self, trained: list[Master], grads: list[Tensor]) -> Tensor:
         """Return `measure_grads` of what this rank owns and counts; overflows of all it owns."""
@@ -349,7 +358,7 @@ class DistributedOptimizer:
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
         if self._clip_norm is not None:
-            clip_by_norm_(grads, norm=norm.to(self._state_device), max_norm=self._clip_norm)
+            clip_by_norm_(grads, norm=norm.to(self.state_device), max_norm=self._clip_norm)
         if self._clip_value is not None:
             clip_by_value_(grads, max_value=self._clip_value)
 
@@ -361,57 +370,14 @@ class DistributedOptimizer:
         self._check_new_state()
         self._write_back(trained)
 
-    def _step_in_turns(self, turns: list[list[Master]], *, norm: Tensor) -> None:
-        """Make gradients anew, as many at a time as fit, and step their masters; then write all."""
-        for turn in turns:
-            grads = self._upcast_turn(turn)
-            self._clip(grads, norm=norm)
-            for master, grad in zip(turn, grads, strict=True):
-                master.leaf.grad = grad
-            self.inner.step()
-            for master in turn:
-                master.leaf.grad = None
-        self._check_new_state()
-        self._write_back([master for turn in turns for master in turn])
-
-    def _upcast_turn(self, turn: list[Master]) -> list[Tensor]:
-        assert self._step_buffer is not None
-        self._step_buffer.begin_turn()
-        return [self._upcast_grad(master) for master in turn]
-
-    def _release_step_buffer(self) -> None:
-        if self._step_buffer is not None:
-            self._step_buffer.release()
-
     def _write_back(self, trained: list[Master]) -> None:
         """Write masters to the working params, which only their owners see yet."""
         # Outside any test of what this rank owns, too.
-        for update in self._scale_updates:
-            update.run((master.param, master.leaf.detach()) for master in trained)
+        self.ddp.cast.prepare(lambda: ((each.param, each.leaf.detach()) for each in trained))
         for master in trained:
             master.buffer.write_param_shard(master.param, master.leaf)
             # fp32 copies of the gradients are only needed inside a step.
             master.leaf.grad = None
-
-    def _whole_of(self, parts: Parts) -> Iterator[tuple[Tensor, tuple[Tensor, ...], slice]]:
-        """The `WholeOf` of fragments: bucket by bucket, on all ranks alike."""
-        assert isinstance(self.inner, WholeParamOptimizer)
-        members: dict[tuple[int, int], list[Master]] = {}
-        for master in self.masters:
-            if master.leaf in parts:
-                members.setdefault((master.buffer_index, master.fragment.bucket), []).append(master)
-        for index, buffer in enumerate(self.ddp.buffers):
-            for unit in buffer.units:
-                here = members.get((index, unit.plan.index), [])
-                wholes = []
-                for which in range(self.inner.gathers):
-                    shard = torch.zeros(unit.own_span.numel, device=buffer.device)
-                    for master in here:
-                        place = master.fragment.in_shard
-                        shard.narrow(0, place.start, place.numel).copy_(parts[master.leaf][which])
-                    wholes.append(unit.whole_of(shard))
-                for master in here:
-                    yield master.leaf, *_of_param(master, wholes)
 
     def _check_new_state(self) -> None:
         """Check the state of masters that were stepped for the first time."""
@@ -423,24 +389,6 @@ class DistributedOptimizer:
             for key, state in self.inner.state.get(master.leaf, {}).items():
                 check_state(state, key=key, master=master.leaf, param=master.fragment.param)
         self._unchecked = stepless
-
-
-def _build_step_buffer(elems: int | None, *, device: torch.device) -> StepBuffer | None:
-    if elems is None:
-        return None
-    if type(elems) is not int or elems < 1:
-        raise UsageError(
-            f"expected step_buffer_elems to be an integer of at least 1, or None, got {elems!r}."
-        )
-    return StepBuffer(elems, device=device)
-
-
-def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...], slice]:
-    """Of a unit's whole quantities what is one param's, and where in that the master lies."""
-    at, own = master.buffer.memory[master.param].in_unit, master.fragment.in_param
-    shape = master.param.shape
-    mine = tuple(whole.narrow(0, at.start, at.numel).view(shape) for whole in wholes)
-    return mine, slice(own.start, own.stop)
 
 
 def _build_masters(
@@ -466,15 +414,6 @@ def _build_masters(
                 Master(buffer_index=index, buffer=buffer, param=param, fragment=fragment, leaf=leaf)
             )
     return shards, tuple(masters)
-
-
-def _build_scale_updates(ddp: DistributedDataParallel) -> list[ScaleUpdate]:
-    """Return one update a kind of params in fp8, over the ranks that shard them."""
-    name_of = {param: name for name, param in ddp.params.items()}
-    by_kind: dict[str, dict[nn.Parameter, Tensor]] = {}
-    for param, scale in ddp.scales.items():
-        by_kind.setdefault(ddp.kinds[name_of[param]], {})[param] = scale
-    return [ScaleUpdate(scales, group=ddp.owners_of(kind)) for kind, scales in by_kind.items()]
 
 
 def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:

@@ -34,7 +34,6 @@ class StepCount:
     def reset(self) -> None:
         """Start a new step; the divisor keeps its value until the next `fix`."""
         self.micro_batches = 0
-        self._joined = 0
         self._rows = 0
         self._rows_counted = False
         self._count: int | None = None
@@ -56,19 +55,6 @@ class StepCount:
                 f"add_rows() before begin_last_micro_batch() and before the end of the step."
             )
         self._rows += rows
-
-    def join(self) -> None:
-        """Note that this rank has no data for the micro-batch that begins.
-
-        Raises:
-            UsageError: If it was not said that ranks may join.
-        """
-        if not self._config.joins:
-            raise UsageError(
-                "expected joins=True in the config for a micro-batch without data, as what all "
-                "divide by follows from it, got joins=False. Try ZeroConfig(joins=True, ...)."
-            )
-        self._joined += 1
 
     def fix(self, given: int | Tensor | None, *, last: bool) -> None:
         """Take the count; a second call in a step only checks that it would be the same.
@@ -116,8 +102,6 @@ class StepCount:
             # Before the last micro-batch the config holds the number: it was refused without one.
             expected = running if last else self._config.micro_batches
             assert expected is not None
-            if self._config.joins:
-                return self._sum_over_ranks(running - self._joined)
             return self._world_size * expected
         self._rows_counted = True
         return self._sum_over_ranks(self._rows)

@@ -51,37 +51,6 @@ class FlatStorage:
         """It stays."""
 
 
-class LentStorage:
-    """A part of memory that several units use, one after another: a reduce buffer.
-
-    Who lends it makes sure that a unit is done with it before the next one begins, and lets go of
-    it behind the last.
-
-    Args:
-        lender: The memory, at least as long as the unit.
-        elems: Elements of the unit.
-    """
-
-    def __init__(self, lender: TransientStorage, *, elems: int) -> None:
-        self._lender = lender
-        self._elems = elems
-        self._whole: Tensor | None = None
-
-    @property
-    def whole(self) -> Tensor | None:
-        """The unit's part, or None while it does not use it."""
-        return self._whole
-
-    def acquire(self) -> Tensor:
-        """Begin to use it."""
-        self._whole = self._lender.acquire().narrow(0, 0, self._elems)
-        return self._whole
-
-    def release(self) -> None:
-        """Be done with it."""
-        self._whole = None
-
-
 class TransientStorage:
     """Memory of its own that is there only while it is used: what stages 2 and 3 save.
 

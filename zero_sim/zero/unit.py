@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from itertools import accumulate
 from typing import Any, Final, Literal
 
 import torch
@@ -100,8 +99,6 @@ class ParamMemory:
     """This rank's part of the gradient; the sum over ranks once the gradients are reduced."""
     own_working: Tensor  # 1D; where nothing is sharded: ND, the whole param in its own storage
     """This rank's part of the working param."""
-    scale: Tensor | None  # 0D fp32
-    """What the values of an fp8 param are multiplied by; None for other dtypes."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -135,9 +132,6 @@ class Unit:
     sum_all: SumAll | None = None
     """How every rank of `group` gets the sum of all, of which it keeps its shard; None where it
     gets no more than its shard."""
-    gather_chunk_elems: int | None = None
-    """Most elements that one call gathers, over all ranks, but one of each at least; None for all
-    at once."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
@@ -201,9 +195,6 @@ class Unit:
         if memory.main_grad is None:
             raise self._without_memory()
         memory.main_grad.add_(grad)
-
-    def arrive(self, param: nn.Parameter) -> None:
-        """Note that a gradient is complete: it lies where it is reduced already."""
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
         """Do to this rank's own gradients what `divide` does before the sum."""
@@ -280,14 +271,6 @@ class Unit:
         self._step_params("gather")
         self._gathering = self._gather_shards(async_op=True)
 
-    def whole_of(self, shard: Tensor) -> Tensor:
-        """Return the whole from each owner's shard, 1D; a collective where several own parts."""
-        if self.plan.partition.owner is not None or self.plan.shard_count == 1:
-            return shard
-        whole = shard.new_empty(self.plan.span.numel)
-        self._collect(whole, shard, sizes=self.plan.shard_sizes, async_op=False)
-        return whole
-
     def finish_gather(self) -> None:
         """Wait until the params are what their owners wrote."""
         if self.param_state is not ParamState.GATHERING:
@@ -356,27 +339,8 @@ class Unit:
     def _gather_shards(self, *, async_op: bool) -> dist.Work | None:
         assert self.param_storage is not None
         whole = self.param_storage.acquire()
-        if self.gather_chunk_elems is not None:
-            self._gather_chunks(whole, chunk_elems=self.gather_chunk_elems)
-            return None
         sizes = self.plan.shard_sizes
-        return self._collect(whole, self.param_shard, sizes=sizes, async_op=async_op)
-
-    def _gather_chunks(self, whole: Tensor, *, chunk_elems: int) -> None:
-        """Gather a stretch of every rank's part at a time, in memory as long as a chunk."""
-        assert self.param_shard is not None
-        assert self.group is not None
-        sizes = self.plan.shard_sizes
-        starts = [*accumulate(sizes, initial=0)]
-        own = dist.get_rank(self.group)
-        stretch = max(1, chunk_elems // len(sizes))
-        for first in range(0, max(sizes), stretch):
-            parts = tuple(max(0, min(stretch, size - first)) for size in sizes)
-            mine = self.param_shard.narrow(0, min(first, sizes[own]), parts[own])
-            chunk = whole.new_empty(sum(parts))
-            self._collect(chunk, mine, sizes=parts, async_op=False)
-            for start, part, got in zip(starts, parts, chunk.split(parts), strict=False):
-                whole.narrow(0, start + min(first, whole.numel() - start), part).copy_(got)
+        return self.collect(whole, self.param_shard, sizes=sizes, async_op=async_op)
 
     def _scatter(
         self,
@@ -395,7 +359,7 @@ class Unit:
             call = partial(reduce_scatter_uneven_sum, part, whole, sizes=sizes, group=group)
         return call(async_op=True) if async_op else call()
 
-    def _collect(
+    def collect(
         self,
         whole: Tensor,
         part: Tensor | None,

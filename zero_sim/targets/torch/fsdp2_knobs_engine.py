@@ -79,7 +79,8 @@ class FSDP2KnobsEngine(FSDP2Engine):
         more: dict[str, Any] = {}
         if options["cpu_offload"]:
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        reshard = options["reshard_ranks"] or system.reshard_after_forward
+        few = cast("int", options["reshard_ranks"])
+        reshard = few or system.reshard_after_forward
         return fully_shard(
             module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **more
         )

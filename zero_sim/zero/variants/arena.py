@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zero_sim.errors import UsageError
 from zero_sim.layout import Span, plan_arena
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.config import ZeroConfig
@@ -112,7 +113,15 @@ def move_grads(buffers: Sequence[Buffer], *, order: Sequence[Unit], config: Zero
         buffers: All buffers, whose whole gradients are to come and go.
         order: Their units, in the order in which they are reduced.
         config: Says how many are in memory at a time.
+
+    Raises:
+        UsageError: If whole gradients stay.
     """
+    if not config.sharding.grads:
+        raise UsageError(
+            f"expected stage 2 or 3 with an arena, got stage={config.stage}, which keeps gradients "
+            f"whole in memory that stays. Remove the arena, or choose another stage."
+        )
     dtypes = {unit: buffer.grad_dtype for buffer in buffers for unit in buffer.units}
     kinds = {unit: buffer.plan.key.kind for buffer in buffers for unit in buffer.units}
     stay = config.sync == "last" and config.micro_batches != 1

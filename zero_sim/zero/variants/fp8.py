@@ -17,7 +17,8 @@ rounded to nearest, ties to even; a NaN stays one. Scaling by powers of two roun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from zero_sim.errors import ModelError
 from zero_sim.zero.collectives import all_reduce_max
+from zero_sim.zero.model import PlainCast
 
 DTYPE_NAMES: Final = {torch.float8_e4m3fn: "fp8-e4m3", torch.float8_e5m2: "fp8-e5m2"}
 """The fp8 dtypes that can be trained, with the names that they have in a layout."""
@@ -91,22 +93,6 @@ def _find_candidates(module: nn.Module, param: nn.Parameter) -> Iterator[Tensor 
                 yield buffers.get(f"{name}_scale") if saved else None
 
 
-def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """Return the dtype in which autograd gives the gradients of params of one buffer.
-
-    Raises:
-        ModelError: If it is not the same for all.
-    """
-    by_dtype = {param.grad_dtype or param.dtype: name for name, param in params.items()}
-    if len(by_dtype) > 1:
-        found = ", ".join(f"{dtype} of {name!r}" for dtype, name in by_dtype.items())
-        raise ModelError(
-            f"expected one dtype for the gradients of all params that share a buffer, got "
-            f"{found}. Try the same param.grad_dtype for all, or grad_dtype='fp32'."
-        )
-    return next(iter(by_dtype))
-
-
 def dequantize(values: Tensor, *, scale: Tensor) -> Tensor:
     """Return what fp8 values stand for, in fp32.
 
@@ -129,6 +115,75 @@ def quantize_(values: Tensor, master: Tensor, *, scale: Tensor) -> None:
     # greatest number, depending on the version of torch.
     bound = torch.finfo(values.dtype).max
     values.copy_((master / scale).clamp_(-bound, bound))
+
+
+class Fp8Cast(PlainCast):
+    """Working params of which some are in fp8; see [Note: current scaling].
+
+    Args:
+        scales: Of each fp8 param its scale, 0D fp32, a buffer of the module. It belongs to the
+            param's values and is to be read when they are.
+        kinds: The kind of each of these params.
+        owners_of: As in `build`.
+    """
+
+    dtype_names = MappingProxyType({**PlainCast.dtype_names, **DTYPE_NAMES})
+
+    def __init__(
+        self,
+        scales: Mapping[nn.Parameter, Tensor],
+        *,
+        kinds: Mapping[nn.Parameter, str],
+        owners_of: Callable[[str], dist.ProcessGroup | None],
+    ) -> None:
+        self.scales = scales
+        self._kinds = kinds
+        self._owners_of = owners_of
+        self._updates: list[ScaleUpdate] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        module: nn.Module,
+        *,
+        params: Mapping[str, nn.Parameter],
+        kinds: Mapping[str, str],
+        owners_of: Callable[[str], dist.ProcessGroup | None],
+    ) -> Fp8Cast:
+        """Return the cast of a model, with the scales that it has.
+
+        Raises:
+            ModelError: As `find_scale`.
+        """
+        names = {p: name for name, p in params.items() if p.dtype in DTYPE_NAMES}
+        scales = {param: find_scale(module, name=names[param], param=param) for param in names}
+        own_kinds = {param: kinds[name] for param, name in names.items()}
+        return cls(scales, kinds=own_kinds, owners_of=owners_of)
+
+    def read(self, param: nn.Parameter, working: Tensor) -> Tensor:
+        """Return the weights that a part of a working param stands for, of fp8 ones in fp32."""
+        scale = self.scales.get(param)
+        return working if scale is None else dequantize(working, scale=scale)
+
+    def write_(self, param: nn.Parameter, working: Tensor, master: Tensor) -> None:
+        """Write a master to its part of a working param, fp8 at its present scale."""
+        scale = self.scales.get(param)
+        if scale is None:
+            working.copy_(master)
+        else:
+            quantize_(working, master, scale=scale)
+
+    def prepare(self, masters: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
+        """Give all fp8 params their new scales, with one collective for each kind of them."""
+        if self._updates is None:
+            by_kind: dict[str, dict[nn.Parameter, Tensor]] = {}
+            for param, scale in self.scales.items():
+                by_kind.setdefault(self._kinds[param], {})[param] = scale
+            self._updates = [
+                ScaleUpdate(scales, group=self._owners_of(kind)) for kind, scales in by_kind.items()
+            ]
+        for update in self._updates:
+            update.run(masters())
 
 
 class ScaleUpdate:

@@ -1,5 +1,7 @@
 """Reduce buffers: memory of fixed length through which gradients go on their way to their owners.
 
+A gradient schedule with units of its own, as in DeepSpeed's stages 1 and 2.
+
 One for each kind of params and dtype of gradients, or two that take turns, so that one fills while
 what is in the other is on its way. They are there from the first gradient of a backward to the last
 sum.
@@ -8,16 +10,74 @@ sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 
+from zero_sim.errors import UsageError
 from zero_sim.layout import GradUnitPlan, Span, plan_grad_units
 from zero_sim.zero.buffer import Buffer
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.groups import KindGroups
-from zero_sim.zero.storage import LentStorage, Storage, TransientStorage
-from zero_sim.zero.unit import ParamMemory
+from zero_sim.zero.schedule import UnderBackward, Wrapped
+from zero_sim.zero.storage import Storage, TransientStorage
+from zero_sim.zero.unit import ParamMemory, Unit
 from zero_sim.zero.variants.grad_unit import GradSlice, GradUnit
+
+
+class LentStorage:
+    """A part of memory that several units use, one after another: a reduce buffer.
+
+    Who lends it makes sure that a unit is done with it before the next one begins, and lets go of
+    it behind the last.
+
+    Args:
+        lender: The memory, at least as long as the unit.
+        elems: Elements of the unit.
+    """
+
+    def __init__(self, lender: TransientStorage, *, elems: int) -> None:
+        self._lender = lender
+        self._elems = elems
+        self._whole: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The unit's part, or None while it does not use it."""
+        return self._whole
+
+    def acquire(self) -> Tensor:
+        """Begin to use it."""
+        self._whole = self._lender.acquire().narrow(0, 0, self._elems)
+        return self._whole
+
+    def release(self) -> None:
+        """Be done with it."""
+        self._whole = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferSettings:
+    """Settings of reduce buffers.
+
+    Raises:
+        UsageError: If a length is no such integer.
+    """
+
+    elems: int
+    """The length of the buffers into which gradients are copied as backward gives them, and out of
+    which each owner's are reduced to it: one, or with `overlap_grads` two that take turns. A longer
+    gradient goes by itself."""
+    contiguous_grads: bool = True
+    """True if each gradient is copied when it comes; else all that go together are when the last of
+    them is there, into new memory."""
+    sums_whole: bool = False
+    """True if every rank gets the sum of all, of which it keeps its own."""
+
+    def __post_init__(self) -> None:
+        if type(self.elems) is not int or self.elems < 1:
+            raise UsageError(f"expected elems to be an integer of at least 1, got {self.elems!r}.")
 
 
 class ReduceBuffers:
@@ -26,7 +86,8 @@ class ReduceBuffers:
     Args:
         buffers: All buffers of its params.
         params: The params by name, in registration order; their gradients come in reverse.
-        config: What is copied when, and how many buffers take turns.
+        config: Of the engine; with overlapped gradients two buffers take turns.
+        settings: Length of the buffers, and what is copied when.
         groups_of: The groups of a kind of params.
     """
 
@@ -41,11 +102,11 @@ class ReduceBuffers:
         *,
         params: Mapping[str, nn.Parameter],
         config: ZeroConfig,
+        settings: BufferSettings,
         groups_of: Callable[[str], KindGroups],
     ) -> None:
-        assert config.reduce_buffer_elems is not None
-        self._elems = config.reduce_buffer_elems
-        self._config = config
+        self._elems = settings.elems
+        self._config, self._settings = config, settings
         self._lenders: dict[tuple[object, int], TransientStorage] = {}
         home_of = {param: buffer for buffer in buffers for param in buffer.memory}
         # A collective has one group and one dtype.
@@ -97,9 +158,9 @@ class ReduceBuffers:
             slices=slices,
             storage=self._storage_of(plan, home=home),
             group=group,
-            sums_whole=config.sum_by == "all-reduce",
+            sums_whole=self._settings.sums_whole,
             grads_stay=not config.sharding.grads,
-            on_arrival=config.contiguous_grads,
+            on_arrival=self._settings.contiguous_grads,
             accumulates=config.sharding.grads or config.sync == "every",
         )
 
@@ -108,12 +169,101 @@ class ReduceBuffers:
             # All of it is written: gradients lie in it without a gap.
             return TransientStorage(elems, dtype=home.grad_dtype, device=home.device, zeroed=False)
 
-        if plan.is_large or not self._config.contiguous_grads:
+        if plan.is_large or not self._settings.contiguous_grads:
             return memory(plan.numel)
         turns = 2 if self._config.overlap_grads else 1
         key = (plan.lane, plan.turn % turns)
         lender = self._lenders.setdefault(key, memory(self._elems))
         return LentStorage(lender, elems=plan.numel)
+
+
+class BufferedGrads(UnderBackward):
+    """Copies gradients into reduce buffers as they come, and reduces each unit of them once ready.
+
+    The first unit that is not issued takes gradients as they come; others wait for their turn where
+    autograd left them, as the memory into which they go is another one's.
+
+    Args:
+        wrapped: Its gradients are reduced.
+        settings: Length of the buffers, and what is copied when.
+
+    Raises:
+        UsageError: If the config has what reduce buffers do not go with.
+    """
+
+    def __init__(self, wrapped: Wrapped, *, settings: BufferSettings) -> None:
+        _check_config(wrapped.config)
+        super().__init__(wrapped)
+        self.buffers = ReduceBuffers(
+            wrapped.buffers,
+            params=wrapped.params,
+            config=wrapped.config,
+            settings=settings,
+            groups_of=wrapped.groups_of,
+        )
+        # They have all that a schedule calls.
+        self._units = cast("Sequence[Unit]", self.buffers.units)
+        self._unit_of = cast("Mapping[nn.Parameter, Unit]", self.buffers.unit_of)
+        self._leave_by_themselves = wrapped.config.sharding.grads
+
+    def take(self, memory: ParamMemory) -> None:
+        """Accumulate a fresh gradient where gradients stay; else leave it to its grad unit."""
+        if self._leave_by_themselves and memory.param in self._unit_of:
+            self.mark_ready(memory.param)
+        else:
+            super().take(memory)
+
+    def mark_ready(self, param: nn.Parameter) -> None:
+        """Note that a gradient is complete, copy it if it is its turn, and issue what is ready."""
+        unit = self.buffers.unit_of.get(param)
+        if self.running and unit is not None and unit is self.buffers.units[self._issued_count]:
+            unit.arrive(param)
+        super().mark_ready(param)
+
+    def finish(self) -> None:
+        """Issue the rest, wait until every unit is reduced, and let go of the buffers."""
+        super().finish()
+        self.buffers.release()
+
+    def accumulate_sums(self, *, is_first: bool) -> None:
+        """Zero gradients: their sums were added up when they came back."""
+        for buffer in self._buffers:
+            assert buffer.grad_data is not None
+            buffer.grad_data.zero_()
+
+    def reset(self) -> None:
+        """Forget the step's gradients."""
+        super().reset()
+        for unit in self.buffers.units:
+            unit.reset_grads()
+
+    def _issue_next(self) -> None:
+        super()._issue_next()
+        if self._issued_count < len(self.buffers.units):
+            following = self.buffers.units[self._issued_count]
+            for param in following.params:
+                if self.running and param not in self._missing[self._units[self._issued_count]]:
+                    following.arrive(param)
+
+
+def _check_config(config: ZeroConfig) -> None:
+    """Refuse settings that reduce buffers do not go with."""
+    if config.stage not in (1, 2):
+        raise UsageError(
+            f"expected stage 1 or 2 with reduce buffers, whose params are whole and whose state is "
+            f"sharded, got stage={config.stage}. Remove the buffers, or choose another stage."
+        )
+    if config.redundancy > 1:
+        raise UsageError(
+            f"expected redundancy=1 with reduce buffers, whose sums end with one owner and go on "
+            f"to no copies, got {config.redundancy}. Remove either."
+        )
+    if config.sharding.grads and config.sync == "last":
+        raise UsageError(
+            "expected sync='every' with reduce buffers and stage=2, where gradients leave as "
+            "backward goes and none stays for the next micro-batch, got 'last'. Try stage=1, or "
+            "sync='every'."
+        )
 
 
 def _slice_of(memory: ParamMemory, *, span: Span) -> GradSlice:

@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from zero_sim.errors import UsageError
+from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer, Master
+from zero_sim.zero.unit import Unit
 
 Parts = Mapping[Tensor, tuple[Tensor, ...]]
 """By leaf, a fragment of a master: tensors with a value for each of its elements."""
@@ -82,6 +87,14 @@ class Muon(Optimizer):
         )
         self.whole_of: WholeOf = leaves_are_whole
 
+    def attach(self, optimizer: DistributedOptimizer) -> None:
+        """Gather what the whole params give by the collectives of their owners.
+
+        Raises:
+            UsageError: If masters are on another device, or not stepped all at once.
+        """
+        _attach(self, optimizer)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore
         """Move all masters that have a gradient."""
@@ -133,6 +146,14 @@ class Lamb(Optimizer):
         )
         self.whole_of: WholeOf = leaves_are_whole
 
+    def attach(self, optimizer: DistributedOptimizer) -> None:
+        """Gather what the whole params give by the collectives of their owners.
+
+        Raises:
+            UsageError: If masters are on another device, or not stepped all at once.
+        """
+        _attach(self, optimizer)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore
         """Move all masters that have a gradient."""
@@ -160,7 +181,59 @@ class Lamb(Optimizer):
         return (mean / (1 - first**steps)).div_(denominator).add_(leaf, alpha=group["weight_decay"])
 
 
-WholeParamOptimizer = Muon | Lamb
+def _attach(inner: Muon | Lamb, optimizer: DistributedOptimizer) -> None:
+    device = optimizer.ddp.buffers[0].device
+    if optimizer.state_device != device:
+        raise UsageError(
+            f"expected state_device={str(device)!r} with {type(inner).__name__}, which brings "
+            f"whole params together with the params' own collectives, got "
+            f"{str(optimizer.state_device)!r}. Try leaving it out."
+        )
+    if type(optimizer.stepper) is not AllAtOnce:
+        raise UsageError(
+            f"expected all gradients at once with {type(inner).__name__}, which steps whole "
+            f"params, got {type(optimizer.stepper).__name__}. Remove `stepper`."
+        )
+    inner.whole_of = partial(_whole_of, optimizer, inner.gathers)
+
+
+def _whole_of(
+    optimizer: DistributedOptimizer, gathers: int, parts: Parts
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...], slice]]:
+    """The `WholeOf` of fragments: bucket by bucket, on all ranks alike."""
+    members: dict[tuple[int, int], list[Master]] = {}
+    for master in optimizer.masters:
+        if master.leaf in parts:
+            members.setdefault((master.buffer_index, master.fragment.bucket), []).append(master)
+    for index, buffer in enumerate(optimizer.ddp.buffers):
+        for unit in buffer.units:
+            here = members.get((index, unit.plan.index), [])
+            wholes = []
+            for which in range(gathers):
+                shard = torch.zeros(unit.own_span.numel, device=buffer.device)
+                for master in here:
+                    place = master.fragment.in_shard
+                    shard.narrow(0, place.start, place.numel).copy_(parts[master.leaf][which])
+                wholes.append(whole_of_unit(unit, shard))
+            for master in here:
+                yield master.leaf, *_of_param(master, wholes)
+
+
+def whole_of_unit(unit: Unit, shard: Tensor) -> Tensor:
+    """Return the whole from each owner's shard, 1D; a collective where several own parts."""
+    if unit.plan.partition.owner is not None or unit.plan.shard_count == 1:
+        return shard
+    whole = shard.new_empty(unit.plan.span.numel)
+    unit.collect(whole, shard, sizes=unit.plan.shard_sizes, async_op=False)
+    return whole
+
+
+def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...], slice]:
+    """Of a unit's whole quantities what is one param's, and where in that the master lies."""
+    at, own = master.buffer.memory[master.param].in_unit, master.fragment.in_param
+    shape = master.param.shape
+    mine = tuple(whole.narrow(0, at.start, at.numel).view(shape) for whole in wholes)
+    return mine, slice(own.start, own.stop)
 
 
 def orthogonalized(direction: Tensor, *, eps: float) -> Tensor:
