@@ -8,7 +8,7 @@ from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.buffered_module import BufferedModule
 from zero_sim.zero.unit import Unit
 
 
@@ -46,7 +46,7 @@ def sums_summed_again(patch: Patches) -> None:
 def groups_exchanged(patch: Patches) -> None:
     """Where there are as many copies as shards, the two groups of a unit change places."""
 
-    @patch(DistributedDataParallel, "_build_buffer")
+    @patch(BufferedModule, "_build_buffer")
     def wrong(right, self, plan):
         buffer = right(self, plan)
         for unit in buffer.units if buffer.sharding.grads else ():
@@ -90,7 +90,7 @@ def gathered_over_all_ranks(patch: Patches) -> None:
 def experts_over_the_dense_block(patch: Patches) -> None:
     """Sharded gradients of experts are reduced over the ranks that shard the dense params."""
 
-    @patch(DistributedDataParallel, "_build_buffer")
+    @patch(BufferedModule, "_build_buffer")
     def wrong(right, self, plan):
         buffer = right(self, plan)
         for unit in buffer.units if plan.key.kind == "expert" and buffer.sharding.grads else ():

@@ -13,6 +13,7 @@ from zero_sim.zero import buffer as buffers
 from zero_sim.zero import data_parallel
 from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.buffered_module import BufferedModule
 from zero_sim.zero.collectives import size_and_rank
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.gathers import UnderForward
@@ -291,7 +292,7 @@ def global_rank_for_group_rank(patch: Patches) -> None:
 def experts_over_the_dense_group(patch: Patches) -> None:
     """Gradients of experts are summed over all ranks."""
 
-    @patch(DistributedDataParallel, "_build_buffer")
+    @patch(BufferedModule, "_build_buffer")
     def wrong(right, self, plan):
         buffer = right(self, plan)
         for unit in buffer.units if not self.config.sharding.state else ():
@@ -362,7 +363,7 @@ def every_rank_begins_with_its_own(patch: Patches) -> None:
 def only_trained_params_are_broadcast(patch: Patches) -> None:
     """At the start params are broadcast, frozen ones and the buffers of the module are not."""
 
-    @patch(DistributedDataParallel, "_replicated_tensors")
+    @patch(BufferedModule, "_replicated_tensors")
     def wrong(right, self):
         trained = {memory.data_ptr() for each in self.buffers for memory in each.working_memory()}
         return [

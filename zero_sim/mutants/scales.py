@@ -8,6 +8,7 @@ import torch.distributed as dist
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.buffered_module import BufferedModule
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.variants import fp8
 from zero_sim.zero.variants.fp8 import ScaleUpdate
@@ -31,7 +32,7 @@ def greatest_over_the_copies(patch: Patches) -> None:
         right(self, module, **named)
         self.__dict__["_noted"] = True
 
-    @patch(DistributedDataParallel, "owners_of")
+    @patch(BufferedModule, "owners_of")
     def wrong(right, self, kind):
         # While buffers are planned it says how many shards there are; later only scales ask.
         is_planned = "_noted" in self.__dict__

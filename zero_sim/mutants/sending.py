@@ -7,7 +7,7 @@ from dataclasses import replace
 from zero_sim.layout import Span, grad_plan
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.buffered_module import BufferedModule
 from zero_sim.zero.schedule import UnderBackward
 from zero_sim.zero.variants import grad_unit, reduce_buffers
 from zero_sim.zero.variants.gathers import ChunkedUnit
@@ -232,7 +232,7 @@ def copied_in_the_dtype_of_params(patch: Patches) -> None:
 def groups_share_a_buffer(patch: Patches) -> None:
     """That each param group is to have buffers of its own is not heard of."""
 
-    @patch(DistributedDataParallel, "_plan")
+    @patch(BufferedModule, "_plan")
     def wrong(right, self):
         self._buffer_of = None
         return right(self)

@@ -11,7 +11,7 @@ from zero_sim.mutants.records import mutant
 from zero_sim.zero import buffer as buffers
 from zero_sim.zero import unit as units
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.data_parallel import DistributedDataParallel
+from zero_sim.zero.buffered_module import BufferedModule
 from zero_sim.zero.gathers import OnUse
 from zero_sim.zero.unit import ParamStep, Unit
 
@@ -153,7 +153,7 @@ def padding_of_param_shards(patch: Patches) -> None:
 def cut_before_they_are_equal(patch: Patches) -> None:
     """Where params are sharded, each rank cuts its shards from what it has built itself."""
 
-    @patch(DistributedDataParallel, "_replicated_tensors")
+    @patch(BufferedModule, "_replicated_tensors")
     def wrong(right, self):
         return [] if self.config.sharding.params else right(self)
 

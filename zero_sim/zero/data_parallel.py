@@ -27,25 +27,21 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_sim.errors import ModelError, UsageError
-from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
 from zero_sim.zero.buffer import Buffer
+from zero_sim.zero.buffered_module import BufferedModule, KindOf, all_dense
 from zero_sim.zero.collectives import broadcast_from_first, size_and_rank
 from zero_sim.zero.config import ZeroConfig
 from zero_sim.zero.division import build_divisor
 from zero_sim.zero.gathers import ParamSchedule
 from zero_sim.zero.groups import KindGroups, check_groups, check_kind_groups
-from zero_sim.zero.model import PlainCast, find_grad_dtype, find_trainable_params
-from zero_sim.zero.schedule import GradSchedule, Wrapped, order_by_forward
+from zero_sim.zero.model import find_trainable_params
+from zero_sim.zero.schedule import GradSchedule
 from zero_sim.zero.seams import TEXTBOOK, Seams
 from zero_sim.zero.step_count import StepCount
 from zero_sim.zero.unit import ParamMemory, Unit
 
-KindOf = Callable[[str, Tensor], str]
-"""Tells the kind of a param, trained or not, or of a module buffer, from its name and the tensor;
-params of different kinds share no buffer."""
 
-
-class DistributedDataParallel:
+class DistributedDataParallel(BufferedModule):
     """A module whose trainable params and gradients live in flat buffers.
 
     It lives as long as somebody holds it, an optimizer for instance; the module does not. Frozen
@@ -73,26 +69,12 @@ class DistributedDataParallel:
         UsageError: If a group is missing, is not as said above or does not hold this process.
     """
 
-    module: nn.Module
-    params: dict[str, nn.Parameter]
-    """Trainable params by name, in registration order; a tied param once."""
-    cast: PlainCast
-    """How masters become working params."""
-    buffers: tuple[Buffer, ...]
     divisor: Tensor  # 0D fp32
     """What gradients are divided by: the count of the step once it is known, before the world size.
     """
     step_count: StepCount
     grad_schedule: GradSchedule
     param_schedule: ParamSchedule
-    shard_group: dist.ProcessGroup | None
-    """The ranks that hold a shard each; with one copy of the state it is `group`, and None where
-    nothing is sharded."""
-    replica_group: dist.ProcessGroup | None
-    """The ranks that hold the same shard; None with one copy of the state."""
-    kind_of: KindOf
-    kinds: Mapping[str, str]
-    """The kind of each trained param, by name."""
 
     def __init__(
         self,
@@ -112,11 +94,7 @@ class DistributedDataParallel:
         self.group = group
         self.world_size, self.rank = size_and_rank(group)
         self._dense_groups = check_groups(
-            KindGroups(
-                group=group,
-                shard_group=shard_group,
-                replica_group=replica_group,
-            ),
+            KindGroups(group=group, shard_group=shard_group, replica_group=replica_group),
             config=config,
         )
         self.shard_group = self._dense_groups.shard_group
@@ -124,7 +102,7 @@ class DistributedDataParallel:
         self._kind_groups = check_kind_groups(kind_groups or {}, within=group, config=config)
         self.seams = seams
         self.params = find_trainable_params(module, dtypes=seams.cast.dtype_names)
-        self.kind_of = kind_of or _all_dense
+        self.kind_of = kind_of or all_dense
         self.kinds = {name: self.kind_of(name, param) for name, param in self.params.items()}
         self.cast = seams.cast.build(
             module, params=self.params, kinds=self.kinds, owners_of=self.owners_of
@@ -140,7 +118,7 @@ class DistributedDataParallel:
         self.divisor = build_divisor(self.world_size, device=self.buffers[0].device)
         self.step_count = seams.step_count(config, group=group, divisor=self.divisor)
         self._grads_reduced = self._is_unwrapped = False
-        wrapped = self._wrapped()
+        wrapped = self._wrapped(self._scale_before_sum)
         self.grad_schedule = seams.grads(wrapped)
         self.param_schedule = seams.params(wrapped, grads=self.grad_schedule)
         self._handles = list(self._add_hooks())
@@ -159,19 +137,6 @@ class DistributedDataParallel:
         """Micro-batches of this step that have ended."""
         return self.step_count.micro_batches
 
-    def groups_of(self, kind: str) -> KindGroups:
-        """Return the groups over which params of a kind are summed, sharded and held in copies."""
-        return self._kind_groups.get(kind, self._dense_groups)
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether some kinds of params are held by some of the ranks only."""
-        return bool(self._kind_groups)
-
-    def is_held_by_all(self, kind: str) -> bool:
-        """Tell whether all ranks of `group` hold the params of a kind."""
-        return kind not in self._kind_groups
-
     def is_first_copy(self, kind: str) -> bool:
         """Tell whether this rank holds the first copy of what it owns of a kind.
 
@@ -180,10 +145,6 @@ class DistributedDataParallel:
         """
         replicas = self.groups_of(kind).replica_group
         return replicas is None or replicas.rank() == 0
-
-    def owners_of(self, kind: str) -> dist.ProcessGroup | None:
-        """Return the ranks that own a shard of a kind each; None where each of them owns all."""
-        return self.groups_of(kind).shard_group
 
     def add_rows(self, rows: int) -> None:
         """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
@@ -325,95 +286,6 @@ class DistributedDataParallel:
         self._is_unwrapped = True
         return self.module
 
-    def whole_params(self) -> dict[str, Tensor]:
-        """Return all working params of this rank; a collective where they are sharded.
-
-        For looking at them between steps, after `finish_param_gather`: of sharded params copies.
-        """
-        copies = {
-            param: copy for buffer in self.buffers for param, copy in buffer.whole_params().items()
-        }
-        return {name: copies.get(param, param.detach()) for name, param in self.params.items()}
-
-    def _replicated_tensors(self) -> list[tuple[list[Tensor], dist.ProcessGroup]]:
-        """Everything that must start out equal on all its holders, and who they are.
-
-        Flat buffers come as a whole. What all ranks hold is first, so that the order is theirs too.
-        """
-        in_buffers = set(self.params.values())
-        tensors: dict[str, list[Tensor]] = {"dense": []}
-        for buffer in self.buffers:
-            tensors.setdefault(buffer.plan.key.kind, []).extend(buffer.working_memory())
-        frozen = (each for each in self.module.named_parameters() if each[1] not in in_buffers)
-        for name, tensor in (*frozen, *self.module.named_buffers()):
-            tensors.setdefault(self.kind_of(name, tensor), []).append(tensor)
-        shared = [
-            tensor
-            for kind, members in tensors.items()
-            if self.is_held_by_all(kind)
-            for tensor in members
-        ]
-        own = [(tensors.get(kind, []), held.group) for kind, held in self._kind_groups.items()]
-        return [(shared, self.group), *own]
-
-    def _plan(self) -> list[BufferPlan]:
-        """Plan the buffers of each kind for the ranks that shard it; kinds as first registered."""
-        specs: dict[str, list[ParamSpec]] = {}
-        for name, param in self.params.items():
-            kind = self.kinds[name]
-            spec = ParamSpec(
-                name=name,
-                shape=tuple(param.shape),
-                dtype=self.cast.dtype_names[param.dtype],
-                kind=kind,
-                group=0 if self._buffer_of is None else self._buffer_of(name),
-            )
-            specs.setdefault(kind, []).append(spec)
-        plans: list[BufferPlan] = []
-        for kind, members in specs.items():
-            owners = self.owners_of(kind)
-            policy = LayoutPolicy(
-                shard_count=1 if owners is None else size_and_rank(owners)[0],
-                align_elems=self.config.align_elems,
-                align_bytes=self.config.align_bytes,
-                bucket_elems=self.config.bucket_elems,
-                param_order=self.config.param_order,
-                partition=self.config.partition,
-            )
-            plans.extend(plan_buffers(members, policy=policy))
-        return plans
-
-    def _build_buffer(self, plan: BufferPlan) -> Buffer:
-        params = {placed.name: self.params[placed.name] for placed in plan.params}
-        in_fp32 = self.config.grad_dtype == "fp32"
-        groups = self.groups_of(plan.key.kind)
-        return Buffer(
-            plan,
-            params=params,
-            sharding=self.config.sharding,
-            group=groups.shard_group,
-            grad_dtype=torch.float32 if in_fp32 else find_grad_dtype(params),
-            cast=self.cast,
-            replica_group=groups.replica_group,
-            sum_all=self.seams.sum_all,
-            unit=self.seams.unit,
-            accumulate_sums=self.config.sync == "every",
-        )
-
-    def _wrapped(self) -> Wrapped:
-        units = order_by_forward(self.buffers, params=list(self.params.values()))
-        members = ((memory.param, unit) for unit in units for memory in unit.members)
-        return Wrapped(
-            module=self.module,
-            config=self.config,
-            buffers=self.buffers,
-            units=units,
-            unit_of={param: unit for param, unit in members if param.numel()},
-            params=self.params,
-            groups_of=self.groups_of,
-            before_sum=self._scale_before_sum,
-        )
-
     def _add_hooks(self) -> Iterator[RemovableHandle]:
         yield from self.param_schedule.handles
         for buffer in self.buffers:
@@ -472,7 +344,3 @@ def _accumulate(
     if ddp is not None and buffer is not None:
         assert isinstance(param, nn.Parameter)
         ddp._accumulate(buffer.memory[param], param)
-
-
-def _all_dense(name: str, tensor: Tensor) -> str:
-    return "dense"
