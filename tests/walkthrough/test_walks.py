@@ -156,7 +156,7 @@ class TestLifecycle:
 
     def test_between_steps_all_is_sharded(self):
         last = run_life(prefetch=1)[-1]
-        assert set(last.params) == {"sharded"}
+        assert set(last.params) == {"updated shard"}
         assert "gathered" not in last.sample.bytes
 
 

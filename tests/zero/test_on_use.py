@@ -357,3 +357,20 @@ class TestTransitions:
         results, _ = run_ranks(1, program)
         sharded = ParamState.SHARDED
         assert results == [[(GradState.REDUCED, sharded), (GradState.EMPTY, sharded)]]
+
+    def test_a_module_uses_whole_params_and_an_owner_updates_its_shard(self, run_ranks):
+        """Seen from inside a forward, behind the write of a shard, and behind the next gather."""
+
+        def program(rank):
+            ddp, seen = wrap(build()), []
+            unit = self.unit(ddp)
+            ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(unit.param_state))
+            ddp(torch.ones(1, 2))
+            (memory,) = unit.members
+            ddp.buffers[0].write_param_shard(memory.param, torch.ones(4))
+            seen.append(unit.param_state)
+            unit.gather()
+            return [*seen, unit.param_state]
+
+        results, _ = run_ranks(1, program)
+        assert results == [[ParamState.IN_USE, ParamState.UPDATED, ParamState.WHOLE]]

@@ -51,7 +51,8 @@ def freed_while_in_use(patch: Patches) -> None:
         in_backward = self._in_backward
         right(self, needed, module, args, output)
         for unit in needed if self._starts and not in_backward else ():
-            if unit.param_state is ParamState.WHOLE:
+            if unit.param_state in (ParamState.WHOLE, ParamState.IN_USE):
+                unit.param_state, unit._users = ParamState.WHOLE, 0
                 unit.free_params()
 
 

@@ -23,6 +23,8 @@ _MARKS: dict[str, Mark] = {
     "sharded": "",
     "gathering": "got",
     "whole": "own",
+    "in use": "own",
+    "updated shard": "new",
     "empty": "",
     "filling": "own",
     "reducing": "sent",
@@ -207,6 +209,7 @@ def _states(moment: Moment) -> Table:
     marks: dict[Mark, str] = {
         "own": "whole memory",
         "got": "being gathered",
+        "new": "this rank's shard is new",
         "sent": "being reduced",
         "done": "this rank's sum is there",
     }

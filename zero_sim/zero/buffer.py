@@ -228,10 +228,9 @@ class Buffer:
                 f"got shape {tuple(data.shape)} for param {memory.name!r}, "
                 f"shard {self.shard} of {self.plan.policy.shard_count}."
             )
-        # A gather in flight may still read the shard that is written here.
         unit = self._unit_of.get(param)
         if unit is not None:
-            unit.finish_gather()
+            unit.update()
         data = data.detach().to(working.device).view(working.shape)
         self._cast.write_(param, working, data)
 
@@ -243,13 +242,13 @@ class Buffer:
         """
         found: dict[nn.Parameter, Tensor] = {}
         for unit in self.units if self.sharding.params else ():
-            was = unit.param_state
-            if was is ParamState.SHARDED:
+            was_sharded = unit.is_sharded
+            if was_sharded:
                 unit.gather()
             whole = unit.params
             assert whole is not None
             copy = whole.clone()
-            if was is ParamState.SHARDED:
+            if was_sharded:
                 unit.free_params()
             for memory in unit.members:
                 found[memory.param] = _view(copy, memory.in_unit).view(memory.param.shape)

@@ -9,13 +9,12 @@ with any engine that gathers params on use.
 
 Ranks that hold other experts may have more units of these, or fewer, between those that all have.
 So what is counted in units, how far is gathered ahead and which one is kept, is counted among those
-of one group of ranks; and a reduction that ends with another call in its group, as a sum at the
-first rank does, ends before a gather in that group.
+of one group of ranks; and a reduction that ends with another call in its group ends before a gather
+in that group (`before_gather`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +166,6 @@ class OnUse(StayWhole):
         self._kept = frozenset(last if wrapped.config.reshard_after_forward else units)
         self._users: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}
         self._pending: dict[Unit, set[nn.Module]] = {}
-        self._in_use: Counter[Unit] = Counter()
         self._tick = 0
         self._starts: list[int] = []
         self._uses: list[_Use] = []
@@ -242,8 +240,9 @@ class OnUse(StayWhole):
             self._saving.__enter__()
         self._starts.append(self._tick)
         self._tick += 1
-        self._in_use.update(needed)
         self._gather(needed, ahead=self._after_in_forward(needed))
+        for unit in needed:
+            unit.use()
 
     def _after_forward(
         self,
@@ -254,7 +253,8 @@ class OnUse(StayWhole):
     ) -> None:
         start = self._starts.pop()
         self._tick += 1
-        self._in_use.subtract(needed)
+        for unit in needed:
+            unit.leave()
         if self._in_backward:
             return
         for unit in needed:
@@ -275,7 +275,7 @@ class OnUse(StayWhole):
             self._saving = None
 
     def _leave(self, unit: Unit, *, has_backward: bool) -> None:
-        if self._in_use[unit] or (has_backward and unit in self._kept):
+        if has_backward and unit in self._kept:
             return
         unit.finish_gather()
         if unit.param_state is ParamState.WHOLE:
@@ -306,7 +306,7 @@ class OnUse(StayWhole):
 
     def _gather(self, needed: Sequence[Unit], *, ahead: Sequence[Unit]) -> None:
         for unit in (*needed, *ahead):
-            if unit.param_state is ParamState.SHARDED:
+            if unit.is_sharded:
                 self._grads.before_gather(unit.group)
                 unit.start_gather()
         for unit in needed:

@@ -6,11 +6,14 @@ that leaves one out is told which, and for which params:
 
     gradients  EMPTY -fill-> FILLING -reduce-> REDUCING -finish-> REDUCED -reset-> EMPTY
                                  ^---------------------fill-----------|   (the next micro-batch)
-    params     SHARDED -gather-> GATHERING -finish-> WHOLE -free-> SHARDED
-                                     ^-----gather------|       (flat: owners wrote new values)
+    params     SHARDED -gather-> GATHERING -finish-> WHOLE -use-> IN USE -leave-> WHOLE
+                  ^---------------------free-----------|
+               SHARDED or WHOLE -update-> UPDATED SHARD -gather-> GATHERING
 
-Where gradients are not sharded, their memory is kept through all of its states; where params are
-not, they are never SHARDED.
+Where gradients are not sharded, their memory is kept through all of its states. Where params are
+not sharded they are never SHARDED, and between an update and a gather whole params are old.
+
+Source: ZeRO (arXiv 1910.02054), section 5.
 """
 
 from __future__ import annotations
@@ -63,10 +66,14 @@ class ParamState(StrEnum):
     GATHERING = "gathering"
     """Whole memory that a gather in flight fills."""
     WHOLE = "whole"
+    IN_USE = "in use"
+    """Whole, and read by a module that runs."""
+    UPDATED = "updated shard"
+    """This rank's shard is new; whole memory, if it stays, has old values of the others."""
 
 
 GradStep = Literal["fill", "reduce", "finish", "reset"]
-ParamStep = Literal["gather", "finish", "free"]
+ParamStep = Literal["gather", "finish", "use", "leave", "update", "free"]
 
 _GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] = {
     "fill": ((GradState.EMPTY, GradState.REDUCED), GradState.FILLING),
@@ -75,8 +82,14 @@ _GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] =
     "reset": ((GradState.FILLING, GradState.REDUCED), GradState.EMPTY),
 }
 _PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]]] = {
-    "gather": ((ParamState.SHARDED, ParamState.WHOLE), ParamState.GATHERING),
+    "gather": (
+        (ParamState.SHARDED, ParamState.WHOLE, ParamState.UPDATED),
+        ParamState.GATHERING,
+    ),
     "finish": ((ParamState.GATHERING,), ParamState.WHOLE),
+    "use": ((ParamState.WHOLE,), ParamState.IN_USE),
+    "leave": ((ParamState.IN_USE,), ParamState.WHOLE),
+    "update": ((ParamState.SHARDED, ParamState.WHOLE), ParamState.UPDATED),
     "free": ((ParamState.WHOLE,), ParamState.SHARDED),
 }
 """Each step with the states that it may be taken in, and the one that it leads to."""
@@ -139,6 +152,7 @@ class Unit:
     _chained: bool = True
     _gathering: dist.Work | None = None
     _has_sum: bool = False
+    _users: int = 0
     own_span: Span = field(init=False)
     """This rank's shard, from the start of the unit."""
     _kept_shard: Tensor | None = field(init=False, default=None)  # 1D, of gradients that stay
@@ -170,6 +184,13 @@ class Unit:
     def gathering(self) -> bool:
         """Whether a gather was started that this rank has not waited for."""
         return self._gathering is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if this rank has no more of the params than its shard."""
+        if not self.frees_params:
+            return False
+        return self.param_state in (ParamState.SHARDED, ParamState.UPDATED)
 
     @property
     def reducing(self) -> bool:
@@ -279,6 +300,28 @@ class Unit:
             self._gathering.wait()
             self._gathering = None
         self._adopt_whole()
+
+    def use(self) -> None:
+        """Note that a module begins to read the whole params; modules may be nested."""
+        self._users += 1
+        # Params that nobody waited for are not in use: who reads them races with their gather.
+        if self.param_state is ParamState.WHOLE:
+            self._step_params("use")
+
+    def leave(self) -> None:
+        """Note that it ended; of one that failed before it began, nothing."""
+        self._users = max(0, self._users - 1)
+        if not self._users and self.param_state is ParamState.IN_USE:
+            self._step_params("leave")
+
+    def update(self) -> None:
+        """Note that this rank writes its shard, after a gather in flight that may read it."""
+        self.finish_gather()
+        is_there = self.frees_params and self.params is not None
+        if self.param_storage is None or is_there or self.param_state is ParamState.UPDATED:
+            # Nothing is to be gathered, or whole params are to be freed first.
+            return
+        self._step_params("update")
 
     def free_params(self) -> None:
         """Let go of the whole params: a placeholder that holds nothing takes each one's place."""
