@@ -44,7 +44,7 @@ def test_members_owe_what_the_first_one_does(name):
 def test_members_follow_from_the_seed():
     target = find_target("zero_sim")
     one, two, three = (
-        list(siblings(CHEAP, target=target, most=8, seed=seed)) for seed in ("a", "a", "b")
+        list(siblings(CHEAP, target=target, most=8, seed=seed)) for seed in ("a", "a", "d")
     )
     assert one == two != three
     assert len(one) == 7

@@ -93,8 +93,8 @@ def memory_of(
                 yield from (("params", member.param) for member in unit.members)
             elif unit.frees_params and unit.params is not None:
                 yield "gathered", unit.params
-    units, lent = _reduce_buffers(ddp)
-    yield from (("whole_gradients", memory) for memory in lent)
+    units, shared = _reduce_buffers(ddp)
+    yield from (("whole_gradients", memory) for memory in shared)
     for grad_unit in units:
         if grad_unit.storage.whole is not None:
             yield "whole_gradients", grad_unit.storage.whole
@@ -124,14 +124,14 @@ def whole_bytes(
     Returns:
         As `PeakEngine.whole_bytes`.
     """
-    units, lent = _reduce_buffers(ddp)
+    units, shared = _reduce_buffers(ddp)
     for grad_unit in units:
         held: list[object] = list(vars(grad_unit.storage).values())
         if not grad_unit.grads_stay:
             held += [param.grad for param in grad_unit.params]
         yield "gradients", grad_unit.slices[0].memory.name, _bytes_of(held)
     if units:
-        yield "reduce buffers", units[0].slices[0].memory.name, _bytes_of(lent)
+        yield "reduce buffers", units[0].slices[0].memory.name, _bytes_of(shared)
     for buffer in ddp.buffers:
         for unit in buffer.units:
             if not (unit.frees_grads or unit.frees_params):

@@ -1,8 +1,20 @@
 """Textbook ZeRO in three layers: `Buffer`, `DistributedDataParallel`, `DistributedOptimizer`.
 
-To learn ZeRO, read `sharding` (the stages as a table), `unit` (the life of what one collective
-moves), `storage` (where its memory is), `schedule` (when it moves), then `buffer`, `data_parallel`
-and `optimizer`, which put them together. Where things lie is planned before, in `zero_sim.layout`.
+To learn ZeRO, read its modules in this order:
+
+    naive              the whole idea on one screen
+    config, sharding   the settings, and the stages as a table
+    unit, storage      the life of what one collective moves, and where its memory is
+    schedule, gathers  when gradients are reduced, and when params are gathered
+    hooks              how a schedule learns what runs
+    buffer             units in flat memory
+    buffered_module    the buffers of a module, and which ranks hold them
+    data_parallel      a step, micro-batch by micro-batch
+    optimizer          masters and state, and the step
+    norm, division, collectives, groups
+
+Where things lie is planned before, in `zero_sim.layout`. What plugs into a seam (`seams`) is in
+`zero_sim.zero.variants`.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class ZeroConfig:
     redundancy: int = 1
     """Copies of all that is sharded: blocks of consecutive ranks that hold one each."""
     grad_dtype: GradDtype = "param"
-    """Dtype in which gradients are accumulated and summed: the param's own (of an fp8 param, its
-    `grad_dtype`), or fp32."""
+    """Dtype in which gradients are accumulated and summed: the param's own (its `grad_dtype`
+    if that is set), or fp32."""
     bucket_elems: int | None = 40_000_000
     """A bucket closes once it holds at least this many elements; None for one bucket a buffer. The
     default is that of Megatron-LM."""
