@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.test_merging import shard
 from zero_sim.bundle import read_bundle
-from zero_sim.cost.network_file import load_network
+from zero_sim.calculators.network_file import load_network
 from zero_sim.errors import Problem, ScenarioError, UsageError
 from zero_sim.fuzz.corpus import read_corpus
 from zero_sim.report.seen_calls import read_calls

@@ -15,10 +15,10 @@ from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
-    from zero_sim.cost.counted import Model
-    from zero_sim.cost.network import Network
-    from zero_sim.cost.rows import MemoryRow
-    from zero_sim.run.measure import Measured
+    from zero_sim.calculators.counted import Model
+    from zero_sim.calculators.measure import Measured
+    from zero_sim.calculators.network import Network
+    from zero_sim.calculators.rows import MemoryRow
 
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
@@ -168,7 +168,7 @@ def memory(
     By closed forms, which runs are held to; GB are 10^9 bytes, GiB 2^30. Exit status: 0, or with
     --measure 1 where closed forms and a run differ; 2 the usage is wrong, 4 no room to run.
     """
-    from zero_sim.cost.rows import alone, memory_row
+    from zero_sim.calculators.rows import alone, memory_row
     from zero_sim.report.costs import render_curve, render_memory, render_waterfall
 
     models = _models(source, asked, needs_ranks=not curve)
@@ -226,7 +226,7 @@ def traffic(
     **asked: Any,
 ) -> None:
     """Say what a rank sends in a step round rings, by kind and link."""
-    from zero_sim.cost.rows import traffic_row
+    from zero_sim.calculators.rows import traffic_row
     from zero_sim.report.costs import render_traffic
 
     models, network = _models(source, asked), _network(topology)
@@ -268,7 +268,7 @@ def _models(
             "Try --params 7e9 --ranks 8."
         )
     if params is not None:
-        from zero_sim.cost.counted import counted_model
+        from zero_sim.calculators.counted import counted_model
 
         if not asked["ranks"] and needs_ranks:
             raise UsageError(
@@ -282,7 +282,7 @@ def _models(
             )
         assert source is not None
         with packages_needed():
-            from zero_sim.run.cost_models import model_of_name, models_of_file
+            from zero_sim.calculators.models import model_of_name, models_of_file
         is_name = ":" in source and not Path(source).exists()
         models = [model_of_name(source)] if is_name else models_of_file(Path(source))
     return [_with_settings(model, asked) for model in models]
@@ -300,7 +300,7 @@ _OF_SYSTEM = (
 
 
 def _with_settings(model: Model, asked: Mapping[str, Any]) -> Model:
-    from zero_sim.cost.state import check_name
+    from zero_sim.calculators.state import check_name
 
     scenario = model.scenario
     if asked["optimizer"] is not None:
@@ -319,7 +319,7 @@ def _chosen(
     models: Sequence[Model], asked: Mapping[str, Any], *, curve: bool = False
 ) -> list[Model]:
     """Each model in each way that is asked for."""
-    from zero_sim.cost import rows
+    from zero_sim.calculators import rows
 
     stages: list[Any] = _stages(asked)
     if not stages and all(model.counted for model in models):
@@ -366,8 +366,8 @@ def _stages(asked: Mapping[str, Any]) -> list[Any]:
 
 
 def _network(path: Path | None) -> Network:
-    from zero_sim.cost.network import Network
-    from zero_sim.cost.network_file import load_network
+    from zero_sim.calculators.network import Network
+    from zero_sim.calculators.network_file import load_network
 
     return Network() if path is None else load_network(path)
 

@@ -11,8 +11,8 @@ from zero_sim.errors import ScenarioError, UsageError
 from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
-    from zero_sim.cost.counted import Model
-    from zero_sim.run.measure import Measured
+    from zero_sim.calculators.counted import Model
+    from zero_sim.calculators.measure import Measured
     from zero_sim.scenario.spec import Scenario
 
 
@@ -24,7 +24,7 @@ def run_all(models: Sequence[Model], *, has_masters: bool) -> list[Measured]:
         EnvironmentProblem: It has no room here.
     """
     with packages_needed():
-        from zero_sim.run.measure import check_fits, measure
+        from zero_sim.calculators.measure import check_fits, measure
     if not has_masters:
         raise UsageError(
             "expected --measure without --no-masters: our own system keeps fp32 masters. "

@@ -16,7 +16,7 @@ from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from zero_sim.run.rule_report import FoundRules
+    from zero_sim.rules.report import FoundRules
 
 EXIT_WRONG = 1
 _WIDTH = 88
@@ -45,7 +45,7 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
     cannot run it.
     """
     with packages_needed():
-        from zero_sim.run.found_rules import find_rules
+        from zero_sim.rules.found import find_rules
         from zero_sim.targets import import_target
     system = import_target(target)
     # What a model prints must not end up in the middle of the JSON.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zero_sim.cost.rows import MemoryRow, TrafficRow
+from zero_sim.calculators.rows import MemoryRow, TrafficRow
 from zero_sim.report.amounts import (
     aligned,
     binary_bytes,

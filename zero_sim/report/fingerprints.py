@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_sim.cost.fingerprint import GRAMMARS, Fingerprint, shortened
+from zero_sim.calculators.fingerprint import GRAMMARS, Fingerprint, shortened
 from zero_sim.report.amounts import aligned
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_sim.cost.ledger import RankLedger, Sample
-from zero_sim.cost.network import Network
-from zero_sim.cost.rows import MemoryRow, TrafficRow
+from zero_sim.calculators.ledger import RankLedger, Sample
+from zero_sim.calculators.measure import Measured
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.rows import MemoryRow, TrafficRow
 from zero_sim.report.amounts import aligned, in_unit, unit_for
 from zero_sim.report.costs import BAR_CHARS
-from zero_sim.run.measure import Measured
 from zero_sim.untrusted import printable
 
 MOMENTS_MAX = 60

@@ -322,7 +322,7 @@ def _measured() -> Node:
 
 
 def _network() -> Node:
-    from zero_sim.cost.network import Network
+    from zero_sim.calculators.network import Network
 
     return _record(Network)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_sim.cost.fingerprint import SeenCall
+from zero_sim.calculators.fingerprint import SeenCall
 from zero_sim.errors import UsageError
 from zero_sim.report.timeline import read_timeline
 from zero_sim.sim import EventLog

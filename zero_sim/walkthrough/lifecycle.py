@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from zero_sim.cost.ledger import Sample
-from zero_sim.cost.memory_meter import MemoryMeter, sample_at_modules
+from zero_sim.calculators.ledger import Sample
+from zero_sim.calculators.memory_meter import MemoryMeter, sample_at_modules
 from zero_sim.report.walks import Bars, Cell, Mark, Step, Table, Walk
 from zero_sim.sim import CollectiveRecord, World
 from zero_sim.targets.held import memory_of

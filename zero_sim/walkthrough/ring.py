@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.cost.counted import counted_model
-from zero_sim.cost.network import Network, Ring
-from zero_sim.cost.traffic import traffic_of
+from zero_sim.calculators.counted import counted_model
+from zero_sim.calculators.network import Network, Ring
+from zero_sim.calculators.traffic import traffic_of
 from zero_sim.report.svg_ring import draw_ring
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.sim import World

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero_sim.calculators.ledger import RankLedger
+from zero_sim.calculators.measure import Measured, measure
+from zero_sim.calculators.network import Network
 from zero_sim.cost.forms import BucketForm, by_registration
-from zero_sim.cost.ledger import RankLedger
-from zero_sim.cost.network import Network
 from zero_sim.report.ledger import chosen_moments
 from zero_sim.report.svg_timeline import draw_timeline
 from zero_sim.report.timeline import read_timeline
 from zero_sim.report.walks import Bars, Cell, Step, Table, Walk
 from zero_sim.run.dp_cp_groups import DpCpGroup
-from zero_sim.run.measure import Measured, measure
 from zero_sim.scenario.spec import Scenario
 
 CALLS_MAX = 200

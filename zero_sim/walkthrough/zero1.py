@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_sim.cost.footprint import footprint_of
+from zero_sim.calculators.footprint import footprint_of
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.traffic import traffic_of
 from zero_sim.cost.forms import sizes_of
-from zero_sim.cost.network import Network
-from zero_sim.cost.traffic import traffic_of
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.scenario.spec import ModelSpec, OptimizerSpec, Scenario, SystemSpec
 from zero_sim.sim import CollectiveRecord, World

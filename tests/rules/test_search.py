@@ -1,11 +1,11 @@
 """The search for rules by which cases pass."""
 
 import pytest
+from tests.rules.test_found import ParamsAlone
 
-from tests.run.test_found_rules import ParamsAlone
 from zero_sim.backends import WorldPool
-from zero_sim.run.rule_cases import BASE, changed
-from zero_sim.run.rule_search import RuleSearch
+from zero_sim.rules.search import RuleSearch
+from zero_sim.run.small_cases import BASE, changed
 
 LONG = changed(BASE, "two steps", run={"steps": 2})
 """A case of which the first step shows nothing where params alone are shown."""

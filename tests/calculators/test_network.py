@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from zero_sim.cost.network import Network, messages, part_between, sent_elems
-from zero_sim.cost.network_file import load_network, parse_network
+from zero_sim.calculators.network import Network, messages, part_between, sent_elems
+from zero_sim.calculators.network_file import load_network, parse_network
 from zero_sim.errors import ScenarioError
 
 TWO_A_NODE = Network(ranks_per_node=2, cards=1)

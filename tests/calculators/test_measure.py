@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from zero_sim.cost.counted import counted_model
-from zero_sim.cost.footprint import footprint_of
-from zero_sim.cost.network import Network
-from zero_sim.cost.traffic import traffic_of
+from zero_sim.calculators.counted import counted_model
+from zero_sim.calculators.footprint import footprint_of
+from zero_sim.calculators.measure import check_fits, measure
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.traffic import traffic_of
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.mutants import find_mutants
-from zero_sim.run.measure import check_fits, measure
 from zero_sim.scenario.load import load_cases
 from zero_sim.scenario.spec import (
     ModelSpec,
@@ -118,7 +118,7 @@ def test_gradients_as_fp32_are_there_when_the_norm_is_summed():
 
 
 def test_traffic_of_a_log_is_that_of_the_closed_form(stage_3):
-    from zero_sim.cost.traffic import traffic_of
+    from zero_sim.calculators.traffic import traffic_of
 
     network = Network()
     made = stage_3.traffic(0, network=network)

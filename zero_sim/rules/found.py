@@ -15,14 +15,11 @@ from zero_sim.backends import WorldPool
 from zero_sim.errors import UsageError
 from zero_sim.findings.records import CaseResult
 from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS
-from zero_sim.run.norm_rules import NORMS_MIN, confirm_norm, norms_passed
-from zero_sim.run.rule_cases import (
-    BASE,
+from zero_sim.rules.cases import (
     DIVISOR,
     FOLLOWED,
     SECOND,
     Vary,
-    changed,
     clip_cases,
     in_ranks,
     of_optimizer,
@@ -30,11 +27,12 @@ from zero_sim.run.rule_cases import (
     rule_cases,
     settings_followed,
     unused_cases,
-    with_model,
 )
-from zero_sim.run.rule_report import FoundRules
-from zero_sim.run.rule_search import RuleSearch
-from zero_sim.run.said_rules import Asked, in_words
+from zero_sim.rules.declared import Asked, in_words
+from zero_sim.rules.norms import NORMS_MIN, confirm_norm, norms_passed
+from zero_sim.rules.report import FoundRules
+from zero_sim.rules.search import RuleSearch
+from zero_sim.run.small_cases import BASE, changed, with_model
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelName,

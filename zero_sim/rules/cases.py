@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
+from zero_sim.run.small_cases import BASE, changed
 from zero_sim.scenario.spec import (
     DataSpec,
     DtypeName,
     FreezeSpec,
     LossScaleSpec,
-    ModelName,
     ModelSpec,
     NanSpec,
     OneRankSpec,
@@ -19,65 +18,19 @@ from zero_sim.scenario.spec import (
     OptimizerSpec,
     ParamGroupSpec,
     ReloadSpec,
-    RunSpec,
     Scenario,
     TopologySpec,
-    WorldSpec,
 )
 from zero_sim.scenario.unused import without_unused
-from zero_sim.workloads import EXACT_MODELS, build_workload
-
-BASE = Scenario(
-    schema=1,
-    name="3 ranks",
-    model=ModelSpec(name="mlp", hidden=3, blocks=1),
-    # Adam steps by a gradient over its own length: with a small rate, params do not show the last
-    # bits of that.
-    optimizer=OptimizerSpec(lr=0.1),
-    world=WorldSpec(size=3),
-    run=RunSpec(steps=1),
-)
-
+from zero_sim.workloads import build_workload
 
 DIVISOR = 12
 """Sizes that it divides can be divided among 1, 2, 3, 4 and 6 ranks."""
 
 
-def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
-    """The case with fields of its tables replaced.
-
-    Args:
-        case: Any case.
-        name: What the new one is called.
-        fields: By name of a table the fields of it, as a mapping; or a whole table.
-    """
-    new = {
-        table: replace(getattr(case, table), **said) if isinstance(said, Mapping) else said
-        for table, said in fields.items()
-    }
-    return replace(case, name=name or case.name, **new)
-
-
 def in_ranks(count: int) -> str:
     """How many ranks there are, in words."""
     return f"{count} rank{'' if count == 1 else 's'}"
-
-
-def with_model(base: Scenario, name: ModelName, *, divisor: int = 1) -> Scenario:
-    """The case with another model, a small one.
-
-    Args:
-        base: Any case.
-        name: Of the model.
-        divisor: Number of which the sizes that a case can choose are multiples.
-    """
-    bare = ((rounded(3, divisor),), (rounded(2, divisor), 2))
-    shapes = bare if name in ("params", "bit-hash") else None
-    hidden = rounded(ModelSpec(name=name).hidden, divisor)
-    if name in EXACT_MODELS:
-        # What is divided by three before the sum is no exact number any more.
-        base = changed(base, world={"size": min(2, base.world.size)})
-    return changed(base, model=ModelSpec(name=name, shapes=shapes, hidden=hidden))
 
 
 def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[Scenario]:
@@ -138,11 +91,6 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
         yield changed(base, f"clipped, seed {seed}", optimizer=clip, run={"seed": seed})
     # What is asked of a target that declares to clip: nothing that fits the rest may fail there.
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
-
-
-def rounded(number: int, divisor: int) -> int:
-    """The least multiple of a divisor that is at least a number."""
-    return -(-number // divisor) * divisor
 
 
 def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_sim.cost.counted import Model
+from zero_sim.calculators.counted import Model
 from zero_sim.cost.forms import sizes_of
 from zero_sim.errors import UsageError
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of

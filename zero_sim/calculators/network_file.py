@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from zero_sim.cost.network import Network
+from zero_sim.calculators.network import Network
 from zero_sim.errors import Problem, ScenarioError
 from zero_sim.scenario.load import read_toml
 

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from zero_sim.cost.state import check_name, state_names
+from zero_sim.calculators.state import check_name, state_names
 from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec
 from zero_sim.targets.torch.optim import class_of, settings_of

@@ -6,7 +6,7 @@ import pytest
 
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.judge.rules import RulesTried, with_rules
-from zero_sim.run.said_rules import declared_by, without_advice
+from zero_sim.rules.declared import declared_by, without_advice
 
 
 def test_what_is_to_be_declared_is_read_from_the_first_finding():

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero_sim.calculators.ledger import BETWEEN, Sample
 from zero_sim.cost.hook_trace import tell_arrival
-from zero_sim.cost.ledger import BETWEEN, Sample
 
 _BETWEEN_CALLS = (
     str(Path(torch.__file__).parent),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_sim.cost.footprint import Footprint
+from zero_sim.calculators.footprint import Footprint
 
 BETWEEN = "between steps"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from zero_sim.cost.network import sent_elems
+from zero_sim.calculators.network import sent_elems
 
 _FEW_ELEMS = 4
 _COUNTS = ("float64", "int64", "double", "long")

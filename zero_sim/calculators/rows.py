@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_sim.cost.counted import Model, Stage
-from zero_sim.cost.footprint import Footprint, footprint_of, single_device
-from zero_sim.cost.network import Network
-from zero_sim.cost.traffic import Flow, Traffic, traffic_of
+from zero_sim.calculators.counted import Model, Stage
+from zero_sim.calculators.footprint import Footprint, footprint_of, single_device
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.traffic import Flow, Traffic, traffic_of
 from zero_sim.scenario.conditions import keep_evenly
 
 CURVE_RANKS = tuple(2**power for power in range(15))

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from zero_sim.cost.calls import Among, planned_calls
-from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.network import (
+from zero_sim.calculators.network import (
     Network,
     first_rank_elems,
     messages,
     part_between,
     sent_elems,
 )
+from zero_sim.cost.calls import Among, planned_calls
+from zero_sim.cost.forms import ParamSize
 from zero_sim.layout.topology import Topology
 from zero_sim.scenario.spec import Scenario
 

@@ -9,9 +9,10 @@ import torch
 from tests.judge.ruled import Engine, Target
 from zero_sim.backends import WorldPool
 from zero_sim.errors import Problem, UsageError
-from zero_sim.run import found_rules, norm_rules
-from zero_sim.run.found_rules import find_rules
-from zero_sim.run.rule_cases import BASE, changed
+from zero_sim.rules import found as found_rules
+from zero_sim.rules import norms as norm_rules
+from zero_sim.rules.found import find_rules
+from zero_sim.run.small_cases import BASE, changed
 from zero_sim.targets import Capabilities, Numerics
 
 
@@ -125,7 +126,7 @@ def test_a_check_of_sizes_is_a_limit_and_no_fault(quick):
     assert found.numerics["divide"] == "premul-fp32"
     ((check, cases),) = found.limits.items()
     assert re.fullmatch(
-        r"AssertionError at test_found_rules\.py:\d+: assert param\.shape\[0\] % .* == 0", check
+        r"AssertionError at test_found\.py:\d+: assert param\.shape\[0\] % .* == 0", check
     )
     assert "bf16, 7 ranks" in cases
     assert found.capabilities["models"] == ("mlp",)

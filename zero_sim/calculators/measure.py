@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_sim.backends import WorldPool
+from zero_sim.calculators.counted import Model
+from zero_sim.calculators.footprint import footprint_of
+from zero_sim.calculators.ledger import RankLedger, differences
+from zero_sim.calculators.memory_meter import MemoryMeter, Named, named_by_torch, sample_at_modules
+from zero_sim.calculators.network import Network
+from zero_sim.calculators.traffic import Traffic, traffic_in
 from zero_sim.cost.calls import planned_calls
 from zero_sim.cost.checkpoints import checkpoint_bytes
-from zero_sim.cost.counted import Model
-from zero_sim.cost.footprint import footprint_of
 from zero_sim.cost.forms import ParamSize, sizes_of
-from zero_sim.cost.ledger import RankLedger, differences
-from zero_sim.cost.memory_meter import MemoryMeter, Named, named_by_torch, sample_at_modules
-from zero_sim.cost.network import Network
-from zero_sim.cost.traffic import Traffic, traffic_in
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.run.dp_cp_groups import DpCpGroup, dp_cp_groups_of
 from zero_sim.run.program import draw_batch, lr_factor

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from zero_sim.run.rule_cases import DIVISOR, changed, rounded, with_model
-from zero_sim.run.rule_search import RuleSearch
+from zero_sim.rules.cases import DIVISOR
+from zero_sim.rules.search import RuleSearch
+from zero_sim.run.small_cases import changed, rounded, with_model
 from zero_sim.scenario.spec import ModelName, ModelSpec, Scenario
 
 NORMS_MIN = 200
