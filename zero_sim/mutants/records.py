@@ -73,8 +73,9 @@ class Mutant:
             MutantError: If the system is not what the mutant was written against.
         """
         patches = Patches()
+        self.plant(patches)
         try:
-            self.plant(patches)
+            patches.install()
             yield patches
         finally:
             patches.restore()
@@ -100,7 +101,8 @@ def mutant(
         core: Whether it runs on every change.
 
     Raises:
-        MutantError: If a flag is not known, or the function has no docstring.
+        MutantError: If a flag is not known, the function has no docstring, or the system is not
+            what the mutant was written against.
     """
 
     def make(plant: Plant) -> Mutant:
@@ -108,6 +110,10 @@ def mutant(
         if len(named) != len(flags.split()) or not plant.__doc__:
             raise MutantError(f"expected known flags and a docstring of {id}, got {flags!r}.")
         description = " ".join(plant.__doc__.split())
+        try:
+            plant(Patches())
+        except MutantError as error:
+            raise MutantError(f"mutant {id} no longer fits the system: {error}") from None
         return Mutant(
             id=id, kind=kind, flags=named, description=description, seen_in=seen_in, kill=kill,
             core=core, plant=plant,

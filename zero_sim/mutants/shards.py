@@ -158,6 +158,13 @@ def cut_before_they_are_equal(patch: Patches) -> None:
         return [] if self.config.sharding.params else right(self)
 
 
+def _left_out(patch: Patches, which: ParamStep) -> None:
+    @patch(Unit, "_step_params")
+    def wrong(right, self, step):
+        if step != which or not self.frees_params:
+            right(self, step)
+
+
 @mutant("W44", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
 def gathering_not_noted(patch: Patches) -> None:
     """That a gather begins is not noted: the transition to GATHERING is left out."""
@@ -174,13 +181,6 @@ def whole_not_noted(patch: Patches) -> None:
 def freeing_not_noted(patch: Patches) -> None:
     """That params are freed is not noted: the transition to SHARDED is left out."""
     _left_out(patch, "free")
-
-
-def _left_out(patch: Patches, which: ParamStep) -> None:
-    @patch(Unit, "_step_params")
-    def wrong(right, self, step):
-        if step != which or not self.frees_params:
-            right(self, step)
 
 
 @mutant("W48", "ALIAS", "Z3 S2", seen_in="class ALIAS")
