@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.targets import own
 from zero_sim.zero import buffer as buffers
+from zero_sim.zero import groups
 from zero_sim.zero.buffer import Buffer
-from zero_sim.zero.collectives import size_and_rank
-from zero_sim.zero.groups import KindGroups
 from zero_sim.zero.optimizer import DistributedOptimizer
 from zero_sim.zero.unit import Unit
 
@@ -18,94 +14,60 @@ from zero_sim.zero.unit import Unit
 @mutant("G07", "GROUP", "DR", seen_in="class GROUP", core=True)
 def nothing_summed_without_shards(patch: Patches) -> None:
     """Where nothing is sharded, gradients are not summed over ranks."""
-
-    @patch(Unit, "_sum_replicas")
-    def wrong(right, self, *, async_op):
-        return None if self.group is None else right(self, async_op=async_op)
+    patch[Unit._sum_replicas, "not self._has_replica_sum"] = "... or self.group is None"
 
 
 @mutant("G08", "GROUP", "ME", seen_in="Megatron-LM#6080")
 def experts_sharded_over_all(patch: Patches) -> None:
     """Experts are sharded over all ranks, though each rank holds only some of them."""
-
-    @patch(own, "build_expert_groups")
-    def wrong(right, group, *, redundancy, reshard, **others):
-        if redundancy > 1 or not isinstance(reshard, bool):
-            return right(group, redundancy=redundancy, reshard=reshard, **others)
-        return KindGroups(group=group, shard_group=group)
+    patch[groups.build_expert_groups, "if expert_parallel > 1:"] = "if False:"
 
 
 @mutant("G09", "GROUP", "", seen_in="class GROUP", kill="contract")
 def parts_meet_at_other_places(patch: Patches) -> None:
     """The ranks that put the norms of a model's parts together are not at one place in them."""
-
-    @patch(own, "build_model_parallel_group")
-    def wrong(right, places):
-        first = [ranks[0] for ranks in places]
-        rest = [ranks[1:] for ranks in places]
-        turned = [*rest[1:], *rest[:1]]
-        return right([(one, *others) for one, others in zip(first, turned, strict=True)])
+    patch[groups.build_model_parallel_group, "rank = dist.get_rank()"] = """
+        ...
+        following = [*places[1:], *places[:1]]
+        places = [(first, *others) for (first, *_), (_, *others) in zip(places, following)]"""
 
 
 @mutant("H12", "GROUP", "K", seen_in="class GROUP")
 def parts_of_a_block_not_spread(patch: Patches) -> None:
     """With the state over all ranks a block is gathered without what its copies own of it."""
-
-    @patch(Unit, "start_spread")
-    def wrong(right, self):
-        return None
+    patch[Unit.start_spread, "self.part_count > 1"] = "False"
 
 
 @mutant("H13", "ASYNC", "AS K", seen_in="class ASYNC", kill="race")
 def spread_not_waited_for(patch: Patches) -> None:
     """Nobody waits until the parts of a block are together."""
-
-    @patch(Unit, "finish_spread")
-    def wrong(right, self):
-        self._spreading = None
+    patch[Unit.finish_spread, "self._spreading.wait()"] = "pass"
 
 
 @mutant("H14", "LAYOUT", "K", seen_in="class LAYOUT")
 def shards_block_by_block(patch: Patches) -> None:
     """With the state over all ranks, shards are dealt to one block after the other."""
-
-    @patch(buffers, "_find_own_shard")
-    def wrong(right, plan, *, group, replica_group):
-        shard = right(plan, group=group, replica_group=replica_group)
-        if group is None or replica_group is None:
-            return shard
-        places, place = size_and_rank(group)
-        return size_and_rank(replica_group)[1] * places + place
+    patch[buffers._find_own_shard, "place * parts + part"] = "part * places + place"
 
 
 @mutant("H15", "LAYOUT", "K NP", seen_in="DeepSpeed#1422")
 def uneven_parts_in_reverse(patch: Patches) -> None:
     """The parts of a block are taken to grow in length where they shrink."""
-
-    @patch(Unit, "__post_init__")
-    def wrong(right, self):
-        right(self)
-        self._block_sizes = self._block_sizes[::-1]
+    patch[Unit.__post_init__, "self._block_sizes = parts[place]"] = "...[::-1]"
 
 
 @mutant("H16", "GROUP", "K Z3", seen_in="class GROUP", core=True)
 def sharded_params_not_spread(patch: Patches) -> None:
     """After a step nobody brings the parts of sharded params together that several ranks own."""
-
-    @patch(Buffer, "spread_params")
-    def wrong(right, self):
-        return None
+    patch[Buffer.spread_params, "unit.start_spread()"] = "pass"
 
 
 @mutant("Z05", "ALIAS", "", seen_in="silent data corruption")
 def one_bit_on_one_rank(patch: Patches) -> None:
     """After each step the last rank flips the lowest bit of one element of a working param."""
-
-    @patch(DistributedOptimizer, "step")
-    def wrong(right, self):
-        result = right(self)
+    patch[DistributedOptimizer.step, "return StepResult("] = """
         data = self.ddp.buffers[-1].param_data
         if data is not None and self.ddp.rank == self.ddp.world_size - 1:
             self.ddp.finish_param_gather()
             data.view(torch.uint8)[0] ^= 1
-        return result
+        ..."""
