@@ -40,7 +40,7 @@ FLAGS: tuple[Flag, ...] = get_args(Flag)
 CLASSES: tuple[FaultClass, ...] = get_args(FaultClass)
 
 Plant = Callable[[Patches], None]
-"""Puts the fault into the system."""
+"""Function that makes the edits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class Mutant:
     def apply(self) -> Iterator[Patches]:
         """Break the system of this process, and mend it again.
 
-        Before a world runs, never while one does: rank threads call what is replaced.
+        Before a world runs, never while one does, because rank threads call the edited functions.
 
         Yields:
             The patches; `armed` counts how often mutated code was called.
@@ -142,7 +142,7 @@ class Trial:
     size: Size | None = None
     """Of the smallest case that was found; None where it was not shrunk."""
     minimum: Size | None = None
-    """Of the smallest case known that finds it, where it was shrunk."""
+    """Of the smallest case on record, where it was shrunk."""
     smallest: str = ""
     """The smallest case that was found, as TOML."""
     error: str = ""
