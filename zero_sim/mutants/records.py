@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,7 +146,3 @@ class Trial:
     """The smallest case that was found, as TOML."""
     error: str = ""
     """Why the campaign could not go on: an error of the harness, never of the mutant."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON; the size as an object of its own."""
-        return dataclasses.asdict(self)
