@@ -117,6 +117,16 @@ class TestEdits:
         patches.install()
         assert count() == 12
 
+    def test_a_second_mutant_of_a_module_is_refused(self, patches):
+        patches[Child.number, "own + 1"] = "own + 2"
+        patches.install()
+        second = Patches()
+        second[Child.prop, "right"] = "wrong"
+        with pytest.raises(MutantError, match="one mutant at a time"):
+            second.install()
+        second.restore()
+        assert (Child().number(), Child().prop) == (30, "right")
+
     def test_a_traceback_names_the_line(self, patches):
         patches[Child.number, "own + 1"] = "own + int('x')"
         patches.install()

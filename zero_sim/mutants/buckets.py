@@ -240,12 +240,6 @@ def micro_batches_leak_into_the_next(patch: Patches) -> None:
     patch[Unit.accumulate_sum, "self.grads.zero_()"] = "pass"
 
 
-@mutant("A05", "ACCUM", "GA", seen_in="class ACCUM")
-def running_mean(patch: Patches) -> None:
-    """Sums of micro-batches are averaged pairwise while they are added."""
-    patch[Unit.accumulate_sum, "self.grad_total.add_(self.grad_shard)"] = "....mul_(0.5)"
-
-
 @mutant("A06", "ACCUM", "GA", seen_in="DeepSpeed#7967")
 def later_micro_batches_of_split_params(patch: Patches) -> None:
     """Of a split param later micro-batches reach only the rank's own piece."""

@@ -128,12 +128,6 @@ def prefetched_behind(patch: Patches) -> None:
     patch[OnUse._after_in_forward, _AHEAD] = "line[max(0, first - 1 - self._prefetch) : first - 1]"
 
 
-@mutant("W17", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
-def prefetched_though_it_has_run(patch: Patches) -> None:
-    """What is gathered ahead may be a unit that no module of this forward needs any more."""
-    patch[OnUse._after_in_forward, _AHEAD] = "(line[first:] + line[:first])[: self._prefetch]"
-
-
 @mutant("W18", "ASYNC", "Z3 AS B2", seen_in="class ASYNC", kill="race", core=True)
 def prefetched_and_not_waited_for(patch: Patches) -> None:
     """What was gathered ahead counts as there when it is used."""

@@ -232,14 +232,6 @@ def unused_in_the_last_micro_batch(patch: Patches) -> None:
                 param.main_grad.copy_(grad)"""
 
 
-@mutant("E01", "EMPTY", "FZ", seen_in="class EMPTY")
-def unused_params_not_stepped(patch: Patches) -> None:
-    """A param whose gradient is zero is left out of the step, decay and counter included."""
-    patch[DistributedOptimizer._step_masters, "master.leaf.grad = grad"] = (
-        "... if grad.any() else None"
-    )
-
-
 @mutant("E02", "EMPTY", "FZ", seen_in="PyTorch#176076")
 def frozen_params_move(patch: Patches) -> None:
     """A param that is frozen for a while is stepped all the same."""

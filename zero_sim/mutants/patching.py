@@ -133,8 +133,14 @@ class Patches:
         self._edited[function].replace(fragment, by)
 
     def install(self) -> None:
-        """Break the system."""
+        """Break the system.
+
+        Raises:
+            MutantError: If another mutant has edits in the same module.
+        """
         codes = {function: edited.compile() for function, edited in self._edited.items()}
+        if any(_NAME in function.__globals__ for function in codes):
+            raise MutantError("expected one mutant at a time, got one beside another.")
         for function, code in codes.items():
             self._right[function] = function.__code__
             function.__globals__[_NAME] = self

@@ -99,29 +99,13 @@ def cut_before_they_are_equal(patch: Patches) -> None:
         ... and not config.sharding.params"""
 
 
-def _leave_out(patch: Patches, step: str) -> None:
-    patch[Unit._step_params, "allowed, then ="] = f"""
-        if step == {step!r} and self.frees_params:
-            return
-        ..."""
-
-
 @mutant("W44", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
 def gathering_not_noted(patch: Patches) -> None:
     """That a gather begins is not noted: the transition to GATHERING is left out."""
-    _leave_out(patch, "gather")
-
-
-@mutant("W45", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
-def whole_not_noted(patch: Patches) -> None:
-    """That a gather has ended is not noted: the transition to WHOLE is left out."""
-    _leave_out(patch, "finish")
-
-
-@mutant("W46", "OPTST", "Z3", seen_in="a transition left out", kill="contract")
-def freeing_not_noted(patch: Patches) -> None:
-    """That params are freed is not noted: the transition to SHARDED is left out."""
-    _leave_out(patch, "free")
+    patch[Unit._step_params, "allowed, then ="] = """
+        if step == "gather" and self.frees_params:
+            return
+        ..."""
 
 
 @mutant("W48", "ALIAS", "Z3 S2", seen_in="class ALIAS")

@@ -202,14 +202,6 @@ def warm_up_compounds(patch: Patches) -> None:
     patch[DistributedOptimizer.set_lr_factor, "base_lr * factor"] = 'group["lr"] * factor'
 
 
-@mutant("P03", "OPTST", "S2", seen_in="class OPTST")
-def learning_rate_one_step_late(patch: Patches) -> None:
-    """A step runs with the learning rate of the step before."""
-    patch[DistributedOptimizer.set_lr_factor, "for group, base_lr"] = """
-        factor, self._next_factor = getattr(self, "_next_factor", factor), factor
-        ..."""
-
-
 @mutant("P04", "OPTST", "", seen_in="DeepSpeed#5104")
 def dummy_step(patch: Patches) -> None:
     """State is made by a step on zero gradients, which decays and counts."""
