@@ -2,166 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-import torch.distributed as dist
-
 from zero_sim.layout import planner
 from zero_sim.layout.partition import Partition
 from zero_sim.mutants.patching import Patches
 from zero_sim.mutants.records import mutant
-from zero_sim.zero import unit as units
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.schedule import OnUse
-from zero_sim.zero.unit import ParamState, Unit
+from zero_sim.zero.unit import Unit
 
 
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def rows_are_cut(patch: Patches) -> None:
     """A param split by rows is padded to even shards alone, so that a row lies in two of them."""
-
-    @patch(planner, "_row_elems")
-    def wrong(right, specs):
-        return 1
+    patch[planner._row_elems, "math.prod(shape[1:])"] = "1"
 
 
 @mutant("Q02", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def padded_by_its_first_dim(patch: Patches) -> None:
     """Shards are multiples of the number of rows, not of the length of one."""
-
-    @patch(planner, "_row_elems")
-    def wrong(right, specs):
-        shapes = [spec.shape for spec in specs if spec.numel and spec.shape]
-        return max((shape[0] for shape in shapes), default=1)
+    patch[planner._row_elems, "math.prod(shape[1:])"] = "math.prod(shape[:1])"
 
 
 @mutant("Q03", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def owner_by_place_in_the_model(patch: Patches) -> None:
     """The first rank owns as many units as there are ranks, and so on, in place of turns."""
-
-    @patch(planner, "_plan_bucket")
-    def wrong(right, index, specs, *, start, policy, dtype):
-        bucket = right(index, specs, start=start, policy=policy, dtype=dtype)
-        if bucket.partition.owner is None:
-            return bucket
-        owner = index // bucket.shard_count % bucket.shard_count
-        return replace(bucket, partition=replace(bucket.partition, owner=owner))
+    patch[planner._plan_bucket, "index % shard_count"] = "index // shard_count % shard_count"
 
 
 @mutant("Q04", "GROUP", "NP", seen_in="class GROUP", core=True)
 def broadcast_from_a_neighbour(patch: Patches) -> None:
     """Params come from the rank behind their owner, which has old ones."""
-
-    @patch(units, "broadcast_from_owner")
-    def wrong(right, output, part, *, owner, group, async_op=False):
-        source = (owner + 1) % dist.get_world_size(group)
-        return right(output, part, owner=source, group=group, async_op=async_op)
+    patch[Unit._collect, "owner=_index_of(sizes)"] = "owner=(_index_of(sizes) + 1) % len(sizes)"
 
 
 @mutant("Q05", "GROUP", "NP", seen_in="class GROUP", core=True)
 def reduced_to_a_neighbour(patch: Patches) -> None:
     """The sum of a unit arrives at the rank behind its owner."""
-
-    @patch(units, "reduce_to_owner_sum")
-    def wrong(right, flat, *, owner, group, async_op=False):
-        target = (owner + 1) % dist.get_world_size(group)
-        return right(flat, owner=target, group=group, async_op=async_op)
+    patch[Unit._scatter, "owner=_index_of(sizes)"] = "owner=(_index_of(sizes) + 1) % len(sizes)"
 
 
 @mutant("Q06", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def owner_lacks_the_last(patch: Patches) -> None:
     """Of a unit with one owner the last element is counted to the rank behind it."""
-
-    @patch(Partition, "start")
-    def wrong(right, self, shard):
-        start = right(self, shard)
-        is_next = self.owner is not None and shard == self.owner + 1 < self.shard_count
-        return start - 1 if is_next else start
+    patch[Partition.start, "return self.numel"] = (
+        "... - (shard == self.owner + 1 < self.shard_count)"
+    )
 
 
 @mutant("Q12", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
 def reduced_to_owners_all_the_same(patch: Patches) -> None:
     """That gradients are to be summed to all ranks is not heard of."""
-
-    @patch(Unit, "_sum_shards")
-    def wrong(right, self, *, async_op):
-        self.sum_all = None
-        return right(self, async_op=async_op)
+    patch[Unit._sum_shards, "self.sum_all is not None"] = "False"
 
 
 @mutant("Q13", "GROUP", "K", seen_in="class GROUP")
 def summed_to_all_ranks_twice(patch: Patches) -> None:
     """With copies, a sum to all ranks of a block is summed over its shard's copies twice."""
-
-    @patch(Unit, "_sum_replicas")
-    def wrong(right, self, *, async_op):
-        if self.sum_all is not None and self.replica_group is not None and self.part_count == 1:
-            right(self, async_op=False)
-        return right(self, async_op=async_op)
+    patch[Unit._sum_replicas, "return add("] = """
+        if self.sum_all is not None:
+            add(part, group=group, async_op=False)
+        ..."""
 
 
 @mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")
 def stays_whole_after_the_step(patch: Patches) -> None:
     """What is gathered once more after the step is not freed."""
-    freeing: list[bool] = []
-
-    @patch(DistributedDataParallel, "gather_params")
-    def outer(right, self):
-        freeing.append(self.config.gather_after_step)
-        right(self)
-        freeing.pop()
-
-    @patch(Unit, "free_params")
-    def wrong(right, self):
-        if not (freeing and freeing[-1] and self.param_state is ParamState.WHOLE):
-            right(self)
+    patch[DistributedDataParallel.gather_params, "unit.free_params()"] = "pass"
 
 
 @mutant("Q07", "ALIAS", "Z3", seen_in="class ALIAS")
 def kept_past_the_step(patch: Patches) -> None:
     """What few ranks keep for backward is not forgotten: the next forward gathers old params."""
-
-    @patch(Unit, "drop_resharded")
-    def wrong(right, self):
-        return None
-
-    @patch(Unit, "free_params")
-    def wrong_free(right, self):
-        kept: Any = self.resharded
-        right(self)
-        self.resharded = kept
+    patch[Unit.drop_resharded, "self.resharded = None"] = "pass"
+    patch[Unit.free_params, "self.resharded = None"] = "pass"
 
 
 @mutant("Q08", "GROUP", "Z3", seen_in="class GROUP")
 def keeps_the_part_of_another(patch: Patches) -> None:
     """Of the whole params each of the few ranks keeps the part of its neighbour."""
-
-    @patch(Unit, "_part_to_keep")
-    def wrong(right, self, group):
-        part = right(self, group)
-        sizes, whole = self._reshard_sizes, self.params
-        other = (dist.get_rank(group) + 1) % len(sizes)
-        if sizes[other] != part.numel():
-            return part
-        return whole.narrow(0, sum(sizes[:other]), sizes[other]).clone()
+    patch[Unit._part_to_keep, "assert whole is not None"] = """
+        following = (rank + 1) % len(sizes)
+        rank = following if sizes[following] == sizes[rank] else rank"""
 
 
 @mutant("Q09", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume")
 def few_keep_nothing(patch: Patches) -> None:
     """Backward gathers among all ranks though few have everything."""
-
-    @patch(Unit, "reshard_params")
-    def wrong(right, self):
-        self.free_params()
+    patch[Unit.reshard_params, "self.reshard_group is not None"] = "False"
 
 
 @mutant("Q10", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume")
 def prefetched_among_all(patch: Patches) -> None:
     """What backward gathers ahead comes from all ranks, what it needs at once from few."""
-
-    @patch(OnUse, "_gather")
-    def wrong(right, self, needed, *, ahead):
+    patch[OnUse._gather, "for unit in (*needed, *ahead):"] = """
         for unit in ahead:
             unit.drop_resharded()
-        right(self, needed, ahead=ahead)
+        ..."""
