@@ -15,13 +15,9 @@ from zero_sim.targets.megatron.fsdp import MEGATRON_FSDP
 from zero_sim.targets.own import ZeroSimTarget
 from zero_sim.targets.protocol import Target
 from zero_sim.targets.single_device import SingleDevice
-from zero_sim.targets.torch.ddp import TorchDDP
-from zero_sim.targets.torch.ddp_knobs import TorchDDPKnobs
+from zero_sim.targets.torch.ddp import TorchDDP, TorchZeroRedundancy
 from zero_sim.targets.torch.fsdp1 import TorchFSDP1
-from zero_sim.targets.torch.fsdp1_knobs import TorchFSDP1Knobs
 from zero_sim.targets.torch.fsdp2 import TorchFSDP2
-from zero_sim.targets.torch.fsdp2_knobs import TorchFSDP2Knobs
-from zero_sim.targets.torch.zero_redundancy import TorchZeroRedundancy
 
 _TARGETS: dict[str, Target] = {
     target.name: target
@@ -30,15 +26,12 @@ _TARGETS: dict[str, Target] = {
         SingleDevice(),
         SingleDevice(name="single-device-keeping-grads", keeps_grads=True),
         TorchDDP(),
-        TorchDDPKnobs(),
-        TorchDDPKnobs(as_is=True),
+        TorchDDP(as_is=True),
         TorchZeroRedundancy(),
         TorchFSDP1(),
-        TorchFSDP1Knobs(),
-        TorchFSDP1Knobs(as_is=True),
+        TorchFSDP1(as_is=True),
         TorchFSDP2(),
-        TorchFSDP2Knobs(),
-        TorchFSDP2Knobs(as_is=True),
+        TorchFSDP2(as_is=True),
     )
 }
 

@@ -20,7 +20,7 @@ from zero_sim.targets.accelerate.setup import LIBRARY, RANK_LOCAL
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS, Capabilities
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options
-from zero_sim.targets.torch.ddp_knobs import why_not_static
+from zero_sim.targets.torch.ddp import why_not_static
 from zero_sim.targets.torch.optim import OPTIMIZERS
 from zero_sim.workloads import EXACT_MODELS
 

@@ -30,8 +30,7 @@ from zero_sim.targets.accelerate.setup import LIBRARY, RANK_LOCAL
 from zero_sim.targets.declared import OPTIMIZER_SETTINGS
 from zero_sim.targets.numerics import Numerics
 from zero_sim.targets.options import Option, chosen_options
-from zero_sim.targets.torch.fsdp2 import TorchFSDP2
-from zero_sim.targets.torch.fsdp2_rules import numerics_with, without_rule
+from zero_sim.targets.torch.fsdp2 import TorchFSDP2, numerics_with, without_rule
 
 
 class AccelerateFSDP2:

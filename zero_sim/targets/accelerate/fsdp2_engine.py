@@ -87,10 +87,6 @@ class AccelerateFSDP2Engine(FSDP2Engine):
         bound = self._spec.clip_norm
         return None if bound is None else cast("Any", self._loop.clip_by_norm(bound)).full_tensor()
 
-    def params(self) -> Mapping[str, Tensor]:
-        """Full working params, gathered, in the dtype in which forward has them."""
-        return {name: param.to(self._dtype) for name, param in super().params().items()}
-
     def save(self, path: Path, *, form: CheckpointForm) -> None:
         """Save a checkpoint."""
         save_state(self._loop.accelerator, path, form=form)
