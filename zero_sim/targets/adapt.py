@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero_sim.errors import ProtocolError, UsageError
 from zero_sim.scenario.spec import CheckpointForm
 from zero_sim.targets import answers
-from zero_sim.targets.answers import Model
+from zero_sim.targets.bare_model import Model, Seen, look_at
 from zero_sim.targets.protocol import (
     CostedEngine,
     Engine,
@@ -29,7 +29,6 @@ from zero_sim.targets.protocol import (
     Settings,
     StepResult,
 )
-from zero_sim.targets.untrained import Seen, look_at
 from zero_sim.workloads.fp8 import SCALE_SUFFIX
 
 _REQUIRED = ("module", "zero_grad", "backward", "step", "params")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_sim.errors import ProtocolError
+from zero_sim.targets.bare_model import Model
 from zero_sim.targets.protocol import OwnedPart, Place, Saving, Settings, StepResult
-from zero_sim.targets.untrained import Untrained, untrained_of
 
 _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "zero_grad": ("zero_grad()", (), {}),
@@ -44,44 +44,6 @@ _CALLS: dict[str, tuple[str, tuple[object, ...], dict[str, object]]] = {
     "held_bytes": ("held_bytes()", (), {}),
 }
 """How each method of an engine is called: in words, and by which arguments."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """The bare model of a rank, as it was before its engine had it."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of its params, also those that are never trained."""
-    trained: frozenset[str]
-    """Names of those that are."""
-    known: frozenset[str]
-    """Names of the params of all ranks, some of which may not hold all."""
-    device: str
-    """Type of the device that they are on."""
-    untrained: Mapping[str, Untrained] = field(default_factory=dict)
-    """What those that are never trained were."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """First name of each tied param, by its other names."""
-
-
-def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
-    """Return what there is to know of a module before it is wrapped.
-
-    Args:
-        module: The model of this rank.
-        known: Names of params of other ranks' models.
-    """
-    params = dict(module.named_parameters())
-    first = {param: name for name, param in params.items()}
-    names = module.named_parameters(remove_duplicate=False)
-    return Model(
-        shapes={name: tuple(param.shape) for name, param in params.items()},
-        trained=frozenset(name for name, param in params.items() if param.requires_grad),
-        known=frozenset({*params, *known}),
-        device=next((param.device.type for param in params.values()), "cpu"),
-        untrained=untrained_of(params),
-        tied={name: first[param] for name, param in names if name not in params},
-    )
 
 
 def check_calls(engine: object) -> None:
