@@ -15,7 +15,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.targets import find_target, numerics_of, refusals, with_options
-from zero_sim.targets.accelerate.setup import rank_environment
+from zero_sim.targets.accelerate.accelerator import rank_environment
 
 DDP, FSDP2 = find_target("accelerate-ddp"), find_target("accelerate-fsdp2")
 MEAN = {"mean_loss": "true"}

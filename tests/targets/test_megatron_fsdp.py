@@ -25,7 +25,7 @@ from zero_sim.targets import (
     why_missing,
     with_options,
 )
-from zero_sim.targets.megatron.fsdp_wrapped import import_megatron_fsdp
+from zero_sim.targets.megatron.fsdp_engine import import_megatron_fsdp
 
 TARGET = find_target("megatron-fsdp")
 STAGES = (0, 1, 2, 3)

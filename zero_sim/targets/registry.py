@@ -6,9 +6,8 @@ import sys
 
 from zero_sim.errors import UsageError
 from zero_sim.scenario.suggest import closest
-from zero_sim.targets.accelerate.ddp import ACCELERATE_DDP
-from zero_sim.targets.accelerate.fsdp2 import ACCELERATE_FSDP2
-from zero_sim.targets.deepspeed.zero import DEEPSPEED
+from zero_sim.targets.accelerate.declaration import ACCELERATE_DDP, ACCELERATE_FSDP2
+from zero_sim.targets.deepspeed.declaration import DEEPSPEED
 from zero_sim.targets.imported import load_target
 from zero_sim.targets.megatron.core import MegatronCore
 from zero_sim.targets.megatron.fsdp import MEGATRON_FSDP
