@@ -15,7 +15,7 @@ from zero_sim.scenario.spec import (
     WorldSpec,
 )
 from zero_sim.targets import find_target, refusals, with_options
-from zero_sim.targets.torch.fsdp1_engine import FSDP1Engine
+from zero_sim.targets.torch.fsdp1 import FSDP1Engine
 from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
 
 CASE = Scenario(

@@ -31,6 +31,11 @@ from zero_sim.targets.torch.ddp import DDPEngine
 from zero_sim.targets.torch.fsdp2_engine import FSDP2Engine
 from zero_sim.targets.torch.optim import LearningRates, plain_optimizer
 
+MEGABYTE = 1 << 20
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WRAPPED = "_checkpoint_wrapped_module."
+"""What a module whose activations are checkpointed has in the names of its params."""
+
 
 class AccumulationLoop:
     """One rank's model and optimizer as `Accelerator.prepare` gives them, and how to train them.
@@ -85,10 +90,41 @@ class AccumulationLoop:
         self._micro_batch.close()
 
 
-MEGABYTE = 1 << 20
+class _PreparedEngine:
+    """Methods of an engine of torch whose model and optimizer accelerate has prepared."""
+
+    _loop: AccumulationLoop
+    _optimizer: Any
+    _params: Any
+
+    def start_micro_batch(self, *, last: bool) -> None:
+        """Begin a block of `accumulate`, which knows by itself which one is the last."""
+        self._loop.start_micro_batch()
+
+    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
+        """Run backward, under which gradients are reduced."""
+        self._loop.backward(loss, last=last_micro)
+
+    def step(self, *, lr_factor: float) -> StepResult:
+        """Update as the engine of torch does, and end the last block of `accumulate`."""
+        result = super().step(lr_factor=lr_factor)  # pyrefly: ignore
+        self._loop.end_micro_batch()
+        return result
+
+    def save(self, path: Path, *, form: CheckpointForm) -> None:
+        """Save a checkpoint."""
+        save_state(self._loop.accelerator, path, form=form)
+
+    def load(self, path: Path, *, weights_only: bool = False) -> None:
+        """Go on from a checkpoint, of any number of ranks."""
+        load_state(self._loop.accelerator, path)
+
+    def settings(self) -> Settings:
+        """What the optimizer steps with."""
+        return settings_of_groups(self._optimizer, self._params)
 
 
-class AccelerateDDPEngine(DDPEngine):
+class AccelerateDDPEngine(_PreparedEngine, DDPEngine):
     """One rank of a model and an optimizer as accelerate prepares them.
 
     Args:
@@ -123,45 +159,14 @@ class AccelerateDDPEngine(DDPEngine):
         self._rates = LearningRates(self._optimizer)
         self._reduced: dict[str, Tensor] = {}
 
-    def start_micro_batch(self, *, last: bool) -> None:
-        """Begin a block of `accumulate`, which knows by itself which one is the last."""
-        self._loop.start_micro_batch()
-
-    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward, under which DDP reduces."""
-        self._loop.backward(loss, last=last_micro)
-
-    def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if that is asked for, and update the params."""
-        result = super().step(lr_factor=lr_factor)
-        self._loop.end_micro_batch()
-        return result
-
     def _clip(self) -> Tensor | None:
         spec = self._spec
         if spec.clip_value is not None:
             self._loop.clip_by_value(spec.clip_value)
         return None if spec.clip_norm is None else self._loop.clip_by_norm(spec.clip_norm)
 
-    def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint."""
-        save_state(self._loop.accelerator, path, form=form)
 
-    def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Go on from a checkpoint, of any number of ranks."""
-        load_state(self._loop.accelerator, path)
-
-    def settings(self) -> Settings:
-        """What the optimizer steps with."""
-        return settings_of_groups(self._optimizer, self._params)
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WRAPPED = "_checkpoint_wrapped_module."
-"""What a module whose activations are checkpointed has in the names of its params."""
-
-
-class AccelerateFSDP2Engine(FSDP2Engine):
+class AccelerateFSDP2Engine(_PreparedEngine, FSDP2Engine):
     """One rank of FSDP2 as accelerate prepares it.
 
     Args:
@@ -207,35 +212,9 @@ class AccelerateFSDP2Engine(FSDP2Engine):
         self._rates = LearningRates(self._optimizer)
         self._reduced: dict[str, Tensor] = {}
 
-    def start_micro_batch(self, *, last: bool) -> None:
-        """Begin a block of `accumulate`, which knows by itself which one is the last."""
-        self._loop.start_micro_batch()
-
-    def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward, under which gradients are reduced."""
-        self._loop.backward(loss, last=last_micro)
-
-    def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if that is asked for, and update the shards."""
-        result = super().step(lr_factor=lr_factor)
-        self._loop.end_micro_batch()
-        return result
-
     def _clip(self) -> Tensor | None:
         bound = self._spec.clip_norm
         return None if bound is None else cast("Any", self._loop.clip_by_norm(bound)).full_tensor()
-
-    def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint."""
-        save_state(self._loop.accelerator, path, form=form)
-
-    def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Go on from a checkpoint, of any number of ranks."""
-        load_state(self._loop.accelerator, path)
-
-    def settings(self) -> Settings:
-        """What the optimizer steps with."""
-        return settings_of_groups(self._optimizer, self._params)
 
 
 def _plugin_settings(scenario: Scenario, options: Mapping[str, Any]) -> dict[str, Any]:
