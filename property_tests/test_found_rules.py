@@ -18,10 +18,8 @@ FREE = {"optimizer.name", "optimizer.lr", "system.target", "system.stage"}
         "zero_sim",
         "single-device",
         "torch-ddp",
-        "torch-ddp-knobs",
         "torch-zero-redundancy",
         "torch-fsdp1",
-        "torch-fsdp1-knobs",
         "torch-fsdp2",
     ],
 )

@@ -76,7 +76,7 @@ def test_it_tells_what_was_not_shown(tmp_path):
 
 def test_cases_that_cannot_have_an_option_that_all_get_are_left_out(tmp_path):
     few = (("all_reduce_last", "true"),)
-    asked = job(tmp_path, target="torch-fsdp2-knobs", options=few, cases=3)
+    asked = job(tmp_path, target="torch-fsdp2", options=few, cases=3)
     report = run_batch(asked, render_case)
     assert (report.found, report.cases) == ((), 3)
 
@@ -357,7 +357,7 @@ def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
 
     monkeypatch.setattr(batch, "run_case", run)
     few = (("all_reduce_last", "true"),)
-    asked = job(tmp_path, target="torch-fsdp2-knobs", options=few, cases=8, family=4)
+    asked = job(tmp_path, target="torch-fsdp2", options=few, cases=8, family=4)
     assert run_batch(asked, render_case).cases == 8
     assert all(
         ("all_reduce_last", "true") in {(each.name, each.value) for each in case.system.options}

@@ -20,7 +20,7 @@ from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
 from zero_sim.judge.harness import PauseClock, harness_time
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.targets.untrained import is_plain
+from zero_sim.targets.bare_model import is_plain
 
 
 class ForwardReads:

@@ -56,9 +56,8 @@ from zero_sim.targets import (
     Target,
     complete,
 )
-from zero_sim.targets.answers import model_of
+from zero_sim.targets.bare_model import model_of, names_like
 from zero_sim.targets.costs import Costs, costs_of
-from zero_sim.targets.wrapped_names import names_like
 from zero_sim.workloads import Batch, Workload, build_module, make_distinct, seed_of
 
 

@@ -1,11 +1,11 @@
-"""Params that are never trained are looked at where that is right, and nowhere else."""
+"""The bare model: params by name behind wrappers; untrained ones, seen only where that is right."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from zero_sim.targets.untrained import look_at, untrained_of
+from zero_sim.targets.bare_model import look_at, names_like, untrained_of
 
 
 @pytest.fixture
@@ -122,3 +122,23 @@ def test_shards_of_torch_are_not_shown(run_ranks, wrap):
 
     results, _ = run_ranks(2, program)
     assert results == [(None, None)] * 2
+
+
+@pytest.mark.parametrize(
+    "own", ["up.weight", "module.up.weight", "up._fsdp_wrapped_module.weight", "a.up.b.weight"]
+)
+def test_parts_may_be_added_in_front_and_within(own):
+    assert names_like([own, "up.bias"], "up.weight") == [own]
+
+
+def test_a_name_that_is_there_is_the_only_one():
+    assert names_like(["weight", "head.weight"], "weight") == ["weight"]
+
+
+@pytest.mark.parametrize("other", ["weight.up", "up.weight.scale", "weight"])
+def test_what_lacks_a_part_or_ends_otherwise_is_another_param(other):
+    assert names_like([other], "up.weight") == []
+
+
+def test_all_that_may_be_meant_are_given():
+    assert names_like(["a.weight", "b.weight"], "weight") == ["a.weight", "b.weight"]

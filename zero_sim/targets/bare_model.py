@@ -1,5 +1,10 @@
-"""Params that are never trained: what they were, and what an engine shows of them.
+"""The bare model of a rank, before its engine had it: names and shapes, and untrained params.
 
+[Note: params behind a wrapper]
+A wrapper adds parts to the names of params at the front or within: `module.up.weight` and
+`up._fsdp_wrapped_module.weight` are both `up.weight` of the bare model.
+
+[Note: params that are never trained]
 Nobody may change one. But a system may put other memory in its place, and what is there between
 two steps is its own affair: a part, or what a gather left behind. So one is looked at only where
 the engine tells it, where its memory is the one that it always had, or where the params that the
@@ -8,14 +13,12 @@ engine tells are its module's as they lie there, so that none of them is somewhe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from zero_sim.targets.wrapped_names import names_like
 
 _WIDE = (torch.float32, torch.float64)
 """What every dtype of a model is cast to without rounding."""
@@ -31,14 +34,42 @@ class Untrained:
     """The param's own memory; held, so that no other can come to lie where it did."""
 
 
-class Seen(NamedTuple):
-    """A param that is never trained, beside what is there now."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """The bare model of a rank, as it was before its engine had it."""
 
-    name: str
-    values: Tensor
-    """What it was, in the dtype of what is there."""
-    now: Tensor | None
-    """None where it is not shown."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its params, also those that are never trained."""
+    trained: frozenset[str]
+    """Names of those that are."""
+    known: frozenset[str]
+    """Names of the params of all ranks, some of which may not hold all."""
+    device: str
+    """Type of the device that they are on."""
+    untrained: Mapping[str, Untrained] = field(default_factory=dict)
+    """What those that are never trained were."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """First name of each tied param, by its other names."""
+
+
+def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
+    """Return what there is to know of a module before it is wrapped.
+
+    Args:
+        module: The model of this rank.
+        known: Names of params of other ranks' models.
+    """
+    params = dict(module.named_parameters())
+    first = {param: name for name, param in params.items()}
+    names = module.named_parameters(remove_duplicate=False)
+    return Model(
+        shapes={name: tuple(param.shape) for name, param in params.items()},
+        trained=frozenset(name for name, param in params.items() if param.requires_grad),
+        known=frozenset({*params, *known}),
+        device=next((param.device.type for param in params.values()), "cpu"),
+        untrained=untrained_of(params),
+        tied={name: first[param] for name, param in names if name not in params},
+    )
 
 
 def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
@@ -48,6 +79,35 @@ def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
         for name, param in params.items()
         if not param.requires_grad
     }
+
+
+def names_like(held: Collection[str], name: str) -> list[str]:
+    """Names that may be that of a param of the bare model: it alone, if it is among them.
+
+    Args:
+        held: Names in the engine's module.
+        name: The param's name in the bare model.
+    """
+    if name in held:
+        return [name]
+    wanted = name.split(".")
+    return [each for each in held if _contains(each.split("."), wanted)]
+
+
+def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the parts of a name have those of another among them, in order, the last one last."""
+    rest = iter(parts)
+    return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
+
+
+class Seen(NamedTuple):
+    """A param that is never trained, beside what is there now."""
+
+    name: str
+    values: Tensor
+    """What it was, in the dtype of what is there."""
+    now: Tensor | None
+    """None where it is not shown."""
 
 
 def look_at(
