@@ -225,7 +225,6 @@ def _read_file(value: Any, path: str) -> FileRecord:
         size_bytes=_whole(table["size_bytes"], f"{path}.size_bytes"),
         sha256=_matching(table["sha256"], _SHA256, "64 hexadecimal digits", f"{path}.sha256"),
         pieces=_list(table["pieces"], _read_piece, f"{path}.pieces"),
-        containers=_list(table["containers"], _read_range, f"{path}.containers"),
     )
 
 
@@ -238,13 +237,6 @@ def _read_piece(value: Any, path: str) -> PieceRecord:
         start=_whole(table["start"], f"{path}.start"),
         stop=_whole(table["stop"], f"{path}.stop"),
     )
-
-
-def _read_range(value: Any, path: str) -> tuple[int, int]:
-    ends = _list(value, _whole, path)
-    if len(ends) != 2:
-        raise InvalidField(path, "two numbers of bytes", f"{len(ends)} values")
-    return ends[0], ends[1]
 
 
 def _check_encoded(value: Any, path: str, *, depth: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -88,28 +88,22 @@ class FileLayout:
         tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
     """
 
-    entries: dict[str, tuple[Entry, int, int]]
-    """By key: a tensor, and its first byte and that after it, or those of its container."""
-    header: bytes | None
-    """What the file begins with; None if it is made of containers."""
+    entries: dict[str, tuple[Entry, int]]
+    """By key: a tensor, and its first byte."""
+    header: bytes
+    """What the file begins with."""
     size_bytes: int
 
     def __init__(
         self, file: FileRecord, *, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
     ) -> None:
         entries = list_entries(file, tensors)
-        if file.containers:
-            self.header = None
-            places = list(file.containers)
-        else:
-            self.header = build_header(entries)
-            sizes = (entry.size_bytes for entry in entries)
-            places = list(pairwise(accumulate(sizes, initial=len(self.header))))
+        self.header = build_header(entries)
+        sizes = (entry.size_bytes for entry in entries)
+        *starts, self.size_bytes = accumulate(sizes, initial=len(self.header))
         self.entries = {
-            entry.piece.key: (entry, start, stop)
-            for entry, (start, stop) in zip(entries, places, strict=True)
+            entry.piece.key: (entry, start) for entry, start in zip(entries, starts, strict=True)
         }
-        self.size_bytes = places[-1][1]
 
 
 def list_entries(

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from zero_sim.checkpoint.containers import AROUND_BYTES_MAX
 from zero_sim.checkpoint.entries import (
     CONSOLIDATED_NAME,
     MODULE_NAME,
@@ -23,14 +22,7 @@ from zero_sim.checkpoint.invalid_field import InvalidField
 from zero_sim.checkpoint.manifest import FileRecord, Manifest
 from zero_sim.layout import Span
 
-INDEX_NAME: Final = ".metadata"
-"""Index of torch's distributed checkpoint (DCP) of what lies where."""
-
 _RANK_FILE: Final = re.compile(r"rank-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
-_DCP_FILE: Final = re.compile(r"__(0|[1-9]\d{0,8})_\d{1,9}\.distcp", re.ASCII)
-_INDEX_AROUND_BYTES: Final = 1 << 16
-_INDEX_PIECE_BYTES: Final = 1 << 10
-"""More than DCP's index has of a piece, its name aside."""
 
 
 def check_layout(manifest: Manifest, path: str) -> None:
@@ -53,25 +45,13 @@ def check_layout(manifest: Manifest, path: str) -> None:
         if not _belongs(file.name, manifest):
             expected = f"the name of a file of form {manifest.form!r}, as its ranks would write it"
             raise InvalidField(f"{where}.name", expected, ascii(file.name)[:80])
-        if file.name == INDEX_NAME:
-            _check_index(manifest, file, where)
-            continue
         _check_pieces(file, where, tensors=tensors)
-        if file.name.endswith(".distcp"):
-            _check_containers(file, where, tensors=tensors)
-            continue
-        if file.containers:
-            raise InvalidField(f"{where}.containers", "empty for a file without", "some")
         entries = list_entries(file, tensors)
         size_bytes = len(build_header(entries)) + sum(entry.size_bytes for entry in entries)
         if file.size_bytes != size_bytes:
             raise InvalidField(
                 f"{where}.size_bytes", f"{size_bytes}, by its pieces", str(file.size_bytes)
             )
-    if manifest.form == "dcp" and INDEX_NAME not in names:
-        raise InvalidField(
-            f"{path}.files", f"files with {INDEX_NAME} among them, as of DCP", "none"
-        )
 
 
 def _belongs(name: str, manifest: Manifest) -> bool:
@@ -85,9 +65,6 @@ def _belongs(name: str, manifest: Manifest) -> bool:
             return name == MODULE_NAME or bool(
                 found and int(found[1]) < int(found[2]) == world_size
             )
-        case "dcp":
-            found = _DCP_FILE.fullmatch(name)
-            return name in (INDEX_NAME, MODULE_NAME) or bool(found and int(found[1]) < world_size)
 
 
 def _check_pieces(
@@ -120,35 +97,3 @@ def _check_pieces(
         if piece.key in keys:
             raise InvalidField(f"{where}.key", "another than those before", repr(piece.key))
         keys.add(piece.key)
-
-
-def _check_containers(
-    file: FileRecord, path: str, *, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
-) -> None:
-    """Check that containers lie one behind the other, each not much longer than its tensor."""
-    if len(file.containers) != len(file.pieces):
-        expected, got = f"{len(file.pieces)} containers, one a piece", str(len(file.containers))
-        raise InvalidField(f"{path}.containers", expected, got)
-    reached = 0
-    held = zip(list_entries(file, tensors), file.containers, strict=True)
-    for index, (entry, (start, stop)) in enumerate(held):
-        least, most = reached + entry.size_bytes, reached + entry.size_bytes + AROUND_BYTES_MAX
-        if start != reached or not least < stop <= most:
-            expected = f"[{reached}, stop) with a stop after {least} and at most {most}"
-            raise InvalidField(f"{path}.containers[{index}]", expected, f"[{start}, {stop})")
-        reached = stop
-    if file.size_bytes != reached:
-        raise InvalidField(
-            f"{path}.size_bytes", f"{reached}, by its containers", str(file.size_bytes)
-        )
-
-
-def _check_index(manifest: Manifest, file: FileRecord, path: str) -> None:
-    if file.pieces or file.containers:
-        raise InvalidField(path, f"without pieces, as {INDEX_NAME} holds none", "some")
-    pieces = [piece for other in manifest.files for piece in other.pieces]
-    most = _INDEX_AROUND_BYTES + sum(_INDEX_PIECE_BYTES + 8 * len(piece.key) for piece in pieces)
-    if file.size_bytes > most:
-        raise InvalidField(
-            f"{path}.size_bytes", f"at most {most}, by its pieces", str(file.size_bytes)
-        )

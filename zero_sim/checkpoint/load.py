@@ -17,9 +17,7 @@ from zero_sim.checkpoint.compatibility import (
     find_param_problems,
     find_span_problems,
 )
-from zero_sim.checkpoint.dcp_index import check_index
 from zero_sim.checkpoint.decode import decode_manifest
-from zero_sim.checkpoint.files import INDEX_NAME
 from zero_sim.checkpoint.folder import Folder, read_manifest
 from zero_sim.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -131,8 +129,6 @@ def _check_files(folder: Path, manifest: Manifest, *, coordinator: Coordinator) 
     found = [problem for problem in problems if problem is not None]
     if found:
         raise CheckpointError("\n".join(found))
-    if any(record.name == INDEX_NAME for record in records):
-        check_index(folder / INDEX_NAME, manifest=manifest)
 
 
 def _check_spans(folder: Path, manifest: Manifest) -> None:

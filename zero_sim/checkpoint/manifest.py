@@ -7,11 +7,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-Form = Literal["sharded", "consolidated", "dcp"]
+Form = Literal["sharded", "consolidated"]
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT: Final = "zero_sim checkpoint"
-VERSION: Final = 2
+VERSION: Final = 3
 
 MASTER: Final = "master"
 """Name of the fp32 master among a param's tensors."""
@@ -86,11 +86,8 @@ class FileRecord:
     """Relative to the checkpoint."""
     size_bytes: int
     sha256: str
-    pieces: tuple[PieceRecord, ...] = ()
+    pieces: tuple[PieceRecord, ...]
     """In the order in which they lie there."""
-    containers: tuple[tuple[int, int], ...] = ()
-    """For each piece the bytes of the container around it, half-open; only in files that torch's
-    distributed checkpoint wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,5 +184,4 @@ def build_param(record: dict[str, Any]) -> ParamRecord:
 def build_file(record: dict[str, Any]) -> FileRecord:
     """Return the record of which this is the JSON, as another rank told it."""
     pieces = tuple(PieceRecord(**piece) for piece in record["pieces"])
-    containers = tuple((start, stop) for start, stop in record["containers"])
-    return FileRecord(**(record | {"pieces": pieces, "containers": containers}))
+    return FileRecord(**(record | {"pieces": pieces}))

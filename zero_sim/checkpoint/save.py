@@ -26,7 +26,6 @@ from zero_sim.checkpoint.manifest import (
 from zero_sim.checkpoint.save_plan import WHAT, SavePlan, agree_on_save
 from zero_sim.checkpoint.write import (
     write_consolidated,
-    write_module_file,
     write_own_files,
 )
 from zero_sim.errors import CheckpointError
@@ -54,8 +53,7 @@ def save(
         ddp: The params.
         optimizer: Their masters and state.
         form: `sharded` writes one file for each rank that owns something; `consolidated` one file
-            with whole tensors, which rank 0 gathers one at a time; `dcp` is torch's distributed
-            checkpoint, see `zero_sim.checkpoint.dcp`.
+            with whole tensors, which rank 0 gathers one at a time.
 
     Raises:
         CheckpointError: On all ranks, if anything fails on one.
@@ -68,16 +66,7 @@ def save(
 
 def _write(plan: SavePlan) -> list[FileRecord]:
     """Write this rank's files; return their records."""
-    match plan.form:
-        case "sharded":
-            return write_own_files(plan)
-        case "consolidated":
-            return write_consolidated(plan)
-        case "dcp":
-            # Only here: torch's module takes longer to import than all of this package.
-            from zero_sim.checkpoint import dcp
-
-            return [*dcp.write_own(plan), *write_module_file(plan)]
+    return write_own_files(plan) if plan.form == "sharded" else write_consolidated(plan)
 
 
 class SaveHandle:
@@ -192,10 +181,6 @@ def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
 
 def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
     files = [build_file(record) for records in written for record in records]
-    if plan.form == "dcp":
-        from zero_sim.checkpoint import dcp
-
-        files.insert(0, dcp.conclude(plan, [file for file in files if file.containers]))
     manifest = Manifest(
         form=plan.form,
         world=plan.world,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -45,11 +45,6 @@ class SavePlan:
     def find_pieces(self, rank: int) -> list[tuple[str, Span]]:
         """Return what a rank writes, by param and span."""
         return [(name, Span(start, stop)) for name, start, stop in self.writers[rank]]
-
-    @property
-    def numels(self) -> Mapping[str, int]:
-        """Number of elements of every param."""
-        return {param.name: torch.Size(param.shape).numel() for param in self.params}
 
 
 def agree_on_save(

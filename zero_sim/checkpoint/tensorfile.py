@@ -17,7 +17,6 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from zero_sim.checkpoint.containers import find_bytes
 from zero_sim.checkpoint.entries import Entry, FileLayout, build_header, sort_entries
 from zero_sim.checkpoint.folder import open_regular
 from zero_sim.checkpoint.manifest import FileRecord, Manifest, PieceRecord
@@ -25,8 +24,6 @@ from zero_sim.checkpoint.pieces import PieceIndex
 from zero_sim.checkpoint.values import find_dtype, view_bytes
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
-
-_HASH_BYTES = 1 << 22
 
 
 class TensorFileWriter:
@@ -96,7 +93,7 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes != record.size_bytes:
                 return f"expected {record.size_bytes} bytes in {path}, got {size_bytes}."
-            digest = _hash(file)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except CheckpointError as error:
         return str(error)
     except OSError as error:
@@ -104,19 +101,6 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
     if digest != record.sha256:
         return f"expected sha256 {record.sha256} of {path}, got {digest}."
     return None
-
-
-def hash_file(path: Path) -> str:
-    """Return the sha256 of a file."""
-    with path.open("rb") as file:
-        return _hash(file)
-
-
-def _hash(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(_HASH_BYTES):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 class TensorFileReader:
@@ -197,8 +181,6 @@ class _OpenFile:
         with open_regular(path) as opened:
             # What is mapped must pass for writable, or torch warns; nothing writes to it.
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        if layout.header is None:
-            return
         if self._bytes[: len(layout.header)] != layout.header or (
             len(self._bytes) != layout.size_bytes
         ):
@@ -214,15 +196,10 @@ class _OpenFile:
         Raises:
             CheckpointError: If its bytes are no such tensor.
         """
-        entry, start, stop = self._layout.entries[key]
+        entry, start = self._layout.entries[key]
         dtype = find_dtype(entry.dtype)
         if not entry.numel:
             return torch.empty(0, dtype=dtype)
-        if self._layout.header is None:
-            where, size_bytes = str(self._path), entry.size_bytes
-            start = find_bytes(
-                self._bytes, start=start, stop=stop, size_bytes=size_bytes, where=where
-            )
         found = torch.frombuffer(self._bytes, dtype=dtype, count=entry.numel, offset=start)
         if dtype == torch.bool and int(found.view(torch.uint8).max()) > 1:
             raise CheckpointError(
@@ -249,7 +226,7 @@ class _Held:
         self._layouts: dict[str, FileLayout] = {}
 
     def lay_out(self, file: FileRecord) -> FileLayout:
-        """Return what a file holds, and how it begins if it is a safetensors file."""
+        """Return what a file holds, and how it begins."""
         if file.name not in self._layouts:
             self._layouts[file.name] = FileLayout(file, tensors=self._tensors)
         return self._layouts[file.name]

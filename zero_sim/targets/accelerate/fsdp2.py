@@ -73,10 +73,7 @@ class AccelerateFSDP2:
                 "system.redundancy",
                 "reload",
             ),
-            only=(
-                ("reload.form", ("consolidated", "dcp")),
-                ("reload.weights_only", (False,)),
-            ),
+            only=(("reload.weights_only", (False,)),),
         )
 
     def numerics(self, scenario: Scenario) -> Numerics:

@@ -86,7 +86,7 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             message="torch 2.13 raises 'Expected device to be set' where accelerate has it load a "
             "whole state of an optimizer that has no tensors in it, got SGD without momentum. "
             f"{UPSTREAM}",
-            suggestion="Try form = 'dcp', or another optimizer.",
+            suggestion="Try form = 'sharded', or another optimizer.",
         )
     if options["wrap"] == "size" and scenario.model.tied:
         yield Problem(
