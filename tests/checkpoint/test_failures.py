@@ -207,7 +207,7 @@ class TestFiles:
         saved()
         manifest = path / "manifest.json"
         manifest.write_bytes(manifest.read_bytes()[:-40])
-        assert "expected JSON in" in refusal()
+        assert "the manifest: expected JSON" in refusal()
 
     def test_another_version(self, saved, refusal, path):
         """Named, with the known one."""

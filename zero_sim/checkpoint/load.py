@@ -24,7 +24,6 @@ from zero_sim.checkpoint.manifest import (
     MASTER,
     Manifest,
     ParamRecord,
-    build_param,
     name_state,
 )
 from zero_sim.checkpoint.settings import probe_state, read_new_settings
@@ -38,6 +37,7 @@ from zero_sim.checkpoint.tensorfile import TensorFileReader, check_file
 from zero_sim.checkpoint.values import decode_value, find_dtype
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
+from zero_sim.untrusted_json import build_record
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 
@@ -151,7 +151,7 @@ def _list_all_params(
     merged = coordinator.gather_and_decide(
         lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT
     )
-    return tuple(build_param(record) for record in merged)
+    return build_record(tuple[ParamRecord, ...], merged, where="params")
 
 
 def _check_fit(
@@ -318,7 +318,7 @@ def _commit_optimizer(
             continue  # Of params that only other ranks hold.
         saved = manifest.groups[saved_index]
         inner.param_groups[index].update(read_new_settings(saved, inner.param_groups[index]))
-        optimizer.base_lrs[index] = decode_value(saved["base_lr"])
+        optimizer.base_lrs[index] = decode_value(saved.base_lr)
     scaler = optimizer.loss_scaler
     if scaler is not None and manifest.loss_scaler is not None:
         scaler.scale = manifest.loss_scaler.scale

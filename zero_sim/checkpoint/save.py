@@ -20,7 +20,6 @@ from zero_sim.checkpoint.manifest import (
     FileRecord,
     Form,
     Manifest,
-    build_file,
     encode_manifest,
 )
 from zero_sim.checkpoint.save_plan import WHAT, SavePlan, agree_on_save
@@ -29,6 +28,7 @@ from zero_sim.checkpoint.write import (
     write_own_files,
 )
 from zero_sim.errors import CheckpointError
+from zero_sim.untrusted_json import build_record
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 
@@ -180,7 +180,7 @@ def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
 
 
 def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
-    files = [build_file(record) for records in written for record in records]
+    files = [record for records in written for record in records]
     manifest = Manifest(
         form=plan.form,
         world=plan.world,
@@ -189,7 +189,7 @@ def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
         optimizer=plan.snapshot.optimizer,
         groups=plan.groups,
         loss_scaler=plan.snapshot.loss_scaler,
-        files=tuple(files),
+        files=build_record(tuple[FileRecord, ...], files, where="files"),
     )
     write_synced(plan.folder.saving / MANIFEST_NAME, encode_manifest(manifest))
     plan.folder.publish()

@@ -11,10 +11,11 @@ import torch
 
 from zero_sim.checkpoint.all_or_none import Coordinator
 from zero_sim.checkpoint.folder import Folder
-from zero_sim.checkpoint.manifest import Form, ParamRecord, WorldRecord, build_param
+from zero_sim.checkpoint.manifest import Form, GroupRecord, ParamRecord, WorldRecord
 from zero_sim.checkpoint.snapshot import Piece, Snapshot, merge_reports, take_snapshot
 from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
+from zero_sim.untrusted_json import build_record
 from zero_sim.zero.data_parallel import DistributedDataParallel
 from zero_sim.zero.optimizer import DistributedOptimizer
 
@@ -31,7 +32,7 @@ class SavePlan:
     snapshot: Snapshot
     world: WorldRecord
     params: tuple[ParamRecord, ...]
-    groups: tuple[dict[str, Any], ...]
+    groups: tuple[GroupRecord, ...]
     writers: Sequence[Sequence[tuple[str, int, int]]]
     """For every rank the pieces that it writes: param, first element, and that after the last."""
 
@@ -105,8 +106,8 @@ def agree_on_save(
         form=form,
         snapshot=snapshot,
         world=_describe_world(ddp),
-        params=tuple(build_param(param) for param in agreed["params"]),
-        groups=tuple(agreed["groups"]),
+        params=build_record(tuple[ParamRecord, ...], agreed["params"], where="params"),
+        groups=build_record(tuple[GroupRecord, ...], agreed["groups"], where="groups"),
         writers=agreed["writes"],
     )
 

@@ -93,13 +93,13 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes != record.size_bytes:
                 return f"expected {record.size_bytes} bytes in {path}, got {size_bytes}."
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256")  # pyrefly: ignore[bad-argument-type]
     except CheckpointError as error:
         return str(error)
     except OSError as error:
         return f"expected to read {record.size_bytes} bytes from {path}, got {error!r}."
-    if digest != record.sha256:
-        return f"expected sha256 {record.sha256} of {path}, got {digest}."
+    if digest.hexdigest() != record.sha256:
+        return f"expected sha256 {record.sha256} of {path}, got {digest.hexdigest()}."
     return None
 
 
