@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -78,32 +77,6 @@ def build_header(entries: Sequence[Entry]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # a multiple of 8, so that the data is aligned
     return len(text).to_bytes(8, "little") + text
-
-
-class FileLayout:
-    """Where in a file everything lies, as follows from its record.
-
-    Args:
-        file: A record that was checked.
-        tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
-    """
-
-    entries: dict[str, tuple[Entry, int]]
-    """By key: a tensor, and its first byte."""
-    header: bytes
-    """What the file begins with."""
-    size_bytes: int
-
-    def __init__(
-        self, file: FileRecord, *, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
-    ) -> None:
-        entries = list_entries(file, tensors)
-        self.header = build_header(entries)
-        sizes = (entry.size_bytes for entry in entries)
-        *starts, self.size_bytes = accumulate(sizes, initial=len(self.header))
-        self.entries = {
-            entry.piece.key: (entry, start) for entry, start in zip(entries, starts, strict=True)
-        }
 
 
 def list_entries(

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from zero_sim.checkpoint.entries import Entry, FileLayout, build_header, sort_entries
+from zero_sim.checkpoint.entries import Entry, build_header, list_entries, sort_entries
 from zero_sim.checkpoint.folder import open_regular
 from zero_sim.checkpoint.manifest import FileRecord, Manifest, PieceRecord
 from zero_sim.checkpoint.pieces import PieceIndex
@@ -103,6 +105,52 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _FileLayout:
+    """Where in a file everything lies, as follows from its record."""
+
+    header: bytes
+    """What the file begins with."""
+    entries: Mapping[str, tuple[Entry, int]]
+    """Each tensor by key, with its first byte."""
+    size_bytes: int
+
+
+class _Held:
+    """What the files of a checkpoint hold, indexed."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.pieces: dict[tuple[str, str], list[tuple[FileRecord, PieceRecord]]] = {}
+        """Which files hold what of each param and tensor."""
+        for file in manifest.files:
+            for piece in file.pieces:
+                self.pieces.setdefault((piece.param, piece.tensor), []).append((file, piece))
+        self.spans = {
+            where: [Span(piece.start, piece.stop) for _, piece in held]
+            for where, held in self.pieces.items()
+        }
+        self.indices = {where: PieceIndex(spans) for where, spans in self.spans.items()}
+        """The spans to be searched."""
+        self._tensors = manifest.describe_tensors()
+        self._layouts: dict[str, _FileLayout] = {}
+
+    def lay_out(self, file: FileRecord) -> _FileLayout:
+        """Return the layout of a file; that of one rank serves all others."""
+        if file.name not in self._layouts:
+            entries = list_entries(file, self._tensors)
+            header = build_header(entries)
+            sizes = (entry.size_bytes for entry in entries)
+            *starts, size_bytes = accumulate(sizes, initial=len(header))
+            placed = zip(entries, starts, strict=True)
+            by_key = {entry.piece.key: (entry, start) for entry, start in placed}
+            self._layouts[file.name] = _FileLayout(header, by_key, size_bytes)
+        return self._layouts[file.name]
+
+
+# For the same reason as `decode_manifest`.
+_index_pieces = lru_cache(maxsize=1)(_Held)
+
+
 class TensorFileReader:
     """Spans of tensors, from whichever files hold them.
 
@@ -124,10 +172,7 @@ class TensorFileReader:
 
     def spans(self) -> dict[tuple[str, str], list[Span]]:
         """Return what there is, by param and tensor."""
-        return {
-            where: [Span(piece.start, piece.stop) for _, piece in held]
-            for where, held in self._held.pieces.items()
-        }
+        return self._held.spans
 
     def read(self, output: Tensor, *, param: str, tensor: str, span: Span) -> None:
         """Fill a 1D tensor with a span.
@@ -175,7 +220,7 @@ class _OpenFile:
         CheckpointError: If it is made otherwise.
     """
 
-    def __init__(self, path: Path, *, layout: FileLayout) -> None:
+    def __init__(self, path: Path, *, layout: _FileLayout) -> None:
         self._path = path
         self._layout = layout
         with open_regular(path) as opened:
@@ -206,33 +251,3 @@ class _OpenFile:
                 f"expected bytes of 0 and 1 under {key!r} in {self._path}, as of bools, got others."
             )
         return found
-
-
-class _Held:
-    """What the files of a checkpoint hold, indexed; what is made of a file is kept."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.pieces: dict[tuple[str, str], list[tuple[FileRecord, PieceRecord]]] = {}
-        """Which files hold what of each param and tensor."""
-        for file in manifest.files:
-            for piece in file.pieces:
-                self.pieces.setdefault((piece.param, piece.tensor), []).append((file, piece))
-        self.indices = {
-            where: PieceIndex(Span(piece.start, piece.stop) for _, piece in held)
-            for where, held in self.pieces.items()
-        }
-        """The same to be searched."""
-        self._tensors = manifest.describe_tensors()
-        self._layouts: dict[str, FileLayout] = {}
-
-    def lay_out(self, file: FileRecord) -> FileLayout:
-        """Return what a file holds, and how it begins."""
-        if file.name not in self._layouts:
-            self._layouts[file.name] = FileLayout(file, tensors=self._tensors)
-        return self._layouts[file.name]
-
-
-# For the same reason as `decode_manifest`.
-@lru_cache(maxsize=1)
-def _index_pieces(manifest: Manifest) -> _Held:
-    return _Held(manifest)
