@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, FailFast, Field
+from pydantic import AfterValidator, Field
 
 from zero_sim.checkpoint.values import SAFETENSORS_DTYPES, Text, check_encoded
-from zero_sim.untrusted_json import Many, unfit
+from zero_sim.untrusted_json import matching, unfit
 
 Form = Literal["sharded", "consolidated"]
 
@@ -27,6 +27,7 @@ NO_SETTINGS: Final = frozenset({"params", "param_names", "group_index"})
 
 
 _ELEMS_STOP: Final = 1 << 63
+_DIMS_MAX: Final = 64
 
 
 def _check_dtype(name: str) -> str:
@@ -36,6 +37,8 @@ def _check_dtype(name: str) -> str:
 
 
 def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) > _DIMS_MAX:
+        raise unfit(f"at most {_DIMS_MAX} sizes, as torch allows")
     # A size of 0 does not take back what the others come to.
     if math.prod(size for size in shape if size) >= _ELEMS_STOP:
         raise unfit("sizes of fewer than 2^63 elements")
@@ -50,8 +53,7 @@ def _check_setting(name: str) -> str:
 
 Count = Annotated[int, Field(ge=0, lt=_ELEMS_STOP)]
 DtypeName = Annotated[str, AfterValidator(_check_dtype)]
-Shape = Annotated[tuple[Count, ...], FailFast(), Field(max_length=64), AfterValidator(_check_shape)]
-"""At most as many sizes as torch allows."""
+Shape = Annotated[tuple[Count, ...], AfterValidator(_check_shape)]
 Setting = Annotated[Text, AfterValidator(_check_setting)]
 Encoded = Annotated[Any, AfterValidator(check_encoded)]
 
@@ -85,7 +87,7 @@ class ParamRecord:
     """Of the working param; its master is fp32."""
     group: Count | None
     """Index into `Manifest.groups`; None where no optimizer holds it, as for an empty param."""
-    state: Many[StateRecord]
+    state: tuple[StateRecord, ...]
     """In the order in which the optimizer created it."""
 
 
@@ -121,8 +123,8 @@ class FileRecord:
     name: Text
     """Relative to the checkpoint."""
     size_bytes: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    pieces: Many[PieceRecord]
+    sha256: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
+    pieces: tuple[PieceRecord, ...]
     """In the order in which they lie there."""
 
 
@@ -141,7 +143,9 @@ class WorldRecord:
     """Who wrote a checkpoint: for people, and for the names of its files."""
 
     world_size: Annotated[Count, Field(ge=1)]
-    torch: Annotated[str, Field(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.]{0,40}$")]
+    torch: Annotated[
+        str, matching(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.]{0,40}", "the version of a release")
+    ]
     """Version of torch."""
 
 
@@ -160,15 +164,15 @@ class Manifest:
 
     form: Form
     world: WorldRecord
-    params: Many[ParamRecord]
+    params: tuple[ParamRecord, ...]
     """In registration order."""
-    module: Many[ModuleRecord]
+    module: tuple[ModuleRecord, ...]
     optimizer: Text
     """Class of the optimizer."""
-    groups: Many[GroupRecord]
+    groups: tuple[GroupRecord, ...]
     """Equal ones only once. Params name theirs."""
     loss_scaler: ScalerRecord | None
-    files: Many[FileRecord]
+    files: tuple[FileRecord, ...]
 
     def describe_tensors(self) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
         """Return shape and dtype of everything that lies in files, by param and tensor."""
