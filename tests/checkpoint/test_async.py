@@ -50,7 +50,7 @@ class TestSaveAsync:
         results = run_ranks(RANKS, program)
         kit.assert_same_runs([loaded for _, loaded in results], [facts for facts, _ in results])
 
-    @pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+    @pytest.mark.parametrize("form", ["sharded", "consolidated"])
     def test_every_form_has_what_there_was(self, run_ranks, kit, tmp_path, form):
         """Whoever writes it, and when."""
 

@@ -103,7 +103,7 @@ class TestForATarget:
         names = features_for(able)
         assert "system.bucket_elems" in names
         assert {"world.races=true", "data.nan", "layout: empty param"} <= {*names}
-        gone = {"system.arena=true", "optimizer.groups.lr", "reload", "reload.form=dcp"}
+        gone = {"system.arena=true", "optimizer.groups.lr", "reload", "reload.form=consolidated"}
         assert not gone & {*names}
 
     def test_after_a_checkpoint_it_follows_what_it_follows_before(self):

@@ -111,12 +111,12 @@ def test_only_weights_that_the_first_rank_sends_may_differ_at_the_start():
     assert problem.path == "model.distinct_start"
 
 
-FORMS = {DDP: {"consolidated"}, FSDP2: {"consolidated", "dcp"}}
+FORMS = {DDP: {"consolidated"}, FSDP2: {"consolidated", "sharded"}}
 
 
-@pytest.mark.parametrize("form", ["sharded", "consolidated", "dcp"])
+@pytest.mark.parametrize("form", ["sharded", "consolidated"])
 @pytest.mark.parametrize("target", FORMS, ids=lambda target: target.name)
-def test_only_what_is_sharded_is_saved_in_shards_and_those_are_of_torch(target, form):
+def test_only_what_is_sharded_is_saved_in_shards(target, form):
     asked = ReloadSpec(step=1, form=form, world_size=2)
     assert (not refused(target, reload=asked)) == (form in FORMS[target])
 
@@ -139,7 +139,7 @@ KNOWN = {
     "checkpointing": {"said": {"checkpointing": "true"}},
     "stale state": {
         "optimizer": OptimizerSpec(name="adagrad"),
-        "reload": ReloadSpec(step=1, form="dcp"),
+        "reload": ReloadSpec(step=1),
     },
     "containers": {"said": {"wrap": "size"}, "model": ModelSpec(name="moe")},
 }
@@ -164,7 +164,7 @@ def test_the_variables_of_a_process_are_left_as_they_were():
     ("optimizer", "form", "fits"),
     [
         (OptimizerSpec(name="sgd"), "consolidated", False),
-        (OptimizerSpec(name="sgd"), "dcp", True),
+        (OptimizerSpec(name="sgd"), "sharded", True),
         (OptimizerSpec(name="sgd", momentum=0.5), "consolidated", True),
         (OptimizerSpec(name="adamw"), "consolidated", True),
     ],

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_sim.bundle.decode import InvalidField, integers
 from zero_sim.errors import ScenarioError
 from zero_sim.findings.describe import EVIDENCE_ELEMS_MAX
 from zero_sim.findings.records import BufferMap, Evidence, Finding
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
+from zero_sim.untrusted_json import InvalidField, show
 
 _CHECK = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*(\.[a-z0-9]+(-[a-z0-9]+)*)?")
 _CHECK_CHARS_MAX = 80
@@ -38,6 +38,20 @@ _COUNTS = (
     "call_stop",
 )
 """Fields of a finding that count or number something, where it has them."""
+
+
+def integers(value: object, *, stop: int, where: str) -> list[int]:
+    """Return a list of integers from 0 up to but without `stop`.
+
+    Raises:
+        InvalidField: It is none.
+    """
+    if not isinstance(value, list):
+        raise InvalidField(f"{where}: expected a list, got {show(value)}")
+    for index, item in enumerate(value):
+        if type(item) is not int or not 0 <= item < stop:
+            raise InvalidField(f"{where}[{index}]: expected 0 to {stop - 1}, got {show(item)}")
+    return value
 
 
 def world_sizes(scenario: Scenario) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Tensors into files: each rank its own pieces, or rank 0 everything, tensor by tensor."""
+"""The plan of a save, and its files: each rank writes its own pieces, or rank 0 everything."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zero_sim.checkpoint.all_or_none import Coordinator
 from zero_sim.checkpoint.entries import (
     CONSOLIDATED_NAME,
     MODULE_NAME,
@@ -17,11 +18,44 @@ from zero_sim.checkpoint.entries import (
     build_whole,
     sort_entries,
 )
-from zero_sim.checkpoint.manifest import MASTER, FileRecord, ParamRecord, name_state
-from zero_sim.checkpoint.save_plan import SavePlan
+from zero_sim.checkpoint.folder import Folder
+from zero_sim.checkpoint.manifest import (
+    MASTER,
+    FileRecord,
+    Form,
+    GroupRecord,
+    ParamRecord,
+    name_state,
+)
+from zero_sim.checkpoint.snapshot import Piece, Snapshot
 from zero_sim.checkpoint.tensorfile import TensorFileWriter
 from zero_sim.checkpoint.values import find_dtype, name_dtype
 from zero_sim.layout import Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SavePlan:
+    """One save, as agreed; the same on all ranks but for the snapshot."""
+
+    coordinator: Coordinator
+    folder: Folder
+    form: Form
+    snapshot: Snapshot
+    params: tuple[ParamRecord, ...]
+    groups: tuple[GroupRecord, ...]
+    writers: Sequence[Sequence[tuple[str, int, int]]]
+    """For every rank the pieces that it writes: param, first element, and that after the last."""
+
+    @property
+    def pieces(self) -> dict[tuple[str, Span], Piece]:
+        """What this rank writes."""
+        mine = set(self.find_pieces(self.coordinator.rank))
+        held = {(piece.param, piece.span): piece for piece in self.snapshot.pieces}
+        return {where: piece for where, piece in held.items() if where in mine}
+
+    def find_pieces(self, rank: int) -> list[tuple[str, Span]]:
+        """Return what a rank writes, by param and span."""
+        return [(name, Span(start, stop)) for name, start, stop in self.writers[rank]]
 
 
 def write_own_files(plan: SavePlan) -> list[FileRecord]:

@@ -298,7 +298,7 @@ def _drawn_checkpoint(choices: Choices, steps: int, model: ModelSpec, swarm: Swa
     return ReloadSpec(
         step=step,
         async_steps=choices.integer(1, steps - step) if goes_on else 0,
-        form=choices.among(["sharded", "sharded", "consolidated", "dcp"]),
+        form=choices.among(["sharded", "sharded", "consolidated"]),
         weights_only=swarm.on("weights only"),
     )
 

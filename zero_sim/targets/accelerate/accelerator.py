@@ -125,7 +125,8 @@ def save_state(accelerator: Any, path: Path, *, form: CheckpointForm) -> None:
     Args:
         accelerator: This rank's.
         path: The folder.
-        form: Of what is sharded: `dcp`, or `consolidated` for whole params on the first rank.
+        form: Of what is sharded: `sharded` for torch's distributed checkpoint, or `consolidated`
+            for whole params on the first rank.
     """
     _choose_form(accelerator, is_whole=form == "consolidated")
     accelerator.save_state(str(path))

@@ -106,7 +106,7 @@ def known_to_go_wrong(scenario: Scenario, options: Mapping[str, Any]) -> Iterato
             message="torch 2.13 raises 'Expected device to be set' where accelerate has it load a "
             "whole state of an optimizer that has no tensors in it, got SGD without momentum. "
             f"{UPSTREAM}",
-            suggestion="Try form = 'dcp', or another optimizer.",
+            suggestion="Try form = 'sharded', or another optimizer.",
         )
     if options["wrap"] == "size" and scenario.model.tied:
         yield Problem(
@@ -268,10 +268,7 @@ class AccelerateFSDP2:
                 "system.redundancy",
                 "reload",
             ),
-            only=(
-                ("reload.form", ("consolidated", "dcp")),
-                ("reload.weights_only", (False,)),
-            ),
+            only=(("reload.weights_only", (False,)),),
         )
 
     def numerics(self, scenario: Scenario) -> Numerics:
