@@ -207,7 +207,7 @@ def test_as_a_page(tmp_path):
     page = tmp_path / "ring.html"
     assert run("ring", "--html", page).exit_code == 0
     text = page.read_text()
-    assert "default-src 'none'" in text.replace("&#x27;", "'")
+    assert "default-src 'none'" in text.replace("&#39;", "'")
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
     assert text.count('class="walk"') > 9
 

@@ -47,12 +47,11 @@ def _text(cell: Cell | str) -> str:
 
 
 def _bars(bars: Bars) -> Iterator[str]:
-    most = max((amount for _, amount in bars.amounts), default=0) or 1
     yield f"{bars.title}, in {bars.unit}"
     rows = [
         [
             name,
-            f"{'█' * max(1, round(amount / most * BAR_CHARS)):<{BAR_CHARS}}",
+            f"{'█' * max(1, round(amount / bars.most * BAR_CHARS)):<{BAR_CHARS}}",
             f"{amount:,.0f}",
         ]
         for name, amount in bars.amounts

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zero_sim.report.markup import Markup
+from markupsafe import Markup
 
 Mark = Literal["", "own", "new", "sent", "got", "done", "wrong"]
 SIGNS: Mapping[Mark, str] = {
@@ -49,6 +49,11 @@ class Bars:
     amounts: Sequence[tuple[str, float]]
     now: int | None = None
     """Index of the amount that belongs to the step that is shown."""
+
+    @property
+    def most(self) -> float:
+        """The largest amount; 1 if there is none, since bars are drawn in shares of it."""
+        return max((amount for _, amount in self.amounts), default=0) or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
