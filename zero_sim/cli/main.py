@@ -403,8 +403,7 @@ def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path 
         raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
     with packages_needed():
         from zero_sim.bundle import find_bundle, read_bundle
-        from zero_sim.report.chrome_trace import write_chrome_trace
-        from zero_sim.report.flight_recorder import write_flight_recorder
+        from zero_sim.report.traces import write_chrome_trace, write_flight_recorder
     bundle = read_bundle(find_bundle(name, folder=bundles))
     if not bundle.logs:
         raise UsageError(f"expected a bundle with events, got {bundle.id}, which has none.")
