@@ -1,9 +1,11 @@
-"""Amounts as people read them: bytes in powers of ten (GB) and of two (GiB), and tables."""
+"""Amounts as people read them: bytes in powers of ten (GB) and of two (GiB), bars and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+BAR_CHARS = 40
+"""Width of a bar, whatever the terminal's."""
 _TENS = (("GB", 10**9), ("MB", 10**6), ("B", 1))
 
 
@@ -38,6 +40,15 @@ def binary_bytes(amount: float) -> str:
         if amount >= 1024**power / 10:
             return f"{amount / 1024**power:,.2f} {name}"
     return f"{amount:,.0f} B"
+
+
+def bar(share: float) -> str:
+    """A bar as text, at least one character long, padded to `BAR_CHARS`.
+
+    Args:
+        share: Of the longest bar.
+    """
+    return f"{'█' * max(1, round(share * BAR_CHARS)):<{BAR_CHARS}}"
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zero_sim.cost.rows import MemoryRow, TrafficRow
 from zero_sim.report.amounts import (
+    BAR_CHARS,
     aligned,
     binary_bytes,
     binary_unit,
@@ -13,9 +14,6 @@ from zero_sim.report.amounts import (
     in_unit,
     unit_for,
 )
-
-BAR_CHARS = 40
-"""Width of a bar, whatever the terminal's."""
 
 
 def render_memory(

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from zero_sim.cost.ledger import RankLedger, Sample
 from zero_sim.cost.network import Network
 from zero_sim.cost.rows import MemoryRow, TrafficRow
-from zero_sim.report.amounts import aligned, in_unit, unit_for
-from zero_sim.report.costs import BAR_CHARS
+from zero_sim.report.amounts import aligned, bar, in_unit, unit_for
 from zero_sim.run.measure import Measured
 from zero_sim.untrusted import printable
 
@@ -134,9 +133,8 @@ def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
     shown = chosen_moments(samples)
     rows = [["phase", "moment", "", unit[0]]]
     for sample in shown:
-        bar = "█" * max(1, round(sample.total / most * BAR_CHARS))
         amount = in_unit(sample.total, unit)
-        rows.append([sample.phase, sample.where, f"{bar:<{BAR_CHARS}}", amount])
+        rows.append([sample.phase, sample.where, bar(sample.total / most), amount])
     left = len(samples) - len(shown)
     more = [f"... of {len(samples)} moments those that change most."] if left else []
     return [*aligned(rows, left=3).splitlines(), *more]

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero_sim.cost.counted import counted_model
 from zero_sim.cost.network import Network, Ring
 from zero_sim.cost.traffic import traffic_of
-from zero_sim.report.svg_ring import draw_ring
+from zero_sim.report import pages
 from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.sim import World
 
@@ -86,7 +86,7 @@ def walk_ring() -> Walk:
                 "of all four. Each rank sends to the next one only, and gets from the one before."
             ],
             tables=[_table([list(map(Cell, _chunks(values))) for values in starts])],
-            picture=draw_ring(RANKS, [(i, (i + 1) % RANKS, "") for i in range(RANKS)]),
+            picture=pages.render("ring.html", labels=[""] * RANKS),
         )
     ]
     steps += [_iteration(iterations, turn) for turn in range(2 * (RANKS - 1))]
@@ -121,7 +121,6 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
                 mark = "got"
             row.append(Cell(text, mark))
         rows.append(row)
-    arrows = [(rank, (rank + 1) % RANKS, f"chunk {each.sent}") for rank, each in enumerate(now)]
     text = [
         f"Rank {rank} sends chunk {each.sent} to rank {(rank + 1) % RANKS}"
         + (", which adds it." if reducing else ", which keeps it.")
@@ -142,7 +141,7 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
         title=f"{half}, iteration {number} of {RANKS - 1}",
         text=text,
         tables=[_table(rows, marked=True)],
-        picture=draw_ring(RANKS, arrows),
+        picture=pages.render("ring.html", labels=[f"chunk {each.sent}" for each in now]),
     )
 
 
