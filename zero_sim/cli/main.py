@@ -433,11 +433,10 @@ def schema(what: str) -> None:
     if what == _SCENARIO:
         echo_json(scenario_schema())
         return
-    for command in COMMANDS:
-        if what == command:
-            with packages_needed():
-                echo_json(output_schema(command))
-            return
+    if what in COMMANDS:
+        with packages_needed():
+            echo_json(output_schema(what))
+        return
     names = ", ".join((_SCENARIO, *COMMANDS))
     raise UsageError(f"expected one of {names}; got {what!r}.")
 

@@ -17,24 +17,12 @@ from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Literal
 
+from zero_sim.findings.records import BufferMap, CaseResult, Finding
+from zero_sim.report.explain import Explanation
+from zero_sim.report.records import Fact, Measurement, WorseRatio
+
 VERSION = 3
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-Command = Literal[
-    "run",
-    "replay",
-    "explain",
-    "fuzz",
-    "merge",
-    "shrink",
-    "mutants",
-    "memory",
-    "traffic",
-    "fingerprint",
-    "rules",
-    "doctor",
-    "bench",
-]
-
 Node = dict[str, object]
 
 _TEXT: Node = {"type": "string"}
@@ -49,11 +37,11 @@ _STATUS: Node = {
 }
 
 
-def output_schema(command: Command) -> Node:
+def output_schema(command: str) -> Node:
     """The JSON Schema of what a command prints with `--json`.
 
     Args:
-        command: Its name.
+        command: Its name, one of `COMMANDS`.
     """
     properties = {
         "schema": {"const": VERSION, "description": "Version of this schema."},
@@ -78,7 +66,7 @@ def _run() -> Node:
     problem = dict.fromkeys(("source", "path", "message", "suggestion"), _TEXT)
     case = _object(
         {
-            **_fields(_records().CaseResult, without=_NOT_TOLD),
+            **_fields(CaseResult, without=_NOT_TOLD),
             "source": _described(_TEXT, "The scenario file."),
             "reproduce": _described(_TEXT, "The command that runs this case alone."),
             "bundle": _described(_or_null(_TEXT), "Id of its bundle, where there is one."),
@@ -96,7 +84,7 @@ def _run() -> Node:
 
 
 def _replay() -> Node:
-    finding = _record(_records().Finding)
+    finding = _record(Finding)
     return {
         "id": _TEXT,
         "outcome": {"enum": ["fixed", "failed", "error"]},
@@ -105,7 +93,7 @@ def _replay() -> Node:
         "then": finding,
         "now": _or_null(finding),
         "differences": _list(_TEXT),
-        "result": _record(_records().CaseResult),
+        "result": _record(CaseResult),
         "exit_status": _STATUS,
         "frozen": _or_null(_TEXT),
         "replay": _described(_TEXT, "The command that repeats it."),
@@ -113,13 +101,11 @@ def _replay() -> Node:
 
 
 def _explain() -> Node:
-    from zero_sim.report.explain import Explanation
-
     return {
         **_fields(Explanation),
         "bundle": _or_null(_TEXT),
-        "finding": _or_null(_record(_records().Finding)),
-        "strip": _or_null(_record(_records().BufferMap)),
+        "finding": _or_null(_record(Finding)),
+        "strip": _or_null(_record(BufferMap)),
     }
 
 
@@ -137,7 +123,7 @@ def _shrink() -> Node:
         "complete": _or_null(_FLAG),
         "stopped": {"enum": ["cases", "seconds", "asked", None]},
         "bundle": _or_null(_TEXT),
-        "result": _record(_records().CaseResult),
+        "result": _record(CaseResult),
         "exit_status": _STATUS,
         "replay": _or_null(_TEXT),
         "reproduce": _or_null(_TEXT),
@@ -271,6 +257,8 @@ def _memory() -> Node:
 
 
 def _traffic() -> Node:
+    from zero_sim.cost.network import Network
+
     sent: Node = {"type": "object", "additionalProperties": _COUNTS}
     flow = _object(
         {
@@ -291,7 +279,7 @@ def _traffic() -> Node:
         "bytes_sent_per_rank": _described(sent, "Of the first of `rows`."),
         "total": _described(_COUNT, "Likewise."),
         "rows": _list(row),
-        "network": _network(),
+        "network": _record(Network),
         "measured": _measured(),
     }
 
@@ -319,12 +307,6 @@ def _measured() -> Node:
         }
     )
     return _described(_or_null(_list(run)), "With --measure: of each row the run.")
-
-
-def _network() -> Node:
-    from zero_sim.cost.network import Network
-
-    return _record(Network)
 
 
 def _fingerprint() -> Node:
@@ -371,21 +353,17 @@ def _rules() -> Node:
 
 
 def _doctor() -> Node:
-    from zero_sim.report.records import Fact
-
     return {"facts": _list(_record(Fact))}
 
 
 def _bench() -> Node:
-    from zero_sim.report.records import Measurement, WorseRatio
-
     return {
         "measurements": _list(_record(Measurement)),
         "worse": _described(_list(_record(WorseRatio)), "Empty without --check."),
     }
 
 
-_COMMANDS: Mapping[Command, Callable[[], Node]] = {
+_COMMANDS: Mapping[str, Callable[[], Node]] = {
     "run": _run,
     "replay": _replay,
     "explain": _explain,
@@ -400,14 +378,8 @@ _COMMANDS: Mapping[Command, Callable[[], Node]] = {
     "doctor": _doctor,
     "bench": _bench,
 }
-COMMANDS: tuple[Command, ...] = tuple(_COMMANDS)
+COMMANDS = tuple(_COMMANDS)
 """Commands that have `--json`."""
-
-
-def _records() -> types.ModuleType:
-    from zero_sim.findings import records
-
-    return records
 
 
 def _described(node: Node, text: str) -> Node:
