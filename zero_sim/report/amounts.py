@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 BAR_CHARS = 40
 """Width of a bar, whatever the terminal's."""
@@ -51,18 +51,18 @@ def bar(share: float) -> str:
     return f"{'█' * max(1, round(share * BAR_CHARS)):<{BAR_CHARS}}"
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table: its first columns to the left, numbers to the right.
+def aligned(rows: Sequence[Sequence[str]], *, words: Container[int] = (0,)) -> str:
+    """A table, without blanks at the ends of lines; words to the left, numbers to the right.
 
     Args:
-        rows: The head first.
-        left: Number of columns of words.
+        rows: The head first, if there is one.
+        words: Indices of the columns of words.
     """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            f"{cell:<{width}}" if column < left else f"{cell:>{width}}"
+            cell.ljust(width) if column in words else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())

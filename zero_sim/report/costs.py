@@ -95,7 +95,7 @@ def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, tit
         rows.append(
             [name, f"{bar:<{BAR_CHARS}}", signed if stop < start or not start else f"+{signed}"]
         )
-    return aligned(rows, left=2)
+    return aligned(rows, words=range(2))
 
 
 def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str, unit: str) -> str:
@@ -123,7 +123,7 @@ def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str
             bar = "" if amount is None else "█" * max(1, round(amount / most * width))
             cells.append(f"{bar:<{width}}")
         rows.append(cells)
-    return f"{what} in {unit}, by number of ranks N\n\n{aligned(rows, left=0)}"
+    return f"{what} in {unit}, by number of ranks N\n\n{aligned(rows, words=())}"
 
 
 def render_traffic(rows: Sequence[TrafficRow]) -> str:

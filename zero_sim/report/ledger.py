@@ -75,7 +75,7 @@ def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Netwo
     lines = [
         f"Measured: step {measured.step} on {len(measured.ledgers)} simulated ranks.",
         "",
-        *aligned(table, left=2).splitlines(),
+        *aligned(table, words=range(2)).splitlines(),
         "",
         f"Sent in all: {in_unit(float(traffic.sent), unit)} {unit[0]}"
         + (f", by closed form {closed} {unit[0]}." if measured.is_costed else "."),
@@ -137,7 +137,7 @@ def _moments(samples: Sequence[Sample], unit: tuple[str, int]) -> list[str]:
         rows.append([sample.phase, sample.where, bar(sample.total / most), amount])
     left = len(samples) - len(shown)
     more = [f"... of {len(samples)} moments those that change most."] if left else []
-    return [*aligned(rows, left=3).splitlines(), *more]
+    return [*aligned(rows, words=range(3)).splitlines(), *more]
 
 
 def _verdict(measured: Measured) -> list[str]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from zero_sim.report.amounts import aligned
 from zero_sim.report.calls import observed_grads, render_calls
 from zero_sim.report.text_buffer_map import draw_buffer_map
 from zero_sim.untrusted import printable
@@ -357,13 +358,13 @@ def render_observed(results: Sequence[CaseResult]) -> str:
     names = list(dict.fromkeys((*_OBSERVABLE, *sorted(missing))))
     rows = [("compared", "not observed", f"of {_count(len(passed), 'case')} that passed")]
     rows += [(str(len(passed) - missing[name]), str(missing[name] or ""), name) for name in names]
-    return f"What a target does not tell is not observed:\n{_columns(rows)}"
+    return f"What a target does not tell is not observed:\n{aligned(rows, words=range(4))}"
 
 
 def render_facts(facts: Sequence[Fact]) -> str:
     """The doctor's table."""
     rows = [("ok" if fact.ok else "NO", fact.name, fact.value, fact.note) for fact in facts]
-    return _columns(rows)
+    return aligned(rows, words=range(4))
 
 
 def render_measurements(measurements: Sequence[Measurement]) -> str:
@@ -377,7 +378,7 @@ def render_measurements(measurements: Sequence[Measurement]) -> str:
         )
         for row in measurements
     ]
-    return _columns(rows)
+    return aligned(rows, words=range(4))
 
 
 def render_worse(found: Sequence[WorseRatio]) -> str:
@@ -385,7 +386,7 @@ def render_worse(found: Sequence[WorseRatio]) -> str:
     rows = [
         ("WORSE", one.name, f"{one.value:,.4g} x", f"{one.before:,.4g} x before") for one in found
     ]
-    return _columns(rows)
+    return aligned(rows, words=range(4))
 
 
 def _goal(row: Measurement) -> str:
@@ -395,16 +396,6 @@ def _goal(row: Measurement) -> str:
 
 def _text(lines: Iterable[str]) -> str:
     return "\n".join(map(printable, lines))
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    if not rows:
-        return ""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _number(bits: str | None, value: str | None) -> str:

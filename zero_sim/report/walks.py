@@ -126,7 +126,7 @@ def _text(cell: Cell | str) -> str:
 def _bars(bars: Bars) -> Iterator[str]:
     yield f"{bars.title}, in {bars.unit}"
     rows = [[name, bar(amount / bars.most), f"{amount:,.0f}"] for name, amount in bars.amounts]
-    yield from aligned(rows, left=2).splitlines()
+    yield from aligned(rows, words=range(2)).splitlines()
 
 
 def write_walk(path: Path, walk: Walk) -> None:
