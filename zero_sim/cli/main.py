@@ -503,11 +503,11 @@ def doctor(
         ctx.exit(_visit(gpu_report, only=only))
     require_with(ctx, "--gpu", "only", "gpu_report", given=False)
     from zero_sim.doctor import examine
-    from zero_sim.report.text import render_facts
+    from zero_sim.report.records import render_facts
 
     facts = examine()
     if as_json:
-        echo_report({"facts": [fact.as_dict() for fact in facts]})
+        echo_report({"facts": facts})
     else:
         click.echo(render_facts(facts))
     can_run = all(fact.ok for fact in facts if fact.required)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
@@ -24,10 +23,6 @@ class Explanation:
     """What usually breaks it, the most frequent first."""
     seen_in: tuple[str, ...] = ()
     """Public bugs of this kind, `project#number: what it was`."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Everything, ready for JSON."""
-        return dataclasses.asdict(self)
 
 
 def _read() -> dict[str, Explanation]:

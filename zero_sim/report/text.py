@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from zero_sim.errors import ScenarioError
     from zero_sim.findings.records import BufferMap, CaseResult, Finding
     from zero_sim.report.explain import Explanation
-    from zero_sim.report.records import Fact, Measurement, WorseRatio
     from zero_sim.shrink import Reduced
     from zero_sim.sim import EventLog
 
@@ -359,39 +358,6 @@ def render_observed(results: Sequence[CaseResult]) -> str:
     rows = [("compared", "not observed", f"of {_count(len(passed), 'case')} that passed")]
     rows += [(str(len(passed) - missing[name]), str(missing[name] or ""), name) for name in names]
     return f"What a target does not tell is not observed:\n{aligned(rows, words=range(4))}"
-
-
-def render_facts(facts: Sequence[Fact]) -> str:
-    """The doctor's table."""
-    rows = [("ok" if fact.ok else "NO", fact.name, fact.value, fact.note) for fact in facts]
-    return aligned(rows, words=range(4))
-
-
-def render_measurements(measurements: Sequence[Measurement]) -> str:
-    """The benchmark table."""
-    rows = [
-        (
-            {True: "ok", False: "MISS", None: ""}[row.ok],
-            row.name,
-            f"{row.value:,.4g} {row.unit}".rstrip(),
-            "" if row.goal is None else f"goal {_goal(row)}",
-        )
-        for row in measurements
-    ]
-    return aligned(rows, words=range(4))
-
-
-def render_worse(found: Sequence[WorseRatio]) -> str:
-    """The ratios that got worse, a line each."""
-    rows = [
-        ("WORSE", one.name, f"{one.value:,.4g} x", f"{one.before:,.4g} x before") for one in found
-    ]
-    return aligned(rows, words=range(4))
-
-
-def _goal(row: Measurement) -> str:
-    side = "at least" if row.at_least else "at most"
-    return f"{side} {row.goal:,.4g} {row.unit}".rstrip()
 
 
 def _text(lines: Iterable[str]) -> str:

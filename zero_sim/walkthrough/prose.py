@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from zero_sim.report.walks import Bars, Cell, Step, Table, Walk
+from zero_sim.report.walks import Cell, Step, Table, Walk
 
 
 def walk(name: str, steps: Sequence[Step], **values: object) -> Walk:
@@ -23,7 +23,6 @@ def step(
     name: str,
     tables: Sequence[Table] = (),
     *,
-    bars: Bars | None = None,
     picture: Markup | None = None,
     more: Sequence[str] = (),
     **values: object,
@@ -33,7 +32,6 @@ def step(
     Args:
         name: Its table in `prose.toml`, such as `ring.start`.
         tables: Shown below the text.
-        bars: Shown below the tables.
         picture: Shown above the tables, on pages.
         more: Further paragraphs.
         values: Fill in the names in braces.
@@ -44,7 +42,6 @@ def step(
         title=entry["title"].format_map(values),
         text=[*text, *more],
         tables=tables,
-        bars=bars,
         picture=picture,
     )
 
