@@ -53,8 +53,6 @@ class NearCall:
     record: CollectiveRecord
     when: str
     """`before` the bad step began, `in` it up to the finding, or `after` that."""
-    suspect: bool
-    """Whether it can have carried what differs, or is the call that did not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +61,8 @@ class Nearby:
 
     rank: int
     suspects: tuple[NearCall, ...]
-    """All of them, in the order of the log."""
+    """All calls that can have carried what differs, and the call that did not fit, in the order of
+    the log."""
     others: tuple[NearCall, ...]
     """Some calls around them, in the order of the log."""
     left_out: int
@@ -116,23 +115,20 @@ def calls_near(
     fitting = fitting or [p for p in carrying if max(p[1].elems, p[1].output_elems) >= least]
     marked = {index for index, _ in fitting} | {log.refused}
     others = [pair for pair in of_step if pair[0] not in marked]
-    chosen = [
-        *((pair, "before") for pair in before[-BEFORE:]),
-        *((pair, "in") for pair in others[-OF_STEP:]),
-        *((pair, "after") for pair in after[:AFTER]),
-    ]
-    suspects = [
-        (pair, "before" if pair[0] < start else "in" if pair[0] < stop else "after")
-        for pair in own
-        if pair[0] in marked
-    ]
+
+    def near(index: int, record: CollectiveRecord) -> NearCall:
+        when = "before" if index < start else "in" if index < stop else "after"
+        return NearCall(index=index, record=record, when=when)
+
+    around = [*before[-BEFORE:], *others[-OF_STEP:], *after[:AFTER]]
+    suspects = tuple(near(*pair) for pair in own if pair[0] in marked)
     missing = ""
     if buffer_map is not None and bucket is not None and finding.call_start is not None:
         missing = _missing(finding, buffer_map, bucket, carrying=[record for _, record in carrying])
     return Nearby(
         rank=rank,
-        suspects=tuple(_near(pair, when, suspect=True) for pair, when in suspects),
-        others=tuple(_near(p, when, suspect=False) for p, when in chosen if p[0] not in marked),
+        suspects=suspects,
+        others=tuple(near(*pair) for pair in around if pair[0] not in marked),
         left_out=max(0, len(others) - OF_STEP),
         missing=missing,
         why_no_suspect=_why_no_suspect(finding, buffer_map, shows_grads) if not suspects else "",
@@ -149,10 +145,6 @@ def observed_grads(notes: Iterable[str]) -> bool:
 
     silent = (note.removeprefix(UNOBSERVED) for note in notes if note.startswith(UNOBSERVED))
     return not any(GRADIENTS in each.split(", ") for each in silent)
-
-
-def _near(pair: tuple[int, CollectiveRecord], when: str, *, suspect: bool) -> NearCall:
-    return NearCall(index=pair[0], record=pair[1], when=when, suspect=suspect)
 
 
 def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:

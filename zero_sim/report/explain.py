@@ -16,13 +16,13 @@ class Explanation:
 
     check: Check
     meaning: str
-    """What was compared, or what must hold."""
+    """The quantity compared, or the rule checked."""
     why: str
-    """What goes wrong in training where it does not hold."""
+    """The damage in training if it does not hold."""
     causes: tuple[str, ...]
-    """What usually breaks it, the most frequent first."""
+    """Usual causes, the most frequent first."""
     seen_in: tuple[str, ...] = ()
-    """Public bugs of this kind, `project#number: what it was`."""
+    """Public bugs of this kind, as `project#number: description`."""
 
 
 def _read() -> dict[str, Explanation]:

@@ -80,7 +80,7 @@ def near_calls(
             came.setdefault(_key(record), set()).add(record.rank)
     differ = buffer_map.differ_ranks if buffer_map and buffer_map.check == finding.check else ()
     ranks, left_out = _ranks(nearby, suspects, came=came, differ=differ)
-    rows = list(_rows(calls, ranks, came=came, finding=finding, refused=log.refused))
+    rows = list(_rows(calls, ranks, suspects, came=came, finding=finding, refused=log.refused))
     marks = [("mark suspect", "suspect")] if suspects else []
     if any(class_ == "lacks" for row in rows for _, class_, _ in row["marks"]):
         marks.append(("lacks", "never came"))
@@ -130,6 +130,7 @@ def _key(record: CollectiveRecord) -> _Key:
 def _rows(
     calls: Sequence[NearCall],
     ranks: Sequence[int],
+    suspects: Sequence[NearCall],
     *,
     came: Mapping[_Key, set[int]],
     finding: Finding,
@@ -145,7 +146,7 @@ def _rows(
         about += ["async"] if record.asynchronous else []
         yield {
             "label": "" if label == last else label,
-            "class": " ".join(["suspect"] * call.suspect + ["step"] * (call.when == "in")),
+            "class": " ".join(["suspect"] * (call in suspects) + ["step"] * (call.when == "in")),
             "call": f"{record.kind} #{record.sequence}",
             "about": ", ".join(about),
             # The folder is long, and the same for nearly all of them.
