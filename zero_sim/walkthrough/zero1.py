@@ -6,8 +6,8 @@ is what the system had, read on each rank while it ran.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -42,52 +42,55 @@ SCENARIO = Scenario(
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one rank had of `W_q`, at each point of the step."""
+    """Values of `W_q` on one rank at each point of the step, its parts after it, and its calls."""
 
-    own_grad: Tensor | None = None
-    grad_after: Tensor | None = None
-    before: Tensor | None = None
-    half: Tensor | None = None
-    """Its working param when its owner had stepped and nothing was gathered."""
-    after: Tensor | None = None
-    parts: dict[str, OwnedPart] = field(default_factory=dict)
-    calls: list[CollectiveRecord] = field(default_factory=list)
+    own_grad: Tensor
+    before: Tensor
+    half: Tensor
+    """The working param after its owner has stepped and before anything is gathered."""
+    after: Tensor
+    parts: Mapping[str, OwnedPart]
+    calls: Sequence[CollectiveRecord]
 
 
 def run_step() -> Sequence[Run]:
     """One step of both ranks, on the given gradients of `W_q` alone."""
     workload = build_workload(SCENARIO)
-    runs = [Run() for _ in range(RANKS)]
+    calls: list[list[CollectiveRecord]] = [[] for _ in range(RANKS)]
     working: dict[int, Tensor] = {}
+    halves: dict[int, Tensor] = {}
 
     def called(record: CollectiveRecord) -> None:
-        run = runs[record.rank]
-        run.calls.append(record)
+        calls[record.rank].append(record)
         if record.kind == "all_gather":
-            run.half = working[record.rank].detach().clone()
+            halves[record.rank] = working[record.rank].detach().clone()
 
     with World(RANKS) as world:
 
-        def program(rank: int) -> None:
-            run, group = runs[rank], dist.group.WORLD
+        def program(rank: int) -> Run:
+            group = dist.group.WORLD
             assert isinstance(group, dist.ProcessGroup)
             engine = ZeroSimTarget().build(workload.build(), scenario=SCENARIO, group=group)
             engine.zero_grad()
             param = dict(engine.module.named_parameters())["W_q"]
             working[rank] = param
-            run.before = param.detach().clone()
+            before = param.detach().clone()
             world.log.watch = called
             given = torch.tensor(W_Q_GRADS[rank]).to(torch.bfloat16)
-            run.own_grad = given
             engine.backward((param * given).sum(), last_micro=True, rows=1)
             engine.step(lr_factor=1.0)
-            run.after = param.detach().clone()
-            run.parts = {part.place.param: _kept(part) for part in engine.parts()}
-            run.grad_after = None if "W_q" not in run.parts else run.parts["W_q"].grad
+            return Run(
+                own_grad=given,
+                before=before,
+                half=halves[rank],
+                after=param.detach().clone(),
+                parts={part.place.param: _kept(part) for part in engine.parts()},
+                calls=calls[rank],
+            )
 
-        world.run(program)
+        runs = world.run(program)
         world.log.watch = None
     return runs
 
@@ -176,16 +179,16 @@ def _forward() -> Step:
 
 
 def _own_gradients(runs: Sequence[Run]) -> Step:
-    tables = []
-    for rank, run in enumerate(runs):
-        assert run.own_grad is not None
-        tables.append(_matrix(run.own_grad, title=f"Gradient of W_q on rank {rank}"))
+    tables = [
+        _matrix(run.own_grad, title=f"Gradient of W_q on rank {rank}")
+        for rank, run in enumerate(runs)
+    ]
     rounded = torch.tensor(0.023).to(torch.bfloat16).item()
     return prose.step("zero1.own_gradients", tables, rounded=rounded)
 
 
 def _reduced(runs: Sequence[Run]) -> Step:
-    total = runs[0].grad_after
+    total = runs[0].parts["W_q"].grad
     assert total is not None
     mean = total.float() / RANKS
     return prose.step(
@@ -199,7 +202,7 @@ def _reduced(runs: Sequence[Run]) -> Step:
 
 def _one_element(runs: Sequence[Run]) -> Step:
     part, spec = runs[0].parts["W_q"], SCENARIO.optimizer
-    total = runs[0].grad_after
+    total = part.grad
     assert total is not None
     gradient = (total[0].float() / RANKS).item()
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
@@ -244,7 +247,7 @@ def _half(runs: Sequence[Run]) -> Step:
 
 def _gathered(runs: Sequence[Run]) -> Step:
     tables = [_changed(run.after, run, rank) for rank, run in enumerate(runs)]
-    same = torch.equal(*(run.after for run in runs if run.after is not None))
+    same = torch.equal(runs[0].after, runs[1].after)
     return prose.step("zero1.gathered", tables, same="yes" if same else "no")
 
 
@@ -295,9 +298,7 @@ def _matrix(values: Tensor, *, title: str, mark: Mark = "") -> Table:
     return Table(head=_columns(values.shape[1]), rows=rows, title=title)
 
 
-def _changed(now: Tensor | None, run: Run, rank: int) -> Table:
-    assert now is not None
-    assert run.before is not None
+def _changed(now: Tensor, run: Run, rank: int) -> Table:
     rows: list[list[Cell | str]] = []
     for index in range(now.shape[0]):
         cells: list[Cell | str] = [f"row {index}"]
