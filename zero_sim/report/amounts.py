@@ -29,13 +29,13 @@ def in_unit(amount: float, unit: tuple[str, int]) -> str:
 
 
 def decimal_bytes(amount: float) -> str:
-    """With its unit, `38.50 GB`: powers of ten."""
+    """Return an amount with its unit, `38.50 GB`: powers of ten."""
     unit = unit_for([amount])
     return f"{in_unit(amount, unit)} {unit[0]}"
 
 
 def binary_bytes(amount: float) -> str:
-    """With its unit, `35.86 GiB`: powers of two."""
+    """Return an amount with its unit, `35.86 GiB`: powers of two."""
     for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if amount >= 1024**power / 10:
             return f"{amount / 1024**power:,.2f} {name}"

@@ -21,7 +21,7 @@ OF_STEP = 6
 AFTER = 2
 """Calls shown of those after the finding."""
 SUSPECTS_UNFOLDED = 12
-"""Of more suspects than these, those of one line of code share a line."""
+"""Suspects shown a line each; of more, those of one line of code share a line."""
 
 _REDUCING, _GATHERING = ("reduce",), ("gather", "all_to_all", "broadcast")
 _CARRYING = (*_REDUCING, *_GATHERING, "scatter", "send", "recv")
@@ -32,7 +32,7 @@ _MARKED: dict[str, tuple[str, ...]] = {
     Phase.WRITE_BACK: _GATHERING,
     Phase.GATHER: _GATHERING,
 }
-"""What is in the name of the collectives that carry what is compared in a phase."""
+"""Parts of the names of collectives that carry the values compared in a phase."""
 
 _NOT_TOLD = (
     "the system reports its params alone, so the update itself may be wrong; parts() shows which"
@@ -68,7 +68,7 @@ class Nearby:
     left_out: int
     """Calls of the bad step that are neither."""
     missing: str
-    """Which call of the bad step was to be expected and is not there; empty where none is known."""
+    """The expected call that the bad step lacks; empty if none is known."""
     why_no_suspect: str = ""
     """Why no call is a suspect, though some carried data; empty otherwise."""
 
@@ -148,7 +148,7 @@ def observed_grads(notes: Iterable[str]) -> bool:
 
 
 def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
-    """Whether a call is of a kind that carries what is compared in the finding's phase."""
+    """True if a call of this kind carries the values compared in the finding's phase."""
     words = _MARKED.get(finding.phase or "", ())
     if finding.check == Check.EQUALITY_SCALE:
         words = _REDUCING

@@ -168,7 +168,7 @@ def render_traffic(rows: Sequence[TrafficRow]) -> str:
 
 
 def _through_first(rows: Sequence[TrafficRow], unit: tuple[str, int]) -> Iterator[str]:
-    """What passes the first rank, of the rows where it adds what all send it."""
+    """Bytes that pass through the first rank, for the rows in which it adds for all."""
     for row in rows:
         if row.traffic.through_first:
             yield (

@@ -37,7 +37,7 @@ _KINDS = (
     ("broadcast", "broadcast"),
     ("reduce", "reduce"),
 )
-"""What is in a name of the profiler or the Flight Recorder, and the kind."""
+"""Part of a name of the profiler or the Flight Recorder, and the kind."""
 
 
 def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
@@ -141,7 +141,7 @@ def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
 
 
 def _of_trace(events: Sequence[Any], *, rank: int) -> Iterator[SeenCall]:
-    """Of ours the lanes of a rank; of torch's profiler, whose file is of one rank, all."""
+    """Calls in a trace: one rank's lanes in ours, all in torch's, whose file is of one rank."""
     named = [e for e in events if isinstance(e, dict) and isinstance(e.get("args"), dict)]
     said = [e for e in named if "Collective name" in e["args"]]
     pids = {e.get("pid") for e in said}
@@ -189,7 +189,7 @@ def _number(value: object) -> float:
 
 
 def render_fingerprint(found: Fingerprint) -> str:
-    """What the calls look like, what is odd, and how large their messages are."""
+    """Render the stage that the calls look like, oddities, and the sizes of messages."""
     lines = [
         f"{found.stage or 'no stage'}: {found.why}",
         f"step: {shortened(found.letters)}",

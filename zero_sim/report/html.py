@@ -130,7 +130,7 @@ def _values(bundle: Bundle) -> Iterator[tuple[str, Markup]]:
 
 
 def values_table(finding: Finding, evidence: Evidence) -> Markup:
-    """What was expected and what came around the first difference, element by element."""
+    """Expected and observed values around the first difference, element by element."""
     differ, first = _differing(evidence)
     start = max(0, first - VALUES_BEFORE)
     stop = first + VALUES_AFTER

@@ -122,7 +122,7 @@ def _ranks(
 
 
 def _key(record: CollectiveRecord) -> _Key:
-    """What the calls of one collective have in common; mail is a rank's own."""
+    """Key that the calls of one collective share; each rank's message has its own."""
     message = f"{record.kind} {record.rank}" if record.kind in ("send", "recv") else ""
     return record.group, record.group_ranks, record.sequence, message
 

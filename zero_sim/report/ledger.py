@@ -16,7 +16,7 @@ MOMENTS_MAX = 60
 
 
 def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
-    """What the first rank had in memory, moment by moment, and what closed forms say.
+    """Render the first rank's memory, moment by moment, beside the closed forms.
 
     Args:
         measured: The run.
@@ -55,7 +55,7 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
 
 
 def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Network) -> str:
-    """What the first rank called, and what closed forms say."""
+    """Render the first rank's calls beside the closed forms."""
     traffic = measured.traffic(0, network=network)
     unit = unit_for([float(traffic.sent)])
     table = [["rank 0", "group", "N", "dtype", "calls", "messages", f"sent {unit[0]}"]]

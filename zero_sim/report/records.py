@@ -16,11 +16,11 @@ class Measurement:
     value: float
     unit: str
     goal: float | None = None
-    """In the same unit; None where there is nothing to reach."""
+    """In the same unit; None if there is no goal."""
     ok: bool | None = None
-    """Whether the goal is reached; None without a goal."""
+    """True if the goal is reached; None without a goal."""
     at_least: bool = False
-    """Whether the goal is the least that it should be, in place of the most."""
+    """True if the goal is a lower bound, otherwise it is an upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class Fact:
     value: str
     ok: bool
     note: str = ""
-    """What does not work without it, and what to do."""
+    """Features that do not work without it, and the remedy."""
     required: bool = False
-    """Whether nothing at all can run without it."""
+    """True if nothing at all can run without it."""
 
 
 def render_facts(facts: Sequence[Fact]) -> str:

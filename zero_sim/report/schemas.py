@@ -58,7 +58,7 @@ def output_schema(command: str) -> Node:
 
 
 def versioned(value: Mapping[str, object]) -> dict[str, object]:
-    """What a command prints, with the version of its schema."""
+    """Add the version of the schema to the output of a command."""
     return {"schema": VERSION, **value}
 
 
@@ -229,7 +229,7 @@ _WAY: dict[str, Node] = {
     "redundancy": _COUNT,
     "bucket_elems": {"anyOf": [_COUNT, {"type": "null"}]},
 }
-"""What was asked about, in each row of a calculator."""
+"""Choices in each row of a calculator."""
 
 
 def _memory() -> Node:

@@ -33,7 +33,7 @@ class _Frame:
     stop: int
 
     def x(self, element: int) -> float:
-        """Where an element begins, in percent of the width."""
+        """Left edge of an element, in percent of the width."""
         inside = min(max(element, self.start), self.stop) - self.start
         return inside * 100 / (self.stop - self.start)
 

@@ -89,7 +89,7 @@ def draw_timeline(
 
 
 def _key(record: CollectiveRecord) -> tuple[object, ...]:
-    """What the calls of one collective have in common."""
+    """Key that the calls of one collective share."""
     return record.group, record.group_ranks, record.sequence, record.kind
 
 

@@ -50,7 +50,7 @@ _OBSERVABLE = (
     "masters and optimizer state",
     "working params",
 )
-"""What is compared after every step where a target tells it, in the order of computation."""
+"""Values compared after every step if a target reports them, in the order of computation."""
 
 _ID_WIDTH_MAX = 72
 _TEXT_WIDTH = 100
@@ -181,7 +181,7 @@ def render_explanation(explanation: Explanation) -> str:
 
 
 def render_bundle(bundle: Bundle) -> str:
-    """What a bundle is of: its case and its first finding, with the case's own numbers."""
+    """Render a bundle: its case and its first finding, with the case's own numbers."""
     first = bundle.findings[0]
     lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
     block = _finding_lines(first, bundle.strip, logs=bundle.logs, notes=bundle.notes)
@@ -204,7 +204,7 @@ def _paragraph(label: str, text: str, *, bullet: str = "") -> list[str]:
 
 
 def render_replay(replayed: Replayed) -> str:
-    """What came of a replay: FIXED, FAILED or ERROR, and how it compares with the bundle."""
+    """Render a replay: FIXED, FAILED or ERROR, and the difference from the bundle."""
     result, then = replayed.result, replayed.then
     before = f"{then.check} at {render_location(then)}" if render_location(then) else then.check
     match replayed.outcome:
@@ -230,7 +230,7 @@ def render_replay(replayed: Replayed) -> str:
 
 
 def render_reduced(reduced: Reduced) -> str:
-    """How large a case was, how small it is now, and what that took."""
+    """Render the size of a case before and after shrinking, and the time it took."""
     took = f"{_count(reduced.cases, 'case')}, {reduced.seconds:.1f} s"
     return (
         f"  before      {reduced.before}\n"
@@ -282,7 +282,7 @@ def _furthest(finding: Finding) -> str:
 
 
 def render_location(finding: Finding) -> str:
-    """Where it is: step, phase, rank, param and index, flat offset, bucket, shard."""
+    """Render the place: step, phase, rank, param and index, flat offset, bucket, shard."""
     parts = [
         f"{word} {value}"
         for word, value in (
@@ -345,7 +345,7 @@ def render_summary(
 
 
 def render_observed(results: Sequence[CaseResult]) -> str:
-    """What was compared in the cases that passed and what was not observed; empty where all was.
+    """Render what passing cases compared and did not observe; empty if all was observed.
 
     Args:
         results: Of all cases of a run.

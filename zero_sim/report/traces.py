@@ -319,7 +319,7 @@ def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
 
 
 def flight_recorder_dumps(timeline: Timeline) -> list[dict[str, object]]:
-    """What the Flight Recorder of each rank would hold at the end of a run, in rank order."""
+    """Return the Flight Recorder of each rank at the end of a run, in rank order."""
     refused = any(call.refused for call in timeline.calls)
     entries: list[list[dict[str, object]]] = [[] for _ in range(timeline.world_size)]
     groups: list[dict[str, object]] = [{} for _ in range(timeline.world_size)]

@@ -29,7 +29,7 @@ SIGNS: Mapping[Mark, str] = {
     "done": "=",
     "wrong": "!",
 }
-"""What stands behind a marked cell where there are no colours."""
+"""Sign after a marked cell in text, which has no colours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
     marks: Mapping[Mark, str] = field(default_factory=dict)
-    """What each mark in it means."""
+    """Meaning of each mark in the table."""
     title: str = ""
 
 

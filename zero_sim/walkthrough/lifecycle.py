@@ -33,7 +33,7 @@ _MARKS: dict[str, Mark] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What rank 0 had at one moment."""
+    """State of rank 0 at one moment."""
 
     sample: Sample
     params: tuple[str, ...]
@@ -154,7 +154,7 @@ def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Ste
 
 
 def _where(moment: Moment, before: Moment) -> str:
-    """What happened, with the units that a call is for."""
+    """Describe a moment, with the units that a call is for."""
     begun = [
         f"layer_{i + 1}"
         for i, states in enumerate(zip(moment.params, moment.grads, strict=True))

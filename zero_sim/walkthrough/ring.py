@@ -26,7 +26,7 @@ START = ((1.0, 8), (2.0, 8), (1.5, 8), (2.5, 8))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """What one rank did, and has then."""
+    """One rank's send and receive, and its values after them."""
 
     sent: int
     """Chunk that it sent to the next rank."""
@@ -36,7 +36,7 @@ class Iteration:
 
 
 def values_of(rank: int) -> Tensor:
-    """What a rank begins with."""
+    """Initial values of a rank."""
     first, count = START[rank]
     return first + torch.arange(float(count))
 
@@ -160,7 +160,7 @@ def _contrast() -> Step:
 
 
 def _nodes() -> Step:
-    """What copies of the shards change where some links are slow, by closed forms."""
+    """Effect of copies of the shards if some links are slow, by closed forms."""
     rows = []
     for copies in (1, 2, 4):
         cells = [f"K = {copies}, blocks of {_WORLD // copies}"]
