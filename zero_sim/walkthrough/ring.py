@@ -94,11 +94,7 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
     now = [told[turn] for told in iterations]
     rows: list[list[Cell]] = []
     for rank, each in enumerate(now):
-        finished = {
-            got
-            for told in [iterations[rank][RANKS - 2 : turn + 1]]
-            for got in (i.got for i in told)
-        }
+        finished = {each.got for each in iterations[rank][RANKS - 2 : turn + 1]}
         row = []
         for index, text in enumerate(_chunks(each.values)):
             mark: Mark = ""
