@@ -9,7 +9,7 @@ from zero_sim.bundle import read_bundle
 from zero_sim.calculators.network_file import load_network
 from zero_sim.errors import Problem, ScenarioError, UsageError
 from zero_sim.fuzz.corpus import read_corpus
-from zero_sim.report.seen_calls import read_calls
+from zero_sim.report.fingerprints import read_calls
 from zero_sim.scenario.load import load_cases
 from zero_sim.targets import find_target
 

@@ -67,7 +67,7 @@ def test_no_test_depends_on_how_busy_the_machine_is():
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.load"}
 MAY_PICKLE = {
     "run/judges.py": {"pickle.dumps", "pickle.loads"},  # what this program's own processes answer
-    "report/flight_recorder.py": {"pickle.dumps"},
+    "report/traces.py": {"pickle.dumps"},
     "script/cuda.py": {"torch.load"},  # which a script calls, with a device put in its place
     "script/program.py": {"exec"},  # of the script that one wants to run
 }

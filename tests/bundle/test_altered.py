@@ -11,11 +11,10 @@ import pytest
 from tests.bundle.altering import altered, files_of, reseal, write
 from zero_sim.bundle import Bundle, freeze, frozen_path, read_bundle, replay_bundle, write_bundle
 from zero_sim.errors import ZeroSimError
-from zero_sim.report.chrome_trace import chrome_trace, write_chrome_trace
-from zero_sim.report.flight_recorder import write_flight_recorder
 from zero_sim.report.html import render_page
 from zero_sim.report.text import render_bundle
 from zero_sim.report.timeline import read_timeline
+from zero_sim.report.traces import chrome_trace, write_chrome_trace, write_flight_recorder
 from zero_sim.scenario.load import load_cases
 from zero_sim.sim import EventLog, Moment
 

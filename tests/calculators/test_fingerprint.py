@@ -10,10 +10,9 @@ from zero_sim.calculators.fingerprint import SeenCall, fingerprint, shortened
 from zero_sim.calculators.measure import measure
 from zero_sim.cli.main import main
 from zero_sim.mutants import find_mutants
-from zero_sim.report.chrome_trace import chrome_trace
-from zero_sim.report.flight_recorder import flight_recorder_dumps
-from zero_sim.report.seen_calls import calls_of_log, read_calls
+from zero_sim.report.fingerprints import calls_of_log, read_calls
 from zero_sim.report.timeline import read_timeline
+from zero_sim.report.traces import chrome_trace, flight_recorder_dumps
 from zero_sim.run.runner import run_case
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 

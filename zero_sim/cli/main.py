@@ -403,8 +403,7 @@ def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path 
         raise UsageError("expected what to export. Try --chrome FILE or --flight-recorder DIR.")
     with packages_needed():
         from zero_sim.bundle import find_bundle, read_bundle
-        from zero_sim.report.chrome_trace import write_chrome_trace
-        from zero_sim.report.flight_recorder import write_flight_recorder
+        from zero_sim.report.traces import write_chrome_trace, write_flight_recorder
     bundle = read_bundle(find_bundle(name, folder=bundles))
     if not bundle.logs:
         raise UsageError(f"expected a bundle with events, got {bundle.id}, which has none.")
@@ -434,11 +433,10 @@ def schema(what: str) -> None:
     if what == _SCENARIO:
         echo_json(scenario_schema())
         return
-    for command in COMMANDS:
-        if what == command:
-            with packages_needed():
-                echo_json(output_schema(command))
-            return
+    if what in COMMANDS:
+        with packages_needed():
+            echo_json(output_schema(what))
+        return
     names = ", ".join((_SCENARIO, *COMMANDS))
     raise UsageError(f"expected one of {names}; got {what!r}.")
 
@@ -505,11 +503,11 @@ def doctor(
         ctx.exit(_visit(gpu_report, only=only))
     require_with(ctx, "--gpu", "only", "gpu_report", given=False)
     from zero_sim.doctor import examine
-    from zero_sim.report.text import render_facts
+    from zero_sim.report.records import render_facts
 
     facts = examine()
     if as_json:
-        echo_report({"facts": [fact.as_dict() for fact in facts]})
+        echo_report({"facts": facts})
     else:
         click.echo(render_facts(facts))
     can_run = all(fact.ok for fact in facts if fact.required)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -71,8 +72,8 @@ def require_with(ctx: click.Context, flag: str, *names: str, given: bool) -> Non
 
 
 def echo_json(value: object) -> None:
-    """Print a value as JSON on stdout."""
-    click.echo(json.dumps(value, indent=2))
+    """Print a value as JSON on stdout; dataclasses in it as objects."""
+    click.echo(json.dumps(value, indent=2, default=dataclasses.asdict))
 
 
 def echo_report(value: Mapping[str, object]) -> None:

@@ -307,7 +307,7 @@ class Session:
             return None
 
     def _write_trace(self, case: Case, result: CaseResult, *, number: int | None) -> None:
-        from zero_sim.report.chrome_trace import write_chrome_trace
+        from zero_sim.report.traces import write_chrome_trace
 
         assert self.trace is not None
         path = self.trace
