@@ -24,7 +24,7 @@ from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
 from zero_sim.fuzz.choices import ValuesFrom
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.needs import NOTHING, Needs
+from zero_sim.fuzz.known import NOTHING, Needs
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.minima import MINIMA
