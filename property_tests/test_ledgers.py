@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from tests.profiles import at_most, is_nightly
 from zero_sim.cost.network import Network
 from zero_sim.cost.traffic import traffic_of
-from zero_sim.fuzz.profiles import at_most, is_nightly
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.run.measure import measure
 from zero_sim.scenario.load import load_cases

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
+from tests.faulty_cases import faulty_scenarios
 from zero_sim.errors import Problem
 from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.effort import EFFORT_MAX, effort_of
 from zero_sim.fuzz.plans import layouts_of, param_specs
 from zero_sim.fuzz.shapes import bucket_size, edge_size, param_shapes
-from zero_sim.fuzz.strategies import STEPS_MAX, drawn_cases, faulty_scenarios, scenarios
+from zero_sim.fuzz.strategies import STEPS_MAX, drawn_cases, scenarios
 from zero_sim.reference.ranks import Ranks
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
 from zero_sim.run.program import segments_of
