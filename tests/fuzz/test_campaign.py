@@ -12,14 +12,16 @@ from zero_sim.fuzz import campaign, corpus
 from zero_sim.fuzz.campaign import Plan, run_campaign
 from zero_sim.fuzz.corpus import open_corpus
 from zero_sim.fuzz.known import Rechecked
-from zero_sim.fuzz.records import batch_seed, to_json
+from zero_sim.fuzz.records import batch_cases, batch_seed, to_json
 from zero_sim.shrink import Key
 
 
 def run(folder, pool, **changes):
     """Run a campaign of the seed that reports here have."""
     tell = changes.pop("tell", lambda totals: None)
-    plan = Plan(**({"seed": HEAD.seed, "corpus": folder} | changes))
+    head = {name: changes.pop(name) for name in ("shard", "family") if name in changes}
+    head["cases"] = batch_cases(head.get("family", 1))
+    plan = Plan(head=replace(HEAD, **head), corpus=folder, **changes)
     return run_campaign(plan, pool=pool, render=str, tell=tell)
 
 
@@ -185,7 +187,7 @@ def test_it_stops_when_its_time_is_over(tmp_path):
 @pytest.mark.parametrize("changes", [{"shard": (3, 2)}, {"shard": (0, 1)}, {"cases": -1}])
 def test_plans_that_cannot_be(tmp_path, changes):
     with pytest.raises(UsageError, match="expected"):
-        Plan(corpus=tmp_path, **changes)
+        run(tmp_path, BatchPool(), **changes)
 
 
 ERRORS = {"verdicts": {"error": 50}, "futile": "all end in one error"}

@@ -14,7 +14,7 @@ import json, os, random, signal, sys, time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from tests.fuzz.kept_reports import found, report_of
+from tests.fuzz.kept_reports import HEAD, found, report_of
 from zero_sim.fuzz import campaign
 from zero_sim.fuzz.campaign import Plan, run_campaign
 
@@ -39,7 +39,7 @@ folder, random = Path(sys.argv[1]), random.Random(7)
 campaign.recheck = lambda findings, **options: iter(())
 
 def run(batches, tell=lambda totals: None, folder=folder):
-    plan = Plan(seed=7, cases=50 * batches, corpus=folder)
+    plan = Plan(head=HEAD, cases=50 * batches, corpus=folder)
     return run_campaign(plan, pool=Pool(), render=str, tell=tell)
 
 run(1, folder=folder / "warm")

@@ -145,20 +145,25 @@ def fuzz(
         ctx.exit(_join(ctx, join, into=corpus, coverage=coverage, as_json=as_json))
     with packages_needed():
         from zero_sim.fuzz.campaign import Plan, open_pool, run_campaign
+        from zero_sim.fuzz.records import Head, batch_cases
         from zero_sim.host.device import check_device
         from zero_sim.report.text import render_case
     if scheduler is None:
         # Before a folder is made for it; what a cluster has, it says itself.
         check_device(device)
-    plan = Plan(
-        target=target,
-        device=device,
-        options=tuple(parse_own_options(said).items()),
-        family=family,
+    head = Head(
         seed=seed,
+        target=target,
+        cases=batch_cases(family),
+        shard=shard,
+        device=device,
+        options=tuple(sorted(parse_own_options(said).items())),
+        family=family,
+    )
+    plan = Plan(
+        head=head,
         cases=cases,
         seconds=DEFAULT_SECONDS if seconds is None and cases is None else seconds,
-        shard=shard,
         corpus=corpus or _fresh_folder(target, seed=seed, device=device),
     )
     progress = _Progress(started := time.monotonic())
@@ -207,15 +212,8 @@ def _join(
     joined = join_corpora(places, into=into)
     totals = CampaignTotals()
     totals.take_all(joined.kept)
-    head, missing = joined.kept.head, joined.shards_missing
-    plan = Plan(
-        target=head.target,
-        device=head.device,
-        options=head.options,
-        family=head.family,
-        seed=head.seed,
-        corpus=into,
-    )
+    missing = joined.shards_missing
+    plan = Plan(head=joined.kept.head, corpus=into)
     seconds = totals.counts.seconds
     status = EXIT_LOST if missing and not totals.found else exit_status_of(totals)
     if as_json:

@@ -27,17 +27,17 @@ def _resume_command(plan: Plan) -> str:
     """The command that goes on with a campaign."""
     words = ["--corpus", str(plan.corpus)]
     for option, value, default in (
-        ("--target", plan.target, "zero_sim"),
-        ("--seed", plan.seed, 0),
-        ("--device", plan.device, "cpu"),
-        ("--family", plan.family, 1),
-        ("--shard", "/".join(map(str, plan.shard)), "1/1"),
+        ("--target", plan.head.target, "zero_sim"),
+        ("--seed", plan.head.seed, 0),
+        ("--device", plan.head.device, "cpu"),
+        ("--family", plan.head.family, 1),
+        ("--shard", "/".join(map(str, plan.head.shard)), "1/1"),
         ("--cases", plan.cases, None),
         ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),
     ):
         if value != default:
             words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
-    return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.options))])
+    return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.head.options))])
 
 
 def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
@@ -48,7 +48,11 @@ def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
             "another --corpus"
         )
     if not any(plan.batches()):
-        shard = "" if plan.shard == (1, 1) else f" for shard {plan.shard[0]}/{plan.shard[1]}"
+        shard = (
+            ""
+            if plan.head.shard == (1, 1)
+            else f" for shard {plan.head.shard[0]}/{plan.head.shard[1]}"
+        )
         return f"--cases {plan.cases} leaves none{shard}"
     if totals.futile:
         return totals.futile
@@ -91,8 +95,8 @@ def json_totals(
     if coverage:
         names, finders = _drawable(plan), _finders()
         told["coverage"] = coverage_data(totals.coverage, names=names, finders=finders)
-    where = {"device": plan.device, "corpus": str(plan.corpus), "seconds": elapsed}
-    return {**told, **where, "shards": plan.shard[1], "shards_missing": []}
+    where = {"device": plan.head.device, "corpus": str(plan.corpus), "seconds": elapsed}
+    return {**told, **where, "shards": plan.head.shard[1], "shards_missing": []}
 
 
 def _drawable(plan: Plan) -> tuple[str, ...]:
@@ -100,7 +104,7 @@ def _drawable(plan: Plan) -> tuple[str, ...]:
     from zero_sim.fuzz.features import features_for
     from zero_sim.targets import capabilities_of, import_target
 
-    return features_for(capabilities_of(import_target(plan.target)))
+    return features_for(capabilities_of(import_target(plan.head.target)))
 
 
 def _finders() -> Mapping[str, frozenset[str]]:
@@ -183,7 +187,7 @@ def show_totals(totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage:
         click.echo(f"  met         in {_counted(count, 'case')}{others}")
         if found.bundle:
             folder = plan.bundles / found.bundle
-            replay = replay_command(str(folder), target=plan.target, device=plan.device)
+            replay = replay_command(str(folder), target=plan.head.target, device=plan.head.device)
             click.echo(f"  case        {folder / 'case.toml'}\n  replay      {replay}")
         elif found.scenario:
             # Kept nowhere else where somebody would look.

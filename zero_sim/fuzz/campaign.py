@@ -15,8 +15,6 @@ from zero_sim.fuzz.batch import Render, run_batch, warm_up
 from zero_sim.fuzz.corpus import Corpus, open_corpus
 from zero_sim.fuzz.known import recheck
 from zero_sim.fuzz.records import (
-    BATCH_CASES,
-    SHARDS_MAX,
     BatchReport,
     Counts,
     Head,
@@ -25,8 +23,6 @@ from zero_sim.fuzz.records import (
 )
 from zero_sim.fuzz.totals import CampaignTotals
 
-_FAMILIES = 8
-"""Of the most members that there is room for in a batch: its last one may be cut short."""
 INTERRUPT_SECONDS = 30
 """How long batches have to end after an interrupt."""
 
@@ -39,52 +35,17 @@ class Plan:
         UsageError: A number is out of range.
     """
 
-    target: str = "zero_sim"
-    device: str = "cpu"
-    """Where ranks and reference compute."""
-    options: tuple[tuple[str, str], ...] = ()
-    """Options of the target's own that all cases have, by name."""
-    family: int = 1
-    """Most members of a family; 1 for cases that have none."""
-    seed: int = 0
+    head: Head
     cases: int | None = None
     """Cases of all shards together; absent for no limit."""
     seconds: float | None = None
     """After so long no further case is begun; absent for no limit."""
-    shard: tuple[int, int] = (1, 1)
-    """Which shard of how many, counted from 1."""
     corpus: Path
     """Folder of what is kept, bundles of findings included."""
 
     def __post_init__(self) -> None:
-        number, count = self.shard
-        if not 1 <= number <= count <= SHARDS_MAX:
-            raise UsageError(
-                f"expected a shard of 1/N to N/N, with N of at most {SHARDS_MAX:,}, "
-                f"got {number}/{count}."
-            )
-        if self.family < 1:
-            raise UsageError(f"expected a family of at least 1, got {self.family}")
         if self.cases is not None and self.cases < 0:
             raise UsageError(f"expected a number of cases, got {self.cases}")
-
-    @property
-    def batch_cases(self) -> int:
-        """Number of cases of each batch but the last one."""
-        return BATCH_CASES if self.family == 1 else max(BATCH_CASES, _FAMILIES * self.family)
-
-    @property
-    def head(self) -> Head:
-        """What its corpus begins with."""
-        return Head(
-            seed=self.seed,
-            target=self.target,
-            cases=self.batch_cases,
-            shard=self.shard,
-            device=self.device,
-            options=tuple(sorted(self.options)),
-            family=self.family,
-        )
 
     @property
     def bundles(self) -> Path:
@@ -93,7 +54,7 @@ class Plan:
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """This shard's batches: place in the campaign and number of cases, in order."""
-        number, count = self.shard
+        number, count = self.head.shard
         index = number - 1
         while cases := self.cases_of(index):
             yield index, cases
@@ -102,8 +63,8 @@ class Plan:
     def cases_of(self, index: int) -> int:
         """Number of cases of a batch, 0 behind the last one."""
         if self.cases is None:
-            return self.batch_cases
-        return max(0, min(self.batch_cases, self.cases - index * self.batch_cases))
+            return self.head.cases
+        return max(0, min(self.head.cases, self.cases - index * self.head.cases))
 
 
 @contextlib.contextmanager
@@ -182,7 +143,9 @@ class _Run:
         """Judge again what earlier runs found, and let go of what is fixed."""
         earlier = CampaignTotals()
         earlier.note(self.corpus.kept.found.values())
-        for one in recheck(earlier.found, target=self.plan.target, device=self.plan.device):
+        for one in recheck(
+            earlier.found, target=self.plan.head.target, device=self.plan.head.device
+        ):
             self.totals.rechecked.append(one)
             if one.outcome == "fixed":
                 self.corpus.append_fixed(one.found)
@@ -200,7 +163,7 @@ class _Run:
 
     def run(self) -> None:
         try:
-            self.pool.prepare(warm_up, self.plan.target, self.plan.device)
+            self.pool.prepare(warm_up, self.plan.head.target, self.plan.head.device)
             self.recheck()
         except KeyboardInterrupt:
             self.totals.interrupted = True
@@ -241,7 +204,7 @@ class _Run:
 
     def _next_job(self, batches: Iterator[tuple[int, int]]) -> Job | None:
         for index, cases in batches:
-            seed, start = batch_seed(self.plan.seed, index), self.ran.get(index, 0)
+            seed, start = batch_seed(self.plan.head.seed, index), self.ran.get(index, 0)
             left = tuple(one for one in self.totals.found if one.as_met and one.seed == seed)
             if start >= cases and not left:
                 continue
@@ -251,10 +214,10 @@ class _Run:
                 cases=cases,
                 start=start,
                 unshrunk=left,
-                target=self.plan.target,
-                device=self.plan.device,
-                options=self.plan.options,
-                family=self.plan.family,
+                target=self.plan.head.target,
+                device=self.plan.head.device,
+                options=self.plan.head.options,
+                family=self.plan.head.family,
                 bundles=str(self.plan.bundles),
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),

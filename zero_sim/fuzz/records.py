@@ -11,12 +11,15 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
+from zero_sim.errors import UsageError
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key
 from zero_sim.untrusted import printable
 
 BATCH_CASES = 50
+_FAMILIES = 8
+"""Of the most members that there is room for in a batch: its last one may be cut short."""
 SHARDS_MAX = 1_000_000
 """Shards of a campaign, so that a stranger's corpus cannot make a reader list more of them."""
 _SEED_BYTES = 8
@@ -98,7 +101,7 @@ class Head:
     """What batches of one corpus have in common.
 
     Raises:
-        ValueError: There is no such shard.
+        UsageError: A number is out of range.
     """
 
     seed: Annotated[int, Field(ge=0)]
@@ -111,13 +114,18 @@ class Head:
     """Where ranks and reference compute."""
     options: tuple[tuple[str, str], ...] = ()
     """Options of the target's own that all cases have."""
-    family: Annotated[int, Field(ge=1)] = 1
+    family: int = 1
     """Most members of a family."""
 
     def __post_init__(self) -> None:
         number, count = self.shard
         if not 1 <= number <= count <= SHARDS_MAX:
-            raise ValueError(f"expected shard 1/N to N/N, got {number}/{count}")
+            raise UsageError(
+                f"expected a shard of 1/N to N/N, with N of at most {SHARDS_MAX:,}, "
+                f"got {number}/{count}."
+            )
+        if self.family < 1:
+            raise UsageError(f"expected a family of at least 1, got {self.family}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,6 +273,11 @@ def _untitled(scenario: str) -> str:
     """The TOML of a case without its name and description, which say where it came from."""
     lines = scenario.splitlines()
     return "\n".join(line for line in lines if not line.startswith(("name = ", "description = ")))
+
+
+def batch_cases(family: int) -> int:
+    """Number of cases of each batch but the last one, for families of so many members."""
+    return BATCH_CASES if family == 1 else max(BATCH_CASES, _FAMILIES * family)
 
 
 def batch_seed(seed: int, index: int) -> int:

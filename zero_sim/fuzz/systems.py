@@ -49,18 +49,15 @@ def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
     return [ways for ways in divisors(ranks) if model.experts % ways == 0]
 
 
-def drawn_topology(
-    choices: Choices, *, ranks: int = 2, parts_max: int = 4, swarm: Swarm | None = None
-) -> TopologySpec:
+def drawn_topology(choices: Choices, *, ranks: int, parts_max: int, swarm: Swarm) -> TopologySpec:
     """An arrangement of ranks, without expert parallelism.
 
     Args:
         choices: What it is drawn with.
         ranks: Number of ranks of a dp-cp group.
         parts_max: Most of these groups.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
     tp = pp = cp = 1
     if swarm.on("tp", fits=parts_max >= 2):
         tp = choices.integer(2, min(parts_max, 3))
@@ -83,15 +80,14 @@ def _endings(choices: Choices) -> tuple[str, ...]:
     return tuple(choices.among(_ENDINGS) for _ in range(choices.integer(1, 2)))
 
 
-def drawn_world(choices: Choices, *, size: int = 2, swarm: Swarm | None = None) -> WorldSpec:
+def drawn_world(choices: Choices, *, size: int, swarm: Swarm) -> WorldSpec:
     """A world of so many ranks: order of addition, schedule, timing, races.
 
     Args:
         choices: What it is drawn with.
         size: Number of ranks.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
     orders = [order for order in _ORDERS if order in swarm.able.orders]
     any_order = len(orders) > 1 and swarm.on("any order")
     return WorldSpec(
@@ -106,10 +102,10 @@ def drawn_world(choices: Choices, *, size: int = 2, swarm: Swarm | None = None) 
 def drawn_system(
     choices: Choices,
     *,
-    ranks: int = 2,
-    sizes: Sequence[int] = (1,),
+    ranks: int,
+    sizes: Sequence[int],
     align_elems: int = 1,
-    swarm: Swarm | None = None,
+    swarm: Swarm,
 ) -> SystemSpec:
     """Settings of the system under test; of our own, where nothing else is said.
 
@@ -118,9 +114,8 @@ def drawn_system(
         ranks: Number of ranks that hold the same params: of an expert, if there are any.
         sizes: Elements of each param, for buckets that just fit.
         align_elems: What shards are aligned to, in elements.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
     stage = _drawn_stage(choices, swarm)
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
