@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from zero_sim.bundle import read_bundle
 from zero_sim.findings.records import Evidence, Finding, not_judged
 from zero_sim.fuzz import batch, drawing
 from zero_sim.fuzz.batch import run_batch
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.records import BatchReport, Job, batch_seed, from_json, to_json
-from zero_sim.fuzz.strategies import scenarios
+from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.host import signals
 from zero_sim.report.text import render_case
 from zero_sim.run import CaseResult, run_case
@@ -25,7 +25,7 @@ from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, Wor
 from zero_sim.shrink import key_of
 from zero_sim.targets import import_target
 
-SMALL = scenarios(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
+SMALL = drawn_cases(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense", "values")
 """Of its key all but in which part of the buffer it was seen first."""
 
@@ -131,7 +131,7 @@ def test_a_finding_is_a_bundle(found):
 
 def test_a_bundle_of_an_imported_target_can_be_read_whatever_that_is_called(tmp_path):
     """Cases that are drawn for a target name it; a file can name a registered one only."""
-    drawn = scenarios(
+    drawn = drawn_cases(
         import_target("broken:Broken"),
         ranks_max=3,
         steps_max=1,
@@ -366,7 +366,7 @@ def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
     assert len(set(models)) < len(models)
 
 
-OF_PARAMS = st.integers(0, 2**20).map(
+OF_PARAMS = Drawable(lambda choices: choices.integer(0, 2**20)).map(
     lambda seed: Scenario(
         schema=1,
         name="drawn",

@@ -15,7 +15,7 @@ from zero_sim.backends import Stop, WorldPool, interrupts_ask
 from zero_sim.bundle import Ran, write_bundle
 from zero_sim.errors import ScenarioError, ZeroSimError
 from zero_sim.findings.records import CaseResult, taken_notes, unforeseen
-from zero_sim.fuzz.choices import ValuesFrom
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.coverage import note_features
 from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.excluded import why_none_fits
@@ -61,7 +61,7 @@ def run_batch(
     job: Job,
     render: Render,
     *,
-    cases_from: ValuesFrom[Scenario] | None = None,
+    cases_from: Drawable[Scenario] | None = None,
 ) -> BatchReport:
     """Run a batch; what its cases are depends on its seed, and on whether it is the first one.
 
@@ -270,7 +270,7 @@ class _Batch:
 
     job: Job
     system: _System
-    cases_from: ValuesFrom[Scenario]
+    cases_from: Drawable[Scenario]
     findings: _Findings
     stop: Stop
     counts: Counts = field(default_factory=Counts)
