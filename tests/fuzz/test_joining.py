@@ -56,6 +56,15 @@ def test_shards_of_an_earlier_version_may_be_among_them(tmp_path: Path) -> None:
     assert (len(joined.kept.reports), joined.shards_missing) == (1, ())
 
 
+def test_what_a_campaign_left_that_was_killed_at_once_is_no_corpus(tmp_path: Path) -> None:
+    one = make_shard(tmp_path / "a", 1, batches=[0])
+    (tmp_path / "a" / "shard-2-of-2.sqlite").touch()
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "shard-1-of-1.sqlite").touch()
+    joined = join_corpora([one.parent], into=tmp_path / "all")
+    assert (len(joined.kept.reports), joined.shards_missing) == (1, (2,))
+
+
 @pytest.mark.parametrize(
     "other",
     [

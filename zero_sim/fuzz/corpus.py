@@ -30,7 +30,7 @@ from zero_sim.fuzz.records import BatchReport, Found, Head, batch_seed, from_jso
 from zero_sim.host.files import unwritten
 from zero_sim.untrusted import printable
 
-FILES = "shard-{}-of-{}.sqlite"
+_FILES = "shard-{}-of-{}.sqlite"
 _TABLES = (
     "CREATE TABLE campaign (head TEXT NOT NULL)",
     "CREATE TABLE batches (batch INTEGER NOT NULL, start INTEGER NOT NULL, cases INTEGER NOT NULL,"
@@ -107,7 +107,9 @@ class Corpus:
         """
         with _transaction(self._database, self.path):
             _insert(self._database, [report], report.found)
-        self.unfinished(report.index).unlink(missing_ok=True)
+        # One that stays is taken up again, and changes nothing.
+        with contextlib.suppress(OSError):
+            self.unfinished(report.index).unlink()
 
     def append_fixed(self, found: Found) -> None:
         """Forget a finding that is fixed; its bundle goes to the folder `fixed`.
@@ -178,7 +180,7 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
             it; or it cannot be read or written there.
         EnvironmentProblem: There is no room for it.
     """
-    path, old = (folder / name.format(*head.shard) for name in (FILES, OLD_FILES))
+    path, old = (folder / name.format(*head.shard) for name in (_FILES, OLD_FILES))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -196,6 +198,16 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
         corpus = Corpus(path=path, kept=kept, converted=converted, _database=database)
         corpus._take_up_unfinished()
         yield corpus
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The files of shards in a folder, those of an earlier version only until one is converted."""
+    # An empty file is what a process leaves that was killed before its first transaction ended.
+    found = [path for path in folder.glob(_FILES.format("*", "*")) if path.lstat().st_size]
+    for old in folder.glob(OLD_FILES.format("*", "*")):
+        if folder / f"shard{old.stem.removeprefix('batches')}.sqlite" not in found:
+            found.append(old)
+    return sorted(found)
 
 
 def read_corpus(path: Path) -> Kept:
@@ -292,7 +304,7 @@ def _errors_told(path: Path) -> Iterator[None]:
         if code & 0xFF == sqlite3.SQLITE_BUSY:
             raise UsageError(
                 f"expected a corpus that no other campaign adds to, got {path}, which one does "
-                "now. Try another --corpus, or a --shard of its own for each."
+                "now. Wait for its end, or try another --corpus, or a --shard of its own for each."
             ) from None
         number = _ERROR_NUMBERS.get(code & 0xFF)
         if code == sqlite3.SQLITE_READONLY_ROLLBACK:

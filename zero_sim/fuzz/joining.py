@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_sim.errors import UsageError
-from zero_sim.fuzz.corpus import FILES, Kept, open_corpus, read_corpus
-from zero_sim.fuzz.old_corpus import OLD_FILES
+from zero_sim.fuzz.corpus import Kept, find_shards, open_corpus, read_corpus
 from zero_sim.fuzz.records import to_json
 from zero_sim.host.files import unwritten
 from zero_sim.untrusted import printable
@@ -54,7 +53,7 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
                 f"expected each shard once, got {number}/{count} in {' and '.join(paths)}. "
                 "Try to leave one of them out."
             )
-    if any(into.glob(FILES.format("*", "*"))):
+    if find_shards(into):
         raise UsageError(
             f"expected a folder without a corpus for --corpus, got {into}. Try a new one."
         )
@@ -68,13 +67,9 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
 
 
 def _files_in(place: Path) -> list[Path]:
-    """The files of shards in a folder, those of an earlier version only until one is converted."""
     if not place.is_dir():
         return [place]
-    found = sorted(place.glob(FILES.format("*", "*")))
-    for old in sorted(place.glob(OLD_FILES.format("*", "*"))):
-        if place / f"shard{old.stem.removeprefix('batches')}.sqlite" not in found:
-            found.append(old)
+    found = find_shards(place)
     if not found:
         raise UsageError(
             f"expected a corpus in {place}, got a folder without one. Try the folder that "

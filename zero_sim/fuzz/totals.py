@@ -11,6 +11,9 @@ from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.known import Rechecked
 from zero_sim.fuzz.records import BatchReport, Counts, Found
 
+_SHOWN = ("message", "bundle", "seed", "case", "size", "scenario")
+"""Fields of a finding that are reported beside its key."""
+
 
 @dataclass(kw_only=True, slots=True)
 class CampaignTotals:
@@ -103,19 +106,7 @@ class CampaignTotals:
             "unobserved": dict(counts.unobserved),
             "taken": sorted(counts.taken),
             "findings": [
-                {
-                    "check": found.key.check,
-                    "phase": found.key.phase,
-                    "kind": found.key.kind,
-                    "manner": found.key.manner,
-                    "place": found.key.place,
-                    "message": found.message,
-                    "bundle": found.bundle,
-                    "seed": found.seed,
-                    "case": found.case,
-                    "size": found.size,
-                    "scenario": found.scenario,
-                }
+                found.key._asdict() | {name: getattr(found, name) for name in _SHOWN}
                 for found in self.found
             ],
             "coverage": self.coverage.as_dict(),
