@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from tests.profiles import at_most
 from zero_sim.fuzz.optimizers import NO_FOREACH
-from zero_sim.fuzz.profiles import at_most
 from zero_sim.fuzz.shapes import divisors
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.reference import POSITION_FREE

@@ -5,7 +5,7 @@ The core set on every change; under the profile `nightly`, all of them.
 
 import pytest
 
-from zero_sim.fuzz.profiles import is_nightly
+from tests.profiles import is_nightly
 from zero_sim.mutants import find_mutants
 from zero_sim.mutants.campaign import CASES_MAX, Budget, check_unbroken, hunt
 

@@ -29,7 +29,6 @@ from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
 from zero_sim.cli.kept import tell_kept_names
-from zero_sim.cli.merge import merge
 from zero_sim.cli.mutants import mutants
 from zero_sim.cli.options import (
     check_options,
@@ -537,7 +536,6 @@ main.add_command(bench)
 main.add_command(fingerprint)
 main.add_command(fuzz)
 main.add_command(memory)
-main.add_command(merge)
 main.add_command(mutants)
 main.add_command(rules)
 main.add_command(shrink)

@@ -109,7 +109,7 @@ class Session:
     def _cover(self, cases: Sequence[Case]) -> list[Case]:
         """Few of the cases, one of each file and more for features and pairs; counts the others."""
         with packages_needed():
-            from zero_sim.fuzz.covering import covering
+            from zero_sim.fuzz.coverage import covering
         chosen = covering(self.as_asked(cases), labels=[str(case.source) for case in cases])
         self.passed_over[_COVERED] += len(cases) - len(chosen)
         return [cases[index] for index in chosen]

@@ -185,7 +185,3 @@ class Drawable(Generic[Value]):
             return self.drawn(Shrinking(draw))
 
         return values()
-
-
-ValuesFrom = Drawable[Value] | st.SearchStrategy[Value]
-"""What draws values: with any choices, or as Hypothesis does."""

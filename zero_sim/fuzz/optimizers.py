@@ -46,20 +46,16 @@ def drawn_optimizer(
     choices: Choices,
     *,
     model: ModelSpec,
-    names: Sequence[OptimizerName] = OPTIMIZERS,
-    swarm: Swarm | None = None,
+    swarm: Swarm,
 ) -> OptimizerSpec:
     """An optimizer with all that goes with it.
 
     Args:
         choices: What it is drawn with.
         model: The model, after whose params groups are called.
-        names: Optimizers to draw from, the usual one first; of them those that the target steps
-            with.
-        swarm: What the case has; drawn anew where left out.
+        swarm: What the case has.
     """
-    swarm = swarm or Swarm(choices)
-    able = [name for name in names if name in swarm.able.optimizers] or swarm.able.optimizers
+    able = [each for each in OPTIMIZERS if each in swarm.able.optimizers] or swarm.able.optimizers
     others = [name for name in able if name in swarm.theme.optimizers] or able
     name = choices.among(others) if len(able) > 1 and swarm.on("any optimizer") else able[0]
     clips = [way for way in ("norm", "value") if swarm.follows(f"optimizer.clip_{way}")]
@@ -100,9 +96,7 @@ def _drawn_loss_scale(choices: Choices, model: ModelSpec) -> LossScaleSpec:
     )
 
 
-def drawn_groups(
-    choices: Choices, *, model: ModelSpec, decay: bool = True
-) -> tuple[ParamGroupSpec, ...]:
+def drawn_groups(choices: Choices, *, model: ModelSpec, decay: bool) -> tuple[ParamGroupSpec, ...]:
     """One or two param groups that params of a model fall into; or a few that all of them do.
 
     Args:

@@ -22,9 +22,9 @@ import torch
 
 from zero_sim.backends import WorldPool
 from zero_sim.backends.pool import share_out
-from zero_sim.fuzz.choices import ValuesFrom
+from zero_sim.fuzz.choices import Drawable
 from zero_sim.fuzz.drawing import draws
-from zero_sim.fuzz.needs import NOTHING, Needs
+from zero_sim.fuzz.known import NOTHING, Needs
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants.catalogue import find_mutants
 from zero_sim.mutants.records import Mutant, Trial
@@ -135,7 +135,7 @@ def hunt(
     *,
     pool: WorldPool,
     budget: Budget | None = None,
-    cases: ValuesFrom[Scenario] | None = None,
+    cases: Drawable[Scenario] | None = None,
 ) -> Trial:
     """Run cases against one mutant until it is found or the budget is spent.
 

@@ -157,6 +157,10 @@ def _fuzz() -> Node:
         "seconds": _SECONDS,
         "device": _described(_TEXT, "Where ranks and reference computed."),
         "corpus": _TEXT,
+        "shards": _COUNT,
+        "shards_missing": _described(
+            _list(_COUNT), "With --join, those without a file, counted from 1."
+        ),
         "exit_status": _STATUS,
     }
 
@@ -186,14 +190,6 @@ def _coverage() -> Node:
     }
     with_all = _object({**always, **on_demand})
     return {"anyOf": [_object(always), _described(with_all, "With --coverage.")]}
-
-
-def _merge() -> Node:
-    return {
-        **_fuzz(),
-        "shards": _COUNT,
-        "shards_missing": _described(_list(_COUNT), "Counted from 1."),
-    }
 
 
 def _mutants() -> Node:
@@ -360,7 +356,6 @@ _COMMANDS: Mapping[str, Callable[[], Node]] = {
     "replay": _replay,
     "explain": _explain,
     "fuzz": _fuzz,
-    "merge": _merge,
     "shrink": _shrink,
     "mutants": _mutants,
     "memory": _memory,
