@@ -119,10 +119,6 @@ def test_a_case_that_keeps_the_limits_is_valid():
             },
             "the rank of data.nan has no data for its micro-batch",
         ),
-        (
-            {"system": SystemSpec(divide="pre", sync="every", divide_by="micro-batches")},
-            "is known only after the last one",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(parts, words):
@@ -134,3 +130,11 @@ def test_what_cannot_be_is_refused_with_the_reason(parts, words):
 def test_a_reload_to_fewer_ranks_is_refused_there():
     (problem,) = check_scenario(case(reload=ReloadSpec(step=1, world_size=1)))
     assert problem.path == "reload.world_size"
+
+
+@pytest.mark.parametrize("by", ["micro-batches", "tokens"])
+def test_a_count_over_ranks_is_known_too_late_for_a_division_before_each_sum(by):
+    early = case(system=SystemSpec(divide="pre", sync="every", divide_by=by))
+    (problem,) = check_scenario(early)
+    assert problem.path == "system.divide_by"
+    assert "is known only after the last micro-batch" in problem.message

@@ -28,6 +28,7 @@ from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import drawn_reload, drawn_system, drawn_topology, drawn_world, shares
+from zero_sim.scenario.applies import without_unused
 from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
@@ -47,7 +48,6 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
-from zero_sim.scenario.unused import without_unused
 from zero_sim.targets import (
     EVERYTHING,
     Capabilities,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from zero_sim.scenario.applies import without_unused
 from zero_sim.scenario.spec import (
     DataSpec,
     DtypeName,
@@ -24,7 +25,6 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
-from zero_sim.scenario.unused import without_unused
 from zero_sim.workloads import EXACT_MODELS, build_workload
 
 BASE = Scenario(

@@ -182,14 +182,3 @@ def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
                 f"does not read {describe_value(one.param)}, got a dp-cp group of one rank.",
                 suggestion="Leave it out, or write world.size = 2.",
             )
-
-
-def check_same_data(scenario: Scenario) -> Iterator[Problem]:
-    """Check that ranks which share their data read the same params."""
-    if scenario.model.one_rank and scenario.data.ranks == "same":
-        yield Problem(
-            path="model.one_rank",
-            message="expected ranks with data of their own where one alone reads a param, got "
-            "data.ranks = 'same', whose gradients are meant to be equal.",
-            suggestion='Leave it out, or write data.ranks = "distinct".',
-        )

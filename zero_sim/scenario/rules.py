@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.bare_params import check_one_rank, check_readers, check_same_data
-from zero_sim.scenario.buffer_conditions import BUFFER_CONDITIONS
+from zero_sim.scenario.applies import APPLIES
+from zero_sim.scenario.bare_params import check_one_rank, check_readers
 from zero_sim.scenario.conditions import (
     CONDITIONS,
     check_freeze,
+    check_freeze_begins,
     check_groups,
     check_order_known,
 )
@@ -27,8 +28,6 @@ from zero_sim.scenario.joining import world_size_at
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.texts import check_texts
-from zero_sim.scenario.tp_conditions import TP_CONDITIONS
-from zero_sim.scenario.unused import UNUSED, check_freeze_begins
 
 WORLD_SIZE_MAX = 4096
 """More rank threads than this is a slip of the finger, not a test."""
@@ -230,13 +229,6 @@ def _shapes(scenario: Scenario) -> Iterator[Problem]:
             "param.",
             suggestion="Try shapes = [[3], [2, 4]].",
         )
-    elif model.name not in _BARE_MODELS and model.shapes is not None:
-        yield Problem(
-            path="model.shapes",
-            message="only models 'params' and 'bit-hash' take shapes, got them with model "
-            f"'{model.name}'.",
-            suggestion='Leave them out, or write name = "params".',
-        )
 
 
 def _dims(scenario: Scenario) -> Iterator[Problem]:
@@ -300,20 +292,9 @@ def _index(name: str, value: int, stop: int, source: str) -> Iterator[Problem]:
         )
 
 
-def _accuracy(scenario: Scenario) -> Iterator[Problem]:
-    floor = scenario.expect.accuracy_min
-    if floor is not None and scenario.model.name != "digits":
-        yield Problem(
-            path="expect.accuracy_min",
-            message=f"only model 'digits' has held-out data, got {describe_value(floor)} "
-            f"with model '{scenario.model.name}'.",
-            suggestion='Leave it out, or write name = "digits".',
-        )
-
-
 _BEFORE_AND_AFTER = (
     "reload",
-    *(read for each in CONDITIONS if each.holds_after for read in each.reads),
+    *(read for each in (*APPLIES, *CONDITIONS) if each.holds_after for read in each.reads),
 )
 RULES = (
     Rule(reads=(), check=check_texts),
@@ -328,7 +309,6 @@ RULES = (
         reads=("model.one_rank", "world.size", "topology", "reload", "run.micro_batches"),
         check=check_one_rank,
     ),
-    Rule(reads=("model.one_rank", "data.ranks"), check=check_same_data),
     Rule(reads=("data.nan.step", "run.steps"), check=_nan_step),
     Rule(reads=("data.nan", "world.size", "reload"), check=_nan_rank),
     Rule(reads=("data.nan.micro_batch", "run.micro_batches"), check=_nan_micro_batch),
@@ -339,14 +319,9 @@ RULES = (
         check=check_order_known,
     ),
     Rule(reads=("faults", "world.size"), check=check_faults),
-    Rule(reads=("model.name", "expect.accuracy_min"), check=_accuracy),
     Rule(reads=("expect.finding",), check=check_finding),
     Rule(reads=("model.freeze", "run.steps"), check=check_freeze_begins),
     Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
     Rule(reads=("reload.async_steps", "reload.step", "run.steps"), check=check_async_steps),
-    *(Rule(reads=(unused.path, *unused.reads), check=unused.check) for unused in UNUSED),
-    *(
-        Rule(reads=condition.reads, check=condition.check)
-        for condition in (*CONDITIONS, *BUFFER_CONDITIONS, *TP_CONDITIONS)
-    ),
+    *(Rule(reads=each.reads, check=each.check) for each in (*APPLIES, *CONDITIONS)),
 )
