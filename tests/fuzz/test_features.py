@@ -15,7 +15,7 @@ from zero_sim.fuzz.features import (
     setting_of,
 )
 from zero_sim.fuzz.strategies import drawn_cases
-from zero_sim.scenario.own_options import with_options
+from zero_sim.scenario.derived import with_options
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,

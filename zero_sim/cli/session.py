@@ -416,7 +416,7 @@ def of_target(case: Case, target: str | None, *, options: Mapping[str, str]) -> 
         target: What `--target` says; one that is imported a case does not name.
         options: What `--option` says, by name.
     """
-    from zero_sim.scenario.own_options import with_options
+    from zero_sim.scenario.derived import with_options
 
     scenario = with_options(case.scenario, options) if options else case.scenario
     if target is not None and ":" not in target:

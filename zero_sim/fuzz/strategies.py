@@ -32,7 +32,7 @@ from zero_sim.scenario.applies import without_unused
 from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
-from zero_sim.scenario.joining import limits_of_joins, world_size_at
+from zero_sim.scenario.derived import limits_of_joins, world_size_at
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (

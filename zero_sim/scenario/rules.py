@@ -23,8 +23,8 @@ from zero_sim.scenario.conditions import (
     check_order_known,
 )
 from zero_sim.scenario.costs import check_costs
+from zero_sim.scenario.derived import world_size_at
 from zero_sim.scenario.fields import check_index, describe_value, values_at
-from zero_sim.scenario.joining import world_size_at
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.scenario.suggest import closest
