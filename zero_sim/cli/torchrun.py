@@ -219,10 +219,10 @@ def _run(
     words: Sequence[str],
     ignored: re.Pattern[str] | None,
 ) -> int:
-    from zero_sim.script.compare import first_difference
     from zero_sim.script.launch import Launcher
     from zero_sim.script.own_modules import check_found
     from zero_sim.script.program import read_script
+    from zero_sim.script.record import first_difference
 
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
