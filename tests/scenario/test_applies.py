@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.scenario.applies import APPLIES, without_unused
+from zero_sim.scenario.applies import APPLIES
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,

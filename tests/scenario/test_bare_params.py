@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from zero_sim.scenario.applies import without_unused
 from zero_sim.scenario.bare_params import fitted_one_rank, unread_by, with_others
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,

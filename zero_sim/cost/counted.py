@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 
 from zero_sim.cost.forms import ParamSize
 from zero_sim.errors import UsageError
-from zero_sim.scenario.applies import fitted_to_stage
 from zero_sim.scenario.conditions import keep_evenly
+from zero_sim.scenario.fitting import fitted_to_stage
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelSpec,

@@ -25,7 +25,7 @@ from zero_sim.fuzz.strategies import fitted_to_model
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import drawn_system, drawn_world
 from zero_sim.reference import POSITION_FREE, computed_of_system
-from zero_sim.scenario.applies import without_unused
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import Scenario

@@ -28,11 +28,11 @@ from zero_sim.fuzz.options import with_drawn_options
 from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import drawn_reload, drawn_system, drawn_topology, drawn_world, shares
-from zero_sim.scenario.applies import without_unused
 from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import why_order_matters
 from zero_sim.scenario.derived import limits_of_joins, world_size_at
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (

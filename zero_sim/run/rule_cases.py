@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from zero_sim.scenario.applies import without_unused
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.spec import (
     DataSpec,
     DtypeName,

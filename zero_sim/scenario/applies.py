@@ -1,23 +1,21 @@
 """Table of settings that need others: when each has a meaning, and why not otherwise.
 
-A field at its default is never refused. `zero_sim.scenario.conditions` has the other rules over
-several fields.
+A field at its default is never refused. `zero_sim.scenario.fitting` repairs cases by this table,
+and `zero_sim.scenario.conditions` has the other rules over several fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, get_args
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.bare_params import with_others
 from zero_sim.scenario.fields import default_at, describe_value, show
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
-from zero_sim.scenario.spec import OptimizerName, ReloadSpec, Scenario
+from zero_sim.scenario.spec import OptimizerName, Scenario
 
 _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb")
 _WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
@@ -84,20 +82,14 @@ class Applies:
         return self.after == "checked"
 
     def broken(self, scenario: Scenario) -> bool:
-        """True if the setting is set and has no meaning."""
-        return self.applies_not(scenario) and (
-            self.after != "unused" or bool(self._unmet(after_reload(scenario)))
-        )
-
-    def applies_not(self, scenario: Scenario) -> bool:
-        """True if the setting is set and has no meaning before the checkpoint."""
+        """True if the setting is set and has no meaning in this system."""
         values = Except(default_at(self.path)) if self.values is None else self.values
-        return attrgetter(self.path)(scenario) in values and bool(self._unmet(scenario))
+        return attrgetter(self.path)(scenario) in values and bool(self.unmet(scenario))
 
     def check(self, scenario: Scenario) -> Iterator[Problem]:
         """Give the problem, if the setting is set and has no meaning."""
         if self.broken(scenario):
-            unmet = self._unmet(scenario)
+            unmet = self.unmet(scenario)
             value = describe_value(attrgetter(self.path)(scenario))
             found = " and ".join(_found(path, attrgetter(path)(scenario)) for path in unmet)
             remedies = " and ".join(_remedy(path, self.needs[path]) for path in unmet)
@@ -110,7 +102,7 @@ class Applies:
                 suggestion=f"Leave it out, or {remedies}.",
             )
 
-    def _unmet(self, scenario: Scenario) -> list[str]:
+    def unmet(self, scenario: Scenario) -> list[str]:
         """Paths of the fields that have none of the values."""
         return [
             path for path, values in self.needs.items() if attrgetter(path)(scenario) not in values
@@ -162,7 +154,7 @@ APPLIES = (
     Applies(
         "model.one_rank",
         {"data.ranks": ("distinct",)},
-        "ranks with the same data have equal gradients, so none reads a param alone",
+        "ranks with the same data read the same params",
     ),
     Applies(
         "model.freeze",
@@ -183,7 +175,7 @@ APPLIES = (
     Applies(
         "topology.pp",
         _ANY_BUT_TP_BLOCK,
-        "model 'tp-block' splits layers and not their sequence, so each rank has all blocks",
+        "model 'tp-block' splits layers, not their sequence, so each rank has all blocks",
         values=_SEVERAL,
     ),
     Applies(
@@ -210,8 +202,8 @@ APPLIES = (
     Applies(
         "optimizer.foreach",
         {"optimizer.name": WITH_FOREACH},
-        "torch's foreach kernels of 'nadam', 'radam' and 'asgd' round otherwise than the loop that "
-        "the reference steps with, and it has none of 'muon' and 'lamb'",
+        "torch's foreach kernels of 'nadam', 'radam' and 'asgd' do not round like the reference's "
+        "loop, and 'muon' and 'lamb' have none",
     ),
     Applies(
         "optimizer.clip_value",
@@ -221,13 +213,10 @@ APPLIES = (
     Applies(
         "run.own_micro_batches",
         _ANY_BUT_TP_BLOCK,
-        "the sums of model 'tp-block' over the ranks are counted, so each rank needs as many "
-        "micro-batches",
+        "model 'tp-block' counts its sums over ranks, so each needs as many micro-batches",
     ),
     Applies(
-        "expect.accuracy_min",
-        {"model.name": ("digits",)},
-        "only model 'digits' has held-out data",
+        "expect.accuracy_min", {"model.name": ("digits",)}, "only model 'digits' has held-out data"
     ),
     Applies(
         "expect.one_device",
@@ -240,8 +229,8 @@ APPLIES = (
             "world.order_known": (True,),
             **_ANY_BUT_TP_BLOCK,
         },
-        "ranks compute what one device does only if all of them have the same data and all params, "
-        "and their gradients are averaged in one sum of a known order",
+        "ranks compute what one device does only if all have the same data and all params, and one "
+        "sum of a known order averages their gradients",
         after="checked",
     ),
     Applies(
@@ -273,7 +262,7 @@ APPLIES = (
     Applies(
         "system.overlap_params",
         _AT_1_AND_2,
-        "stage 0 gathers no params, and stage 3 gathers them as they are used",
+        "stage 0 gathers no params, stage 3 gathers them as they are used",
         after="checked",
         values=(True,),
     ),
@@ -282,13 +271,10 @@ APPLIES = (
     Applies(
         "system.reshard_ranks",
         _AT_3 | {"system.reshard_after_forward": (True,)},
-        "only stage 3 with reshard_after_forward has ranks that keep less than all between a "
-        "forward and its backward",
+        "only stage 3 with reshard_after_forward keeps parts of params until backward",
     ),
     Applies(
-        "system.gather_after_step",
-        _AT_3,
-        "only stage 3 gathers nothing after a step otherwise",
+        "system.gather_after_step", _AT_3, "only stage 3 gathers no params after a step by itself"
     ),
     Applies(
         "system.sum_by",
@@ -311,7 +297,7 @@ APPLIES = (
     Applies(
         "system.reduce_buffer_elems",
         _AT_1_AND_2,
-        "only stages 1 and 2 have whole params and owners of gradients, which reduce buffers need",
+        "only stages 1 and 2 have whole params, and owners of gradients",
     ),
     Applies(
         "system.reduce_buffer_elems",
@@ -351,8 +337,7 @@ APPLIES = (
     Applies(
         "system.arena",
         {"system.stage": (2, 3), "system.reduce_buffer_elems": (None,)},
-        "expected whole gradients that come and go bucket by bucket, at stages 2 and 3 without "
-        "reduce buffers",
+        "only stages 2 and 3 without reduce buffers have whole gradients that come and go",
         after="unused",
     ),
     Applies(
@@ -364,13 +349,12 @@ APPLIES = (
     Applies(
         "system.offload_state",
         {"optimizer.name": _ELEMENTWISE},
-        "optimizers 'muon' and 'lamb' bring whole params together with the model's own "
-        "collectives, which a state on the CPU does not meet",
+        "optimizers 'muon' and 'lamb' gather whole params by collectives that no CPU state meets",
     ),
     Applies(
         "system.step_buffer_elems",
         {"optimizer.name": _ELEMENTWISE},
-        "optimizers 'muon' and 'lamb' step whole params, all of which they bring together",
+        "optimizers 'muon' and 'lamb' step all of their whole params together",
     ),
     Applies(
         "system.checkpoints",
@@ -381,8 +365,7 @@ APPLIES = (
     Applies(
         "system.checkpoints",
         {"system.stage": (0, 1, 2)},
-        "expected a stage that keeps params whole, as stage 3 frees those of a block that is to be "
-        "run again",
+        "stage 3 frees the params of a block that is to be run again",
     ),
     Applies(
         "system.offload_checkpoints",
@@ -392,94 +375,3 @@ APPLIES = (
     ),
 )
 """Settings that need others, and what they need."""
-
-RELOADED = {
-    "world_size": "world.size",
-    "ep": "topology.ep",
-    **{
-        name: f"system.{name}"
-        for name in (
-            "stage",
-            "redundancy",
-            "state_over",
-            "bucket_elems",
-            "partition",
-            "param_order",
-            "reduce_buffer_elems",
-        )
-    },
-}
-"""Fields of `reload` that replace others, and the paths of these."""
-
-
-def after_reload(scenario: Scenario) -> Scenario:
-    """The case as it goes on after its checkpoint; as it is where it has none.
-
-    Args:
-        scenario: The case, before the checkpoint.
-    """
-    changed: dict[str, dict[str, object]] = {}
-    for name, path in reloaded(scenario.reload).items():
-        table, _, field = path.partition(".")
-        changed.setdefault(table, {})[field] = getattr(scenario.reload, name)
-    tables = {
-        table: replace(getattr(scenario, table), **fields) for table, fields in changed.items()
-    }
-    after = replace(scenario, **tables)
-    if "system" not in tables:
-        return after
-    after = fitted_to_stage(after)
-    return after if after.system.stage else _without("system.sum_by", after)
-
-
-def reloaded(reload: ReloadSpec | None) -> dict[str, str]:
-    """Fields of a reload that are set, and the paths of those that they replace."""
-    return {n: path for n, path in RELOADED.items() if getattr(reload, n, None) is not None}
-
-
-def fitted_to_stage(scenario: Scenario) -> Scenario:
-    """The case with those settings of its system at their defaults that its stage has no use for.
-
-    A reload has to change the others itself.
-    """
-    for row in APPLIES:
-        is_within = all(path.startswith("system.") for path in (row.path, *row.needs))
-        if is_within and not row.holds_after and row.applies_not(scenario):
-            scenario = _without(row.path, scenario)
-    return scenario
-
-
-def without_unused(scenario: Scenario) -> Scenario:
-    """The case without settings that change nothing in it.
-
-    Args:
-        scenario: A case, whatever else is wrong in it.
-    """
-    for row in APPLIES:
-        if row.after == "unused" and row.broken(scenario):
-            scenario = _without(row.path, scenario)
-    if not orders_axes(scenario):
-        scenario = _without("topology.order", scenario)
-    if scenario.model.one_rank:
-        scenario = with_others(scenario)
-    kept = tuple(each for each in scenario.model.freeze if each.start < scenario.run.steps)
-    if kept != scenario.model.freeze:
-        scenario = replace(scenario, model=replace(scenario.model, freeze=kept))
-    return scenario
-
-
-def _without(path: str, scenario: Scenario) -> Scenario:
-    table, _, name = path.partition(".")
-    record = replace(getattr(scenario, table), **{name: default_at(path)})
-    return replace(scenario, **{table: record})
-
-
-def orders_axes(scenario: Scenario) -> bool:
-    """True if ranks differ in two axes, before the checkpoint or after it."""
-
-    def axes(case: Scenario) -> int:
-        sizes = (case.topology.tp, case.topology.cp, case.topology.pp)
-        others = math.prod(max(1, size) for size in sizes)
-        return sum(size > 1 for size in (*sizes, case.world.size // others))
-
-    return max(axes(scenario), axes(after_reload(scenario))) > 1

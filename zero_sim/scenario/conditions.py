@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.applies import orders_axes
 from zero_sim.scenario.derived import (
     counts_over_ranks,
     own_micro_batches,
@@ -20,6 +19,7 @@ from zero_sim.scenario.derived import (
     world_size_at,
 )
 from zero_sim.scenario.fields import default_at, describe_value
+from zero_sim.scenario.fitting import orders_axes
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario, TopologySpec
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED, is_exact, is_tp_block, splits_heads

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.applies import APPLIES, RELOADED, Applies, after_reload, reloaded
+from zero_sim.scenario.applies import APPLIES, Applies
 from zero_sim.scenario.conditions import CONDITIONS, Condition
 from zero_sim.scenario.fields import default_at, describe_value, show
+from zero_sim.scenario.fitting import RELOADED, after_reload, reloaded
 from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 

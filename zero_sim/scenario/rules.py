@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from zero_sim.errors import Problem
-from zero_sim.scenario.applies import APPLIES
+from zero_sim.scenario.applies import APPLIES, Applies
 from zero_sim.scenario.bare_params import check_one_rank, check_readers
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.conditions import (
@@ -25,6 +26,7 @@ from zero_sim.scenario.conditions import (
 from zero_sim.scenario.costs import check_costs
 from zero_sim.scenario.derived import world_size_at
 from zero_sim.scenario.fields import check_index, describe_value, values_at
+from zero_sim.scenario.fitting import has_no_use
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.scenario.suggest import closest
@@ -349,6 +351,10 @@ def _finding(scenario: Scenario) -> Iterator[Problem]:
         )
 
 
+def _applies(row: Applies, scenario: Scenario) -> Iterator[Problem]:
+    return row.check(scenario) if has_no_use(row, scenario) else iter(())
+
+
 _BEFORE_AND_AFTER = (
     "reload",
     *(read for each in (*APPLIES, *CONDITIONS) if each.holds_after for read in each.reads),
@@ -380,5 +386,6 @@ RULES = (
     Rule(reads=("model.freeze", "run.steps"), check=check_freeze_begins),
     Rule(reads=_BEFORE_AND_AFTER, check=check_after_reload),
     Rule(reads=("reload.async_steps", "reload.step", "run.steps"), check=check_async_steps),
-    *(Rule(reads=each.reads, check=each.check) for each in (*APPLIES, *CONDITIONS)),
+    *(Rule(reads=row.reads, check=partial(_applies, row)) for row in APPLIES),
+    *(Rule(reads=each.reads, check=each.check) for each in CONDITIONS),
 )
