@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from hypothesis import strategies as st
+from zero_sim.scenario.unused import without_unused
 
 from zero_sim.fuzz.choices import Choices, Drawable
 from zero_sim.fuzz.models import drawn_model
@@ -22,7 +23,6 @@ from zero_sim.scenario.spec import (
     RunSpec,
     Scenario,
 )
-from zero_sim.scenario.unused import without_unused
 
 
 def faulty_scenarios(*, ranks_max: int = 4, steps_max: int = 3) -> st.SearchStrategy[Scenario]:

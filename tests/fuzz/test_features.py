@@ -17,7 +17,7 @@ from zero_sim.fuzz.features import (
 )
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.layout import LayoutPolicy, ParamSpec, plan_buffers
-from zero_sim.scenario.own_options import with_options
+from zero_sim.scenario.derived import with_options
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,

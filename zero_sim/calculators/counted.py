@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from zero_sim.cost.forms import ParamSize
 from zero_sim.errors import UsageError
 from zero_sim.scenario.conditions import keep_evenly
-from zero_sim.scenario.reload import without_sharded_params
+from zero_sim.scenario.fitting import fitted_to_stage
 from zero_sim.scenario.spec import (
     DtypeName,
     ModelSpec,
@@ -103,20 +103,10 @@ class Model:
         built = replace(scenario.system, **chosen)
         ep = scenario.topology.ep
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=ep)
-        built = without_sharded_params(built)
+        built = fitted_to_stage(replace(scenario, system=built)).system
         _check_keeping(built, ranks=size, ep=ep)
-        if built.stage < 2 or built.reduce_buffer_elems is not None:
-            built = replace(built, arena=False)
-        if built.stage == 3:
-            built = replace(built, checkpoints="none", offload_checkpoints=False)
-        if built.stage not in (1, 2):
-            built = replace(
-                built,
-                overlap_params=None if built.overlap_params else built.overlap_params,
-                reduce_buffer_elems=None,
-                contiguous_grads=True,
-                gather_chunk_elems=None,
-            )
+        if built.stage not in (1, 2) and built.overlap_params:
+            built = replace(built, overlap_params=None)
         is_buffered = built.stage == 2 and built.reduce_buffer_elems is not None
         if is_buffered and scenario.run.micro_batches == 1:
             built = replace(built, sync="every")  # Of one micro-batch the same.

@@ -17,7 +17,7 @@ from zero_sim.cost.forms import BucketForm, ParamSize, by_registration
 from zero_sim.cost.grad_forms import GradForm, buffer_turns, grad_forms
 from zero_sim.cost.memory import bytes_held
 from zero_sim.cost.staging import staging_peak
-from zero_sim.scenario.overlap import overlaps_grads
+from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
 _FP32_BYTES = 4

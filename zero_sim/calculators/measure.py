@@ -31,7 +31,7 @@ from zero_sim.errors import EnvironmentProblem
 from zero_sim.run.dp_cp_groups import DpCpGroup, dp_cp_groups_of
 from zero_sim.run.program import draw_batch, lr_factor
 from zero_sim.run.rank_local import rank_local_state
-from zero_sim.scenario.joining import own_micro_batches
+from zero_sim.scenario.derived import own_micro_batches
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord
 from zero_sim.sim.log import EventLog

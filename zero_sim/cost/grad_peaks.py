@@ -24,8 +24,8 @@ from zero_sim.cost.peaks import Look
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.names import frozen_at
-from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
 BUFFERS = "reduce buffers"

@@ -40,8 +40,8 @@ from zero_sim.cost.hook_trace import readers_of, tell_arrival
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.derived import overlaps_grads
 from zero_sim.scenario.names import frozen_at
-from zero_sim.scenario.overlap import overlaps_grads
 from zero_sim.scenario.spec import Scenario
 
 Look = Callable[[], Iterable[tuple[str, str, int]]]

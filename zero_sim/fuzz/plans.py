@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zero_sim.layout import BufferPlan, LayoutPolicy, ParamSpec, plan_buffers
-from zero_sim.scenario.copies import state_copies
+from zero_sim.scenario.derived import state_copies
 from zero_sim.scenario.kinds import kind_of
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, TopologySpec
 from zero_sim.targets.torch.optim import group_index

@@ -35,7 +35,8 @@ from zero_sim.fuzz.systems import (
 )
 from zero_sim.scenario.bare_params import fitted_one_rank
 from zero_sim.scenario.conditions import why_order_matters
-from zero_sim.scenario.joining import limits_of_joins, world_size_at
+from zero_sim.scenario.derived import limits_of_joins, world_size_at
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.names import with_known_names
 from zero_sim.scenario.spec import (
@@ -48,7 +49,6 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
-from zero_sim.scenario.unused import without_unused
 from zero_sim.targets import (
     EVERYTHING,
     Capabilities,

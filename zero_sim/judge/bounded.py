@@ -35,7 +35,7 @@ from zero_sim.judge.rank_digests import RankDigests
 from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
-from zero_sim.scenario.copies import state_copies
+from zero_sim.scenario.derived import state_copies
 from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 

@@ -12,7 +12,7 @@ from zero_sim.judge import invariants
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans
 from zero_sim.reference import Addresses, Holding, Orders, SumSite
-from zero_sim.scenario.copies import state_copies
+from zero_sim.scenario.derived import state_copies
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 

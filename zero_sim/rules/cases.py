@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from zero_sim.run.small_cases import BASE, changed
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.spec import (
     DataSpec,
     DtypeName,
@@ -21,7 +22,6 @@ from zero_sim.scenario.spec import (
     Scenario,
     TopologySpec,
 )
-from zero_sim.scenario.unused import without_unused
 from zero_sim.workloads import build_workload
 
 DIVISOR = 12

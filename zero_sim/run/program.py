@@ -43,9 +43,8 @@ from zero_sim.judge.harness import (
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.positions import check_reported
 from zero_sim.run.dp_cp_groups import DpCpGroup
-from zero_sim.scenario.joining import own_micro_batches
-from zero_sim.scenario.overlap import overlaps_grads, overlaps_params
-from zero_sim.scenario.reload import after_reload
+from zero_sim.scenario.derived import overlaps_grads, overlaps_params, own_micro_batches
+from zero_sim.scenario.fitting import after_reload
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import (
     CheckpointedEngine,

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from zero_sim.scenario.bare_params import fitted_one_rank
-from zero_sim.scenario.joining import limits_of_joins
+from zero_sim.scenario.derived import limits_of_joins
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.names import matching_groups
 from zero_sim.scenario.spec import ModelSpec, ParamGroupSpec, ReloadSpec, Scenario, TopologySpec
-from zero_sim.scenario.unused import without_unused
 from zero_sim.workloads import params_of
 
 

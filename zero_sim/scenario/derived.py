@@ -1,10 +1,38 @@
-"""Micro-batches for which a rank has no data: it joins them with gradients of zero."""
+"""Values that follow from the settings of a case: replicas, overlap, each rank's micro-batches."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
-from zero_sim.scenario.spec import RunSpec, Scenario, TopologySpec
+from zero_sim.scenario.spec import OptionSpec, RunSpec, Scenario, SystemSpec, TopologySpec
+
+
+def state_copies(system: SystemSpec) -> int:
+    """Copies of the optimizer state, of stages that shard it: one a block, or one in all."""
+    return 1 if system.state_over == "all" else system.redundancy
+
+
+def overlaps_grads(system: SystemSpec) -> bool:
+    """Whether gradients are reduced under backward; of its own accord wherever buckets are cut."""
+    return _has_buckets(system) if system.overlap_grads is None else system.overlap_grads
+
+
+def overlaps_params(system: SystemSpec) -> bool:
+    """Whether params are gathered under forward; of its own accord with buckets.
+
+    Only where all params are gathered after a step, stages 1 and 2, and not in chunks.
+    """
+    if system.overlap_params is None:
+        in_chunks = system.gather_chunk_elems is not None
+        return _has_buckets(system) and system.stage in (1, 2) and not in_chunks
+    return system.overlap_params
+
+
+def _has_buckets(system: SystemSpec) -> bool:
+    # With one bucket a buffer there is next to nothing to overlap, and hooks only cost time.
+    return system.bucket_elems is not None
 
 
 def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
@@ -70,3 +98,15 @@ def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
     fewest = min(sizes) // (scenario.topology.tp * scenario.topology.pp)
     nan = scenario.data.nan
     return fewest, max(int(3 in stages), 0 if nan is None else nan.micro_batch + 1)
+
+
+def with_options(scenario: Scenario, said: Mapping[str, str]) -> Scenario:
+    """The case with some options in the place of what it says of them.
+
+    Args:
+        scenario: Any case.
+        said: Values as text, by name.
+    """
+    options = {option.name: option.value for option in scenario.system.options} | dict(said)
+    specs = tuple(OptionSpec(name=name, value=value) for name, value in sorted(options.items()))
+    return replace(scenario, system=replace(scenario.system, options=specs))

@@ -8,9 +8,7 @@ from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import (
     DataSpec,
     ExpectSpec,
-    FreezeSpec,
     ModelSpec,
-    RunSpec,
     Scenario,
     SystemSpec,
     TopologySpec,
@@ -37,27 +35,12 @@ REFUSED = {
         replace(SPLIT, model=replace(BLOCKS, hidden=88, dtype="bf16")),
         replace(SPLIT, model=replace(BLOCKS, dtype="bf16"), data=DataSpec(rows=64)),
     ],
-    "topology.pp": [replace(SPLIT, topology=replace(SPLIT.topology, pp=2))],
     "topology.shared": [replace(SPLIT, topology=TopologySpec(tp=2))],
     "world.order": [replace(SPLIT, world=WorldSpec(size=4, order="ring"))],
-    "world.order_known": [replace(SPLIT, world=WorldSpec(size=4, order_known=False))],
-    "model.freeze": [
-        replace(
-            SPLIT,
-            model=replace(BLOCKS, freeze=(FreezeSpec(param="positions.weight", start=0, stop=1),)),
-        )
-    ],
-    "run.own_micro_batches": [
-        replace(SPLIT, run=RunSpec(micro_batches=2, own_micro_batches=(1, 2)))
-    ],
     "expect.one_device": [
         replace(SPLIT, data=DataSpec(ranks="same"), expect=ExpectSpec(one_device=True))
     ],
-    "system.checkpoints": [
-        replace(SPLIT, system=SystemSpec(stage=3, checkpoints="split")),
-        replace(SPLIT, model=ModelSpec(name="mlp"), system=SystemSpec(checkpoints="whole")),
-    ],
-    "system.offload_checkpoints": [replace(SPLIT, system=SystemSpec(offload_checkpoints=True))],
+    "system.checkpoints": [replace(SPLIT, system=SystemSpec(stage=3, checkpoints="split"))],
     "system.target": [replace(SPLIT, system=SystemSpec(target="torch-ddp", stage=0))],
 }
 

@@ -1,4 +1,4 @@
-"""For which micro-batches a rank has data, and where that cannot be asked for."""
+"""Values that follow from settings: uneven micro-batches, group ranks, overlap."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from itertools import permutations, product
 import pytest
 
 from zero_sim.layout.topology import AXES, Topology
-from zero_sim.scenario.joining import (
+from zero_sim.scenario.derived import (
     counts_over_ranks,
     limits_of_joins,
+    overlaps_grads,
+    overlaps_params,
     own_micro_batches,
     place_in_group,
     world_size_at,
@@ -119,10 +121,6 @@ def test_a_case_that_keeps_the_limits_is_valid():
             },
             "the rank of data.nan has no data for its micro-batch",
         ),
-        (
-            {"system": SystemSpec(divide="pre", sync="every", divide_by="micro-batches")},
-            "is known only after the last one",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(parts, words):
@@ -134,3 +132,27 @@ def test_what_cannot_be_is_refused_with_the_reason(parts, words):
 def test_a_reload_to_fewer_ranks_is_refused_there():
     (problem,) = check_scenario(case(reload=ReloadSpec(step=1, world_size=1)))
     assert problem.path == "reload.world_size"
+
+
+@pytest.mark.parametrize("by", ["micro-batches", "tokens"])
+def test_a_count_over_ranks_is_known_too_late_for_a_division_before_each_sum(by):
+    early = case(system=SystemSpec(divide="pre", sync="every", divide_by=by))
+    (problem,) = check_scenario(early)
+    assert problem.path == "system.divide_by"
+    assert "is known only after the last micro-batch" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "grads", "params"),
+    [
+        ({}, False, False),
+        ({"bucket_elems": 9}, True, True),
+        ({"bucket_elems": 9, "stage": 0}, True, False),
+        ({"bucket_elems": 9, "overlap_grads": False, "overlap_params": False}, False, False),
+        ({"overlap_grads": True, "overlap_params": True}, True, True),
+    ],
+)
+def test_follows_the_buckets_unless_told(settings, grads, params):
+    """One bucket has nothing to overlap with, and stage 0 no params to gather."""
+    system = SystemSpec(**settings)
+    assert (overlaps_grads(system), overlaps_params(system)) == (grads, params)
