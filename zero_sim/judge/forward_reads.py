@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from zero_sim.cost.observer import Observer
 from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.phase import Phase
@@ -23,7 +24,7 @@ from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.targets.untrained import is_plain
 
 
-class ForwardReads:
+class ForwardReads(Observer):
     """What the forward of one rank reads in one step and in the step before.
 
     Args:
@@ -52,13 +53,8 @@ class ForwardReads:
         for owner in self._attributes:
             owner.register_forward_pre_hook(self._read)
 
-    def start(self, step: int, micro: int) -> None:
-        """Note which forward comes next.
-
-        Args:
-            step: Index of the step, from 0.
-            micro: Index of the micro-batch.
-        """
+    def before_forward(self, step: int, micro: int) -> None:
+        """Note which forward comes next."""
         self._at = (step, micro) if self._step - 1 <= step <= self._step else None
 
     def _read(self, owner: nn.Module, args: object) -> None:

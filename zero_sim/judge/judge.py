@@ -19,14 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_sim.cost.checkpoints import CheckpointWatch
-from zero_sim.cost.forms import ParamSize
-from zero_sim.cost.grad_peaks import GradPeakWatch
-from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory import bytes_held, check_memory
-from zero_sim.cost.messages import HeldSize
-from zero_sim.cost.peaks import PeakWatch
-from zero_sim.cost.staging import StagingWatch
 from zero_sim.cost.volume import StepWindow
 from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
@@ -37,12 +30,13 @@ from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
 from zero_sim.judge.by_trajectory import TrajectoryComparison
 from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.forward_reads import ForwardReads, compare_losses
+from zero_sim.judge.forward_reads import compare_losses
 from zero_sim.judge.guarantee import Guarantee
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.ownership import Ownership
 from zero_sim.judge.positions import Arrangements
+from zero_sim.judge.rank_notes import RankNotes
 from zero_sim.judge.step_digests import StepDigests, StepWire, owed_by
 from zero_sim.judge.step_result import check_result
 from zero_sim.judge.step_teller import StepTeller
@@ -58,11 +52,9 @@ from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
 from zero_sim.targets.adapt import PARTS
-from zero_sim.targets.costs import CostCase, Costs, form_of
 
 _LAGGING = (DigestComparison, TrajectoryComparison)
 """With a reference of their own that takes no step as long as all agrees with somebody else's."""
-_Watch = PeakWatch | GradPeakWatch | StagingWatch | CheckpointWatch
 
 
 class Judge:
@@ -115,17 +107,8 @@ class Judge:
         """Elements of the reduced gradients of all steps, by why they are owed."""
         self.windows: list[StepWindow] = []
         """Where the steps of all ranks lie in the event log."""
-        self.sizes: dict[int, Sequence[ParamSize]] = {}
-        """What each rank trains, by rank."""
-        self.held_sizes: dict[int, Sequence[HeldSize]] = {}
-        """What the module of each rank has, trained or not, by rank."""
-        self.costs = Costs()  # As declared; the same for all ranks.
-        self.hook_traces: dict[int, HookTrace] = {}
-        self.forward_reads: dict[int, ForwardReads] = {}  # By rank, if they are recorded.
-        self._held_by_form: dict[int, Mapping[str, int]] = {}
-        """What ranks are to hold by a form of their target's own, by rank."""
-        self._peaks: dict[int, Sequence[_Watch]] = {}
-        """What each such rank did between its calls, if that is looked at."""
+        self.notes: dict[int, RankNotes] = {}
+        """By rank that has begun."""
         ranks = range(scenario.world.size) if observed is None else observed
         seed = scenario.run.seed if order_seed is None else order_seed
         self._observed = dict.fromkeys(ranks, first_step - 1)
@@ -245,40 +228,14 @@ class Judge:
             engine.settings()
             self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
 
-    def hold_to_costs(
-        self,
-        rank: int,
-        sizes: Sequence[ParamSize],
-        *,
-        held: Sequence[HeldSize] = (),
-        costs: Costs,
-        hook_trace: HookTrace | None = None,
-        peaks: PeakWatch | GradPeakWatch | None = None,
-        staging: StagingWatch | None = None,
-        checkpoints: CheckpointWatch | None = None,
-    ) -> None:
-        """Hold a rank to what is declared of its costs, from the next step on.
+    def begin(self, rank: int, notes: RankNotes) -> None:
+        """Note what is known of a rank, which is judged from the next step on.
 
         Args:
             rank: The rank, within the group.
-            sizes: What it trains, as it was before its engine had it.
-            held: What its module has, likewise.
-            costs: What the target declares.
-            hook_trace: What it will do between its calls; left out where that is not looked at.
-            peaks: What it will hold within `weighed_step`; left out likewise.
-            staging: What its optimizer will be given in that; left out likewise.
-            checkpoints: What it will keep of activations in that; left out likewise.
+            notes: Its module, declared costs, and recorders.
         """
-        self.sizes[rank], self.held_sizes[rank], self.costs = sizes, held, costs
-        if costs.held is not None and costs.held != "textbook":
-            # Code of the target's own: asked here, where what it raises is not the judge's.
-            elems = {size.name: size.elems for size in sizes}
-            case = CostCase(scenario=self.scenario, rank=rank, elems=elems)
-            self._held_by_form[rank] = form_of(costs.held, case, name="held", kind=Mapping)
-        watches = (peaks, staging, checkpoints)
-        self._peaks[rank] = [each for each in watches if each is not None]
-        if hook_trace is not None:
-            self.hook_traces[rank] = hook_trace
+        self.notes[rank] = notes
         self._calls_seen[rank] = self._call_count()
 
     def note_uncosted(self, names: Iterable[str]) -> None:
@@ -330,13 +287,13 @@ class Judge:
             engine: Its engine; params may still be in flight.
         """
         with self.aside(rank), engine.asked_once():
-            self._query_after_step(step, engine)
+            self._query_after_step(rank, step, engine)
             if self._bad_step is not None and step > self._bad_step:
                 return
             self._observe(rank, step, losses, result, engine)
         self._close_window(rank, step)
 
-    def _query_after_step(self, step: int, engine: CompletedEngine) -> None:
+    def _query_after_step(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Query an engine for everything that may be compared after a step.
 
         Its answers may take collectives. So the queries follow from the case alone: no finding,
@@ -346,8 +303,12 @@ class Judge:
         engine.stray_gradients(padding_only=True)
         if self._group.shows_grads_of_params:
             engine.gradients()
-        if self.costs.held is not None and step == self.weighed_step:
+        if self._is_weighed(rank, step):
             engine.held_bytes()
+
+    def _is_weighed(self, rank: int, step: int) -> bool:
+        """True for the step whose memory is compared, if the target declares any of it."""
+        return step == self.weighed_step and self.notes[rank].costs.held is not None
 
     def _observe(
         self,
@@ -364,7 +325,7 @@ class Judge:
             if self._comparison.uncertified_step is None:
                 compare = partial(self._compare, rank, step, losses, result, engine)
                 self._hold(step, compare)
-                if self.costs.held is not None and step == self.weighed_step:
+                if self._is_weighed(rank, step):
                     self._report(step, self._compare_memory(rank, step, engine))
             else:
                 # Whether it was skipped is not owed either: an overflow may depend on the order.
@@ -541,7 +502,7 @@ class Judge:
             losses,
             expected.losses,
             params={} if isinstance(expected, StepDigests) else expected.params_before,
-            reads=self.forward_reads.get(rank),
+            reads=self.notes[rank].reads,
             group=self._group,
             step=step,
             rank=rank,
@@ -570,12 +531,12 @@ class Judge:
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_memory(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
-        if rank in self._held_by_form:
-            own = self._held_by_form[rank]
-            yield from check_memory(engine.held_bytes(), own, step=step, rank=rank)
+        notes = self.notes[rank]
+        if notes.own_bytes is not None:
+            yield from check_memory(engine.held_bytes(), notes.own_bytes, step=step, rank=rank)
             return
         owed = bytes_held(
-            self.sizes[rank],
+            notes.sizes,
             scenario=self.scenario,
             rank=rank,
             # What state an element has was compared with the reference before.
@@ -587,5 +548,5 @@ class Judge:
         if PARTS in self._group.unobserved:
             del owed["state"]  # How much of it an element has only parts tell.
         yield from check_memory(engine.held_bytes(), owed, step=step, rank=rank)
-        for watch in self._peaks.get(rank, ()):
-            yield from watch.found
+        if notes.memory is not None:
+            yield from notes.memory.findings()

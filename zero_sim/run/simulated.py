@@ -165,13 +165,14 @@ class _AllRanks:
 def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Iterator[Finding]:
     """Check what a group cost against what is declared, and against what any system satisfies."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
-    if len(judge.sizes) < len(judge.world_ranks):
+    if len(judge.notes) < len(judge.world_ranks):
         return
-    costs = judge.costs
+    costs = judge.notes[0].costs
+    sizes = {rank: notes.sizes for rank, notes in judge.notes.items()}
     judge.note_uncosted(costs.undeclared())
     if why := why_unrelated(judge.scenario):
         judge.note_uncosted([f"relations of calls, with {why}"])
-    called = Called(log=log, windows=judge.windows, sizes=judge.sizes, scenario=judge.scenario)
+    called = Called(log=log, windows=judge.windows, sizes=sizes, scenario=judge.scenario)
     volume = next(_check_volume(context, called, target=target), None)
     if volume is not None:
         yield volume
@@ -183,9 +184,9 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
         return
     yield from check_overlap(
         log,
-        judge.hook_traces,
+        {rank: each.hook_trace for rank, each in judge.notes.items() if each.hook_trace},
         world_ranks=judge.world_ranks,
-        sizes=judge.sizes,
+        sizes=sizes,
         scenario=scenario,
     )
 
@@ -193,9 +194,9 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
 def _check_volume(context: GroupContext, called: Called, *, target: Target) -> Iterator[Finding]:
     """What is wrong with a group's calls, by what is declared first."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
-    costs, records = judge.costs, called.log.collectives
+    costs, records = judge.notes[0].costs, called.log.collectives
     if costs.calls == "textbook":
-        yield from check_volume(records, judge.windows, sizes=judge.sizes, scenario=scenario)
+        yield from check_volume(records, judge.windows, sizes=called.sizes, scenario=scenario)
     elif costs.calls == "told-buckets":
         if told_calls(judge.places, held=judge.param_names):
             has = "system.bucket_elems" in capabilities_of(target).follows
@@ -209,7 +210,7 @@ def _check_volume(context: GroupContext, called: Called, *, target: Target) -> I
     yield from check_relations(
         records,
         judge.windows,
-        held=judge.held_sizes,
+        held={rank: each.held_sizes for rank, each in judge.notes.items()},
         scenario=judge.scenario,
         costs=costs,
     )
