@@ -17,7 +17,7 @@ Step by step, each of these is checked, and together they leave the sums no othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
 from zero_sim.judge.factors import FactorCauses
+from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, with_digests
@@ -56,6 +57,8 @@ class BoundedComparison:
     """
 
     steps_unseen = False
+    is_local = True
+    has_digests = False
 
     def __init__(self, group: JudgedGroup, *, reference: BoundedReference) -> None:
         self._group = group
@@ -63,6 +66,8 @@ class BoundedComparison:
         self._reference = reference
         self.steps: dict[int, BoundedStep] = {}
         self.uncertified_step: int | None = None
+        self.peers: Sequence[BoundedComparison] = (self,)
+        self.on_step: Callable[[BoundedStep], None] | None = None
         self._last_step: int | None = None
         self._ledger = Ledger(group.world_ranks)
         self._followers: dict[tuple[str, int, int], tuple[int, Follower]] = {}
@@ -93,23 +98,28 @@ class BoundedComparison:
         """
         self._reference.set_addresses(addresses)
 
-    def watch_updates(self) -> None:
-        """Nothing: what does not tell its gradients is not followed."""
+    def fall_back(self) -> None:
+        """Do nothing: the reference takes all steps here."""
 
-    def note_told(self, norm: Tensor | None) -> None:
-        """Nothing: what a rank says of its norm is read where it is compared.
+    def stop_sharing(self, step: int) -> None:
+        """Do nothing: nobody else hears of these steps."""
 
-        Args:
-            norm: What it says.
-        """
-
-    def advance(self, peers: Sequence[BoundedComparison]) -> Sequence[BoundedStep]:
-        """Replay the next step from the params that were shown after the last one.
+    def get(self, step: int, *, told: Tensor | None = None) -> BoundedStep:
+        """Return a step; the next one is taken if it was not yet.
 
         Args:
-            peers: This group; there are no others where the order is not known.
+            step: Index of the step, from 0.
+            told: Not used: what a rank reports of its norm is read where it is compared.
         """
-        return [each._step() for each in peers]
+        if step not in self.steps:
+            self.advance()
+        return self.steps[step]
+
+    def advance(self) -> None:
+        """Replay the next step from the params that were shown after the last one."""
+        taken = self._step()
+        if self.on_step is not None:
+            self.on_step(taken)
 
     def _step(self) -> BoundedStep:
         if self._last_step is not None:
@@ -133,17 +143,28 @@ class BoundedComparison:
         self.steps.pop(step, None)
         self._ledger.forget(before=step)
 
-    def scales(self, step: int) -> Mapping[str, Tensor]:
-        """None: params in fp8 are judged only where the order is known.
+    def scale_names(self, step: int) -> Sequence[str]:
+        """Return none: params in fp8 are judged only where the order is known."""
+        return ()
 
-        Args:
-            step: Index of the step, from 0.
-        """
-        return {}
+    def compare_scales(
+        self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare nothing; see `scale_names`."""
+        yield from ()
+
+    def compare_losses(
+        self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
+    ) -> Iterator[Finding]:
+        """Compare a rank's losses; arguments as for `compare_measured`."""
+        return compare_losses(losses, self.steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
         """None: a case whose order is not known goes on in no other world."""
         yield from ()
+
+    def note_agreed(self, part: OwnedPart, *, step: int) -> None:
+        """Do nothing: no steps come from elsewhere."""
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Return what was seen with what ranks showed, compared where all of them did.

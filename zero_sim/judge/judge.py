@@ -10,9 +10,10 @@ computes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,35 +27,28 @@ from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge import invariants
-from zero_sim.judge.by_digest import DigestComparison, DigestsDiffer
-from zero_sim.judge.by_trajectory import TrajectoryComparison
-from zero_sim.judge.comparison import AnyReference, AnyStep, comparison_of
+from zero_sim.judge.comparison import AnyReference, owed_of
 from zero_sim.judge.facts import Facts
-from zero_sim.judge.forward_reads import compare_losses
 from zero_sim.judge.guarantee import Guarantee
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.ownership import Ownership
 from zero_sim.judge.positions import Arrangements
 from zero_sim.judge.rank_notes import RankNotes
-from zero_sim.judge.step_digests import StepDigests, StepWire, owed_by
+from zero_sim.judge.step_digests import owed_by
 from zero_sim.judge.step_result import check_result
-from zero_sim.judge.step_teller import StepTeller
+from zero_sim.judge.step_source import AnyStep, SharedSteps
 from zero_sim.judge.trainable import check_trainable
-from zero_sim.judge.trajectory import LateReference, Trajectory
+from zero_sim.judge.trajectory import LateReference
 from zero_sim.judge.working_params import (
     check_casts,
     check_repeated,
-    check_scales,
     check_untrained,
 )
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
 from zero_sim.targets.adapt import PARTS
-
-_LAGGING = (DigestComparison, TrajectoryComparison)
-"""With a reference of their own that takes no step as long as all agrees with somebody else's."""
 
 
 class Judge:
@@ -72,9 +66,7 @@ class Judge:
         numerics: What the target declares; without it, gradients are told before the division.
         observed: The ranks, within the group, that this judge is shown; all where left out.
         after_step: Called with every step that the reference has taken, before the next one.
-        teller: Tells judges in other processes of the reference's steps; left out where none hears.
-        heard_by: Where steps are heard that another process tells, or the reference of a case that
-            computes the same took.
+        shared: Steps that other processes take, or that earlier cases took; None to take all here.
 
     Judges of one world that share a norm have to be told of each other by `join_peers`.
     """
@@ -92,8 +84,7 @@ class Judge:
         numerics: Numerics | None = None,
         observed: Collection[int] | None = None,
         after_step: Callable[[int], None] | None = None,
-        teller: StepTeller | None = None,
-        heard_by: StepWire | Trajectory | None = None,
+        shared: SharedSteps | None = None,
     ) -> None:
         self.scenario = scenario
         self.first_step = first_step
@@ -122,10 +113,9 @@ class Judge:
             first_step=first_step,
             sees_all=len(self._observed) == scenario.world.size,
         )
-        self._comparison = comparison_of(
-            self._group, reference=reference, order_seed=seed, heard_by=heard_by
-        )
-        self._teller, self._after_step = teller, after_step
+        self._owed = owed_of(self._group, reference=reference, order_seed=seed, shared=shared)
+        self._steps, self._steps.on_step = self._owed.steps, self._take
+        self._after_step = after_step
         self._call_count, self._calls_made = calls_made or int, calls_made
         self._calls_seen: dict[int, int] = {}
         self._skipped: dict[int, bool] = {}
@@ -139,13 +129,12 @@ class Judge:
         self._bad_step: int | None = None
         self._begun_step = self._taken_step = first_step - 1
         self._findings: list[Finding] = []
-        self._peers: Sequence[Judge] = (self,)
 
     @staticmethod
     def join_peers(judges: Sequence[Judge]) -> None:
         """Let judges step their references together: every rank of all has built by then."""
         for judge in judges:
-            judge._peers = judges
+            judge._steps.peers = [each._steps for each in judges]
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
@@ -162,7 +151,7 @@ class Judge:
             nonzero_fraction_max=self.nonzero_fraction_max,
             same_data=self.same_data,
             has_stepped=self.has_stepped,
-            uncertified_step=self._comparison.uncertified_step,
+            uncertified_step=self._steps.uncertified_step,
             unobserved=frozenset(self._group.unobserved),
             owed=self.owed,
             bad_step=self._bad_step,
@@ -171,7 +160,7 @@ class Judge:
                 for found in placed
             ),
         )
-        return self._comparison.add_to(judged)
+        return self._owed.exact.add_to(judged)
 
     def buffer_map(self) -> BufferMap | None:
         """The flat buffer of the first finding that lies in one."""
@@ -196,7 +185,7 @@ class Judge:
         self._group.unobserved.update(facts.unreported)
         self.can_unwrap &= facts.can_unwrap
         if self.has_started:
-            self._comparison.set_addresses(self._ownership.addresses)
+            self._steps.set_addresses(self._ownership.addresses)
             tell_parts = PARTS not in self._group.unobserved
             self._report(
                 self.first_step, self._ownership.check(self.first_step, tell_parts=tell_parts)
@@ -226,7 +215,7 @@ class Judge:
             engine.parts()
             engine.params()
             engine.settings()
-            self._report(self.first_step, self._comparison.compare_loaded(engine, rank=rank))
+            self._report(self.first_step, self._owed.exact.compare_loaded(engine, rank=rank))
 
     def begin(self, rank: int, notes: RankNotes) -> None:
         """Note what is known of a rank, which is judged from the next step on.
@@ -264,8 +253,8 @@ class Judge:
             self._call_starts[rank, step] = self._calls_made()
             # Params of the step before may be looked at in this one.
             self._call_starts.pop((rank, step - 2), None)
-        if self._teller is not None and self._bad_step is not None and self._bad_step < step:
-            self._teller.stop(step)
+        if self._bad_step is not None and self._bad_step < step:
+            self._steps.stop_sharing(step)
         with self.aside(rank):
             self._report(step, invariants.check_zero_gradients(engine, step=step, rank=rank))
 
@@ -318,11 +307,9 @@ class Judge:
         result: StepResult,
         engine: CompletedEngine,
     ) -> None:
-        if self._comparison.follows(step):
-            self._comparison.note_told(result.norm)
-            self._note_silence(rank, step, engine)
-            self._expected(step)
-            if self._comparison.uncertified_step is None:
+        if self._steps.follows(step):
+            self._steps.get(step, told=result.norm)
+            if self._steps.uncertified_step is None:
                 compare = partial(self._compare, rank, step, losses, result, engine)
                 self._hold(step, compare)
                 if self._is_weighed(rank, step):
@@ -341,13 +328,6 @@ class Judge:
         stop = self._call_count()
         if stop > start:
             self._looked.setdefault(rank, []).append((start, stop))
-
-    def _note_silence(self, rank: int, step: int, engine: CompletedEngine) -> None:
-        """Note before the reference's first step whether gradients are told, which explain it."""
-        if step == self.first_step and step not in self._comparison.steps:
-            parts = engine.parts()
-            if parts and all(part.grad is None for part in parts):
-                self._comparison.watch_updates()
 
     def _close_window(self, rank: int, step: int) -> None:
         """Note what the rank called since its last step ended."""
@@ -372,7 +352,7 @@ class Judge:
             engine.params()
             engine.stray_padding()
             if self._bad_step is None or step <= self._bad_step:
-                if self._comparison.uncertified_step is None:
+                if self._steps.uncertified_step is None:
                     compare = partial(self._compare_params, rank, step, engine)
                     self._hold(step, compare, agreed=self._parts[rank])
                 found = check_untrained(engine, group=self._group, step=step, rank=rank)
@@ -391,8 +371,8 @@ class Judge:
 
     def step_unseen(self) -> None:
         """Let the references of all peers take a step of which nothing is shown here."""
-        if self._comparison.steps_unseen:
-            self._advance()
+        if self._steps.steps_unseen:
+            self._steps.advance()
 
     def ask_reference(self) -> None:
         """Let the reference take the step that a rank has begun, if it has not yet.
@@ -400,9 +380,9 @@ class Judge:
         Raises:
             UntrainableError: It cannot, or not with finite numbers.
         """
-        if self._comparison.steps_unseen and self._taken_step < self._begun_step:
-            self._go_alone()
-            self._advance()
+        if self._steps.steps_unseen and self._taken_step < self._begun_step:
+            self._steps.fall_back()
+            self._steps.advance()
 
     def _hold(
         self,
@@ -411,21 +391,22 @@ class Judge:
         *,
         agreed: Sequence[OwnedPart] = (),
     ) -> None:
-        """Report what a comparison finds, with a reference of this case's own from then on."""
-        if isinstance(self._comparison, _LAGGING) and not self._comparison.is_alone:
-            noted = self._group.noted()
-            with suppress(DigestsDiffer):
-                if next(compare(), None) is None:
-                    return
-            self._group.go_back(noted)
-            self._go_alone(agreed)
-        self._report(step, compare())
+        """Report what a comparison finds; with steps from elsewhere, what the own ones find then.
 
-    def _go_alone(self, agreed: Sequence[OwnedPart] = ()) -> None:
-        """Compare with references of this process's own from now on."""
-        if isinstance(self._comparison, _LAGGING):
-            peers: list[Any] = [judge._comparison for judge in self._peers]
-            self._comparison.go_alone(peers, agreed=agreed)
+        Args:
+            step: Index of the step.
+            compare: Compares.
+            agreed: Parts that agreed with this step before, and are as they were.
+        """
+        if not self._steps.is_local:
+            noted = self._group.noted()
+            if next(compare(), None) is None:
+                return
+            self._group.go_back(noted)
+            self._steps.fall_back()
+            for part in agreed:
+                self._owed.exact.note_agreed(part, step=step)
+        self._report(step, compare())
 
     def _report(self, step: int, found: Iterator[Finding]) -> None:
         for finding in found:
@@ -448,21 +429,6 @@ class Judge:
             started = self._call_starts.get((finding.rank, finding.step))
         return replace(finding, call_start=started, call_stop=self._calls_made())
 
-    def _expected(self, step: int) -> AnyStep:
-        if step not in self._comparison.steps:
-            self._advance()
-        return self._comparison.steps[step]
-
-    def _advance(self) -> None:
-        """Take the next step of all references that share a norm."""
-        if self._teller is not None:
-            self._teller.begin(self._taken_step + 1)
-        taken = self._comparison.advance([judge._comparison for judge in self._peers])
-        if self._teller is not None:
-            self._teller.tell(taken, groups=[judge._group for judge in self._peers])
-        for judge, own in zip(self._peers, taken, strict=True):
-            judge._take(own)
-
     def _take(self, taken: AnyStep) -> None:
         """Note a step that the reference has just done."""
         self._forget_shown(taken.step)
@@ -471,18 +437,20 @@ class Judge:
             self._after_step(taken.step)
         self._skipped[taken.step] = taken.skipped
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
-        if taken.norm.isfinite():
+        is_finite = math.isfinite(taken.norm)
+        if is_finite:
             self.owed += owed_by(taken, scenario=self.scenario)
-        self.has_stepped |= not taken.skipped and bool(taken.norm.isfinite())
+        self.has_stepped |= not taken.skipped and is_finite
         self.same_data &= len(set(taken.data_digests.values())) == 1
         # Behind a finding the system's own mistake may have led there.
-        if not self._findings and not isinstance(taken, StepDigests):
+        if not self._findings:
             check_trainable(taken, self.scenario, world_ranks=self.world_ranks)
 
     def _forget_shown(self, step: int) -> None:
         """Forget a step once all ranks were shown with it; at once where none ever is."""
         if all(last >= step for last in self._observed.values()):
-            self._comparison.forget(step)
+            self._steps.forget(step)
+            self._owed.exact.forget(step)
 
     def _compare(
         self,
@@ -492,21 +460,14 @@ class Judge:
         result: StepResult,
         engine: CompletedEngine,
     ) -> Iterator[Finding]:
-        expected = self._comparison.steps[step]
-        yield from self._comparison.compare_measured(result, rank=rank, step=step)
+        expected, comparison = self._steps.get(step), self._owed.comparison
+        yield from comparison.compare_measured(result, rank=rank, step=step)
         spec, unobserved = self.scenario.optimizer, self._group.unobserved
         yield from check_result(
             result, expected, optimizer=spec, unobserved=unobserved, step=step, rank=rank
         )
-        yield from compare_losses(
-            losses,
-            expected.losses,
-            params={} if isinstance(expected, StepDigests) else expected.params_before,
-            reads=self.notes[rank].reads,
-            group=self._group,
-            step=step,
-            rank=rank,
-        )
+        reads = self.notes[rank].reads
+        yield from comparison.compare_losses(losses, reads=reads, rank=rank, step=step)
         # Views of live state, looked at once more when the params are there.
         self._parts[rank] = list(engine.parts())
         owned = [part.place for part in self._parts[rank]]
@@ -515,19 +476,19 @@ class Judge:
             self._ownership.places[rank], owned, step=step, rank=rank
         )
         for part in self._parts[rank]:
-            yield from self._comparison.compare_part(part, rank=rank, step=step)
+            yield from comparison.compare_part(part, rank=rank, step=step)
         yield from invariants.check_padding(engine, step=step, rank=rank)
-        yield from self._comparison.compare_reported(engine, rank=rank, step=step)
+        yield from comparison.compare_reported(engine, rank=rank, step=step)
 
     def _compare_params(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:
         params, held = engine.params(), self._ownership.held[rank]
-        expected = self._comparison.scales(step)
-        scales = engine.scales([name for name in expected if name in held])
+        comparison = self._owed.comparison
+        scales = engine.scales([name for name in comparison.scale_names(step) if name in held])
         at: dict[str, Any] = {"comparer": self._group.comparer, "step": step, "rank": rank}
-        yield from check_scales(scales, expected, **at)
+        yield from comparison.compare_scales(scales, rank=rank, step=step)
         yield from check_casts(self._parts[rank], params, scales, **at)
         yield from check_repeated(engine.repeated(), params, **at)
-        yield from self._comparison.compare_params(params, rank=rank, step=step)
+        yield from comparison.compare_params(params, rank=rank, step=step)
         yield from invariants.check_param_padding(engine, step=step, rank=rank)
 
     def _compare_memory(self, rank: int, step: int, engine: CompletedEngine) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ def check_result(
         # It tells nothing of its steps; one that does so tells what it clips or scales by.
         return
     if result.norm is None and optimizer.clip_norm is not None:
-        yield findings.misreported("norm", step, rank, expected=expected.norm.item(), got=None)
+        yield findings.misreported("norm", step, rank, expected=float(expected.norm), got=None)
     if result.loss_scale is None and optimizer.loss_scale is not None:
         yield findings.misreported("loss_scale", step, rank, expected=expected.loss_scale, got=None)
     said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))

@@ -16,31 +16,6 @@ from zero_sim.targets import CompletedEngine, OwnedPart
 from zero_sim.targets.adapt import UNTRAINED
 
 
-def check_scales(
-    scales: Mapping[str, Tensor | None],
-    expected: Mapping[str, Tensor],
-    *,
-    comparer: Comparer,
-    step: int,
-    rank: int,
-) -> Iterator[Finding]:
-    """Compare the scales of params in fp8 that a rank has; None for one that it has not.
-
-    Args:
-        scales: By param.
-        expected: What they must be.
-        comparer: Counts what is compared.
-        step: After which step.
-        rank: The rank, within the judged group.
-    """
-    for name, scale in scales.items():
-        at = findings.scale(step, rank, name)
-        if scale is None:
-            yield findings.missing(at, "the system does not have the scale of this param")
-        elif comparer.differs(expected[name], scale):
-            yield findings.differing(at, expected[name], scale)
-
-
 def check_casts(
     parts: Sequence[OwnedPart],
     params: Mapping[str, Tensor],

@@ -8,8 +8,7 @@ from functools import partial
 
 from zero_sim.judge.comparison import AnyReference, take_reference
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.step_digests import StepWire
-from zero_sim.judge.step_teller import StepTeller
+from zero_sim.judge.step_source import StepWire, WiredSteps
 from zero_sim.judge.trajectory import LateReference, Trajectories, Trajectory
 from zero_sim.reference import POSITION_FREE, Reference, computed_from
 from zero_sim.run.dp_cp_groups import dp_cp_groups_of
@@ -51,11 +50,12 @@ def build_contexts(
         UsageError: A reference cannot go on in this world.
     """
     contexts: list[GroupContext] = []
-    heard_by: StepWire | Trajectory | None = None if tells else wire
-    if (wire or trajectories) is not None and not _can_share(segment, target=target):
-        heard_by = wire = None
-    elif trajectories is not None:
-        heard_by = _trajectory_of(segment, trajectories, target=target)
+    trajectory, shared = None, None
+    if (wire or trajectories) is not None and _can_share(segment, target=target):
+        if trajectories is not None:
+            shared = trajectory = _trajectory_of(segment, trajectories, target=target)
+        elif wire is not None:
+            shared = WiredSteps(wire, tells=tells)
     for index, dp_cp_group in enumerate(dp_cp_groups_of(segment.scenario)):
         # What the target computes, in the reference's words; the target gets the case as it is.
         numerics = numerics_of(target, dp_cp_group.scenario)
@@ -70,7 +70,7 @@ def build_contexts(
             weights_only=segment.weights_only,
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
-        reference = _built(build, references, index, heard_by=heard_by)
+        reference = _built(build, references, index, trajectory=trajectory)
         judge = Judge(
             replayed,
             reference=reference,
@@ -82,8 +82,7 @@ def build_contexts(
             calls_made=calls_made,
             observed=None if rank is None else _places_of(rank, dp_cp_group.ranks),
             after_step=partial(_keep_for_reload, segment, references, index),
-            teller=StepTeller(wire) if wire is not None and tells else None,
-            heard_by=heard_by,
+            shared=shared,
         )
         contexts.append(GroupContext(dp_cp_group=dp_cp_group, workload=workload, judge=judge))
     Judge.join_peers([context.judge for context in contexts])
@@ -95,7 +94,7 @@ def _built(
     references: MutableMapping[int, AnyReference],
     index: int,
     *,
-    heard_by: StepWire | Trajectory | None,
+    trajectory: Trajectory | None,
 ) -> AnyReference | LateReference:
     """The reference of a group; one that adds to a trajectory is late where another had it built.
 
@@ -103,9 +102,9 @@ def _built(
         build: Builds it, or lets one go on that was there before.
         references: By number of the group; a case that hears of a trajectory has one world only.
         index: Number of the group.
-        heard_by: As for `Judge`.
+        trajectory: Steps of earlier cases of a family.
     """
-    if not isinstance(heard_by, Trajectory):
+    if trajectory is None:
         reference = references[index] = build(before=references.get(index))
         return reference
 
@@ -114,10 +113,10 @@ def _built(
         assert isinstance(reference, Reference)
         return reference
 
-    if index in heard_by.held:
-        return LateReference(build=build_exact, held=heard_by.held[index])
+    if index in trajectory.held:
+        return LateReference(build=build_exact, held=trajectory.held[index])
     reference = build_exact()
-    heard_by.held[index] = reference.held
+    trajectory.held[index] = reference.held
     return reference
 
 

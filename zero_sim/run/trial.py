@@ -18,7 +18,7 @@ from zero_sim.host.device import computing_on
 from zero_sim.judge.comparison import AnyReference
 from zero_sim.judge.harness import JudgeFailed, harness_time
 from zero_sim.judge.judge import Judge
-from zero_sim.judge.step_digests import StepWire
+from zero_sim.judge.step_source import StepWire
 from zero_sim.judge.trajectory import Trajectories
 from zero_sim.run.contexts import build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
