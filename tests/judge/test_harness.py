@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zero_sim.errors import EnvironmentProblem
-from zero_sim.judge import invariants
+from zero_sim.judge.checks import invariants
 from zero_sim.judge.exact import ExactComparison
 from zero_sim.judge.judge import Judge
 from zero_sim.reference import Reference

@@ -1,8 +1,8 @@
 """The search for rules by which cases pass."""
 
 import pytest
-from tests.rules.test_found import ParamsAlone
 
+from tests.rules.test_found import ParamsAlone
 from zero_sim.backends import WorldPool
 from zero_sim.rules.search import RuleSearch
 from zero_sim.run.small_cases import BASE, changed

@@ -17,8 +17,8 @@ from zero_sim.errors import UsageError
 from zero_sim.findings.records import Finding
 from zero_sim.judge.bounded import BoundedComparison
 from zero_sim.judge.by_digest import DigestComparison
+from zero_sim.judge.checks.losses import ForwardReads
 from zero_sim.judge.exact import ExactComparison
-from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.step_source import AnyStep, SharedSteps, StepSource

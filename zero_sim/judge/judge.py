@@ -26,7 +26,13 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.phase import Phase
 from zero_sim.findings.records import BufferMap, Finding
-from zero_sim.judge import invariants
+from zero_sim.judge.checks import invariants
+from zero_sim.judge.checks.step_result import check_result
+from zero_sim.judge.checks.working_params import (
+    check_casts,
+    check_repeated,
+    check_untrained,
+)
 from zero_sim.judge.comparison import AnyReference, owed_of
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.guarantee import Guarantee
@@ -36,15 +42,9 @@ from zero_sim.judge.ownership import Ownership
 from zero_sim.judge.positions import Arrangements
 from zero_sim.judge.rank_notes import RankNotes
 from zero_sim.judge.step_digests import owed_by
-from zero_sim.judge.step_result import check_result
 from zero_sim.judge.step_source import AnyStep, SharedSteps
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.judge.trajectory import LateReference
-from zero_sim.judge.working_params import (
-    check_casts,
-    check_repeated,
-    check_untrained,
-)
 from zero_sim.reference import SumSite
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult

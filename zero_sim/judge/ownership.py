@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 
 from zero_sim.findings.records import Finding
-from zero_sim.judge import invariants
+from zero_sim.judge.checks import invariants
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.positions import Arrangements, members_of, sum_spans
 from zero_sim.reference import Addresses, Holding, Orders, SumSite

@@ -18,14 +18,14 @@ from zero_sim.cost.messages import held_sizes_of
 from zero_sim.cost.observer import Observer
 from zero_sim.cost.peaks import watch_peaks
 from zero_sim.cost.staging import check_staging, staged_bytes
-from zero_sim.judge.forward_reads import ForwardReads
-from zero_sim.judge.given_back import (
+from zero_sim.judge.checks.given_back import (
     Hook,
     ModuleNote,
     check_given_back,
     hooks_of,
     note_module,
 )
+from zero_sim.judge.checks.losses import ForwardReads
 from zero_sim.judge.harness import PauseClock, caused_by_harness, harness_time
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.rank_notes import RankNotes
