@@ -17,7 +17,7 @@ Step by step, each of these is checked, and together they leave the sums no othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,14 +25,15 @@ from torch import Tensor
 
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
-from zero_sim.judge.checks.losses import ForwardReads, compare_losses
 from zero_sim.judge.copies import Copy, Ledger, What, digest_of
 from zero_sim.judge.factors import FactorCauses
+from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, with_digests
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.rank_digests import RankDigests
+from zero_sim.judge.step_source import Steps
 from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
@@ -46,7 +47,7 @@ _NOT_TOLD = (
 )
 
 
-class BoundedComparison:
+class BoundedComparison(Steps):
     """Holds a group to what every order of addition gives.
 
     See [Note: what is owed where the order is not known].
@@ -57,17 +58,12 @@ class BoundedComparison:
     """
 
     steps_unseen = False
-    is_local = True
-    has_digests = False
 
     def __init__(self, group: JudgedGroup, *, reference: BoundedReference) -> None:
+        super().__init__()
         self._group = group
         self._comparer = group.comparer
         self._reference = reference
-        self.steps: dict[int, BoundedStep] = {}
-        self.uncertified_step: int | None = None
-        self.peers: Sequence[BoundedComparison] = (self,)
-        self.on_step: Callable[[BoundedStep], None] | None = None
         self._last_step: int | None = None
         self._ledger = Ledger(group.world_ranks)
         self._followers: dict[tuple[str, int, int], tuple[int, Follower]] = {}
@@ -98,25 +94,12 @@ class BoundedComparison:
         """
         self._reference.set_addresses(addresses)
 
-    def fall_back(self) -> None:
-        """Do nothing: the reference takes all steps here."""
-
-    def stop_sharing(self, step: int) -> None:
-        """Do nothing: nobody else hears of these steps."""
-
-    def get(self, step: int, *, told: Tensor | None = None) -> BoundedStep:
-        """Return a step; the next one is taken if it was not yet.
+    def advance(self, *, told: Tensor | None = None) -> None:
+        """Replay the next step from the params that were shown after the last one.
 
         Args:
-            step: Index of the step, from 0.
             told: Not used: what a rank reports of its norm is read where it is compared.
         """
-        if step not in self.steps:
-            self.advance()
-        return self.steps[step]
-
-    def advance(self) -> None:
-        """Replay the next step from the params that were shown after the last one."""
         taken = self._step()
         if self.on_step is not None:
             self.on_step(taken)
@@ -140,7 +123,7 @@ class BoundedComparison:
         Args:
             step: Index of the step, from 0.
         """
-        self.steps.pop(step, None)
+        super().forget(step)
         self._ledger.forget(before=step)
 
     def scale_names(self, step: int) -> Sequence[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,14 +17,13 @@ from zero_sim.errors import UsageError
 from zero_sim.findings.records import Finding
 from zero_sim.judge.bounded import BoundedComparison
 from zero_sim.judge.by_digest import DigestComparison
-from zero_sim.judge.checks.losses import ForwardReads
 from zero_sim.judge.exact import ExactComparison
+from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.judge.step_source import AnyStep, SharedSteps, StepSource
+from zero_sim.judge.step_source import SharedSteps, Steps, StepSource
 from zero_sim.judge.trajectory import LateReference
 from zero_sim.reference import (
-    Addresses,
     BoundedReference,
     Reference,
     Rules,
@@ -34,57 +33,6 @@ from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.workloads import Workload
 
 AnyReference = Reference | BoundedReference
-
-
-class Steps(Protocol):
-    """Expected steps of one group of ranks, one after another; see `StepSource`."""
-
-    uncertified_step: int | None
-    peers: Any
-    on_step: Any
-
-    @property
-    def is_local(self) -> bool:
-        """True once the group's own reference takes the steps."""
-        ...
-
-    @property
-    def has_digests(self) -> bool:
-        """True if steps are digests."""
-        ...
-
-    @property
-    def steps_unseen(self) -> bool:
-        """True if a step can be taken before the ranks were seen after the one before."""
-        ...
-
-    def follows(self, step: int) -> bool:
-        """Return whether a step can be taken at all."""
-        ...
-
-    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Note where each rank's working params lie, before the first step."""
-        ...
-
-    def get(self, step: int, *, told: Tensor | None = None) -> AnyStep:
-        """Return a step; the next one is taken if it was not yet."""
-        ...
-
-    def advance(self) -> None:
-        """Take the next step of all groups that share a norm."""
-        ...
-
-    def fall_back(self) -> None:
-        """Take all steps so far with the groups' own references, and go on with these."""
-        ...
-
-    def stop_sharing(self, step: int) -> None:
-        """Let other processes take their own steps, from this one on."""
-        ...
-
-    def forget(self, step: int) -> None:
-        """Forget a step that every rank was compared with."""
-        ...
 
 
 class Comparing(Protocol):

@@ -13,11 +13,11 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.recognition import Known
 from zero_sim.findings.records import Finding
-from zero_sim.judge.checks.loaded import compare_loaded
-from zero_sim.judge.checks.losses import ForwardReads, compare_losses
 from zero_sim.judge.factors import FactorCauses
+from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.loaded import compare_loaded
 from zero_sim.judge.rules import (
     Pick,
     RulesTrial,

@@ -129,7 +129,68 @@ class WiredSteps:
             self._wire.tell(step, None)
 
 
-class StepSource:
+class Steps:
+    """Expected steps of one group of ranks, one after another; base of their sources."""
+
+    steps_unseen = True
+    """True if a step can be taken before the ranks were seen after the one before."""
+
+    def __init__(self, *, uncertified_step: int | None = None) -> None:
+        self.steps: dict[int, Any] = {}
+        """Steps that were taken and that some rank is yet to be compared with, by index."""
+        self.is_local = True
+        """True once the group's own reference takes the steps."""
+        self.uncertified_step = uncertified_step
+        """Step from whose update on nothing is owed; None as long as all is."""
+        self.peers: Sequence[Any] = (self,)
+        """Those of all groups that share a norm."""
+        self.on_step: Callable[[AnyStep], None] | None = None
+        """Called with every step, once all peers have it."""
+
+    @property
+    def has_digests(self) -> bool:
+        """True while steps are digests."""
+        return False
+
+    def follows(self, step: int) -> bool:
+        """Return whether a step can be taken at all."""
+        return True
+
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
+        """Note where each rank's working params lie, before the first step.
+
+        Args:
+            addresses: By rank.
+        """
+        raise NotImplementedError
+
+    def get(self, step: int, *, told: Tensor | None = None) -> AnyStep:
+        """Return a step; the next one is taken if it was not yet.
+
+        Args:
+            step: Index of the step, from 0.
+            told: Norm that a rank reports of it, 0-D fp32, for numerics that follow it.
+        """
+        if step not in self.steps:
+            self.advance(told=told)
+        return self.steps[step]
+
+    def advance(self, *, told: Tensor | None = None) -> None:
+        """Take the next step of all groups that share a norm."""
+        raise NotImplementedError
+
+    def fall_back(self) -> None:
+        """Take all steps so far with the groups' own references, and go on with these."""
+
+    def stop_sharing(self, step: int) -> None:
+        """Let other processes take their own steps, from this one on."""
+
+    def forget(self, step: int) -> None:
+        """Forget a step that every rank was compared with."""
+        self.steps.pop(step, None)
+
+
+class StepSource(Steps):
     """Expected steps of a group whose order of addition is known.
 
     Args:
@@ -140,9 +201,6 @@ class StepSource:
         shared: Steps of references elsewhere; None to take all steps here.
     """
 
-    steps_unseen = True
-    """True if a step can be taken before the ranks were seen after the one before."""
-
     def __init__(
         self,
         group: JudgedGroup,
@@ -151,18 +209,9 @@ class StepSource:
         order_seed: int,
         shared: SharedSteps | None = None,
     ) -> None:
-        self.steps: dict[int, Any] = {}
-        """Steps that were taken and that some rank is yet to be compared with: a `ReferenceStep`
-        each, or a `StepDigests` while `has_digests`."""
-        self.is_local = shared is None
-        """True once the group's own reference takes the steps."""
         is_certified = isinstance(reference, LateReference) or reference.certified
-        self.uncertified_step: int | None = None if is_certified else group.first_step
-        """Step from whose update on nothing is owed; None as long as all is."""
-        self.peers: Sequence[StepSource] = (self,)
-        """Sources of all groups that share a norm."""
-        self.on_step: Callable[[ReferenceStep | StepDigests], None] | None = None
-        """Called with every step, once all peers have it."""
+        super().__init__(uncertified_step=None if is_certified else group.first_step)
+        self.is_local = shared is None
         self._group = group
         self._given = reference
         self._order_seed = order_seed
@@ -180,12 +229,8 @@ class StepSource:
 
     @property
     def has_digests(self) -> bool:
-        """True if steps are digests."""
+        """True while steps are digests."""
         return self._shared is not None and self._shared.are_digests and not self.is_local
-
-    def follows(self, step: int) -> bool:
-        """Return whether a step can be taken: always, since ranks need not be seen for it."""
-        return True
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Note where each rank's working params lie, before the first step."""
@@ -193,17 +238,6 @@ class StepSource:
         self._addresses, self._placed = addresses, placed_as(None if by_elements else addresses)
         if self.is_local:
             self._place_params()
-
-    def get(self, step: int, *, told: Tensor | None = None) -> ReferenceStep | StepDigests:
-        """Return a step; the next one is taken if it was not yet.
-
-        Args:
-            step: Index of the step, from 0.
-            told: Norm that a rank reports of it, 0-D fp32, for numerics that follow it.
-        """
-        if step not in self.steps:
-            self.advance(told=told)
-        return self.steps[step]
 
     def advance(self, *, told: Tensor | None = None) -> None:
         """Take the next step of all groups that share a norm."""
@@ -240,10 +274,6 @@ class StepSource:
         """Let other processes take their own steps, from this one on."""
         if self._shared is not None:
             self._shared.stop(step)
-
-    def forget(self, step: int) -> None:
-        """Forget a step that every rank was compared with."""
-        self.steps.pop(step, None)
 
     def _take(self, told: Tensor | None = None) -> Sequence[ReferenceStep]:
         """Take a step with the own references."""

@@ -7,7 +7,7 @@ from copy import deepcopy
 from functools import partial
 
 from zero_sim.judge.comparison import AnyReference, take_reference
-from zero_sim.judge.judge import Judge
+from zero_sim.judge.judge import Judge, JudgeSettings
 from zero_sim.judge.step_source import StepWire, WiredSteps
 from zero_sim.judge.trajectory import LateReference, Trajectories, Trajectory
 from zero_sim.reference import POSITION_FREE, Reference, computed_from
@@ -71,16 +71,19 @@ def build_contexts(
             rules=numerics.rules(dp_cp_group.scenario, added_in=added_in),
         )
         reference = _built(build, references, index, trajectory=trajectory)
-        judge = Judge(
-            replayed,
-            reference=reference,
+        settings = JudgeSettings(
+            scenario=replayed,
             numerics=numerics,
             first_step=segment.start,
             stop_step=segment.stop,
             world_ranks=dp_cp_group.ranks,
             order_seed=segment.scenario.run.seed,
-            calls_made=calls_made,
             observed=None if rank is None else _places_of(rank, dp_cp_group.ranks),
+        )
+        judge = Judge(
+            settings,
+            reference=reference,
+            calls_made=calls_made,
             after_step=partial(_keep_for_reload, segment, references, index),
             shared=shared,
         )

@@ -25,7 +25,7 @@ from zero_sim.judge.checks.given_back import (
     hooks_of,
     note_module,
 )
-from zero_sim.judge.checks.losses import ForwardReads
+from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.harness import PauseClock, caused_by_harness, harness_time
 from zero_sim.judge.judge import Judge
 from zero_sim.judge.rank_notes import RankNotes
@@ -126,7 +126,7 @@ def _watch_memory(
     bare: BareModule, costed: CostedEngine, *, scenario: Scenario, watched: Watched
 ) -> MemoryRecorder | None:
     """Record memory within a step as far as closed forms depend on it; None if none does."""
-    system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
+    system, rank, step = scenario.system, watched.rank, watched.judge.settings.weighed_step
     recorder = MemoryRecorder(step)
     at: dict[str, Any] = {"scenario": scenario, "rank": rank}
     if isinstance(costed, PeakEngine):

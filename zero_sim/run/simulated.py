@@ -172,7 +172,7 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     judge.note_uncosted(costs.undeclared())
     if why := why_unrelated(judge.scenario):
         judge.note_uncosted([f"relations of calls, with {why}"])
-    called = Called(log=log, windows=judge.windows, sizes=sizes, scenario=judge.scenario)
+    called = Called(log=log, windows=judge.book.windows, sizes=sizes, scenario=judge.scenario)
     volume = next(_check_volume(context, called, target=target), None)
     if volume is not None:
         yield volume
@@ -196,7 +196,7 @@ def _check_volume(context: GroupContext, called: Called, *, target: Target) -> I
     judge, scenario = context.judge, context.dp_cp_group.scenario
     costs, records = judge.notes[0].costs, called.log.collectives
     if costs.calls == "textbook":
-        yield from check_volume(records, judge.windows, sizes=called.sizes, scenario=scenario)
+        yield from check_volume(records, judge.book.windows, sizes=called.sizes, scenario=scenario)
     elif costs.calls == "told-buckets":
         if told_calls(judge.places, held=judge.param_names):
             has = "system.bucket_elems" in capabilities_of(target).follows
@@ -209,7 +209,7 @@ def _check_volume(context: GroupContext, called: Called, *, target: Target) -> I
         yield from check_bytes(called, costs.volume)
     yield from check_relations(
         records,
-        judge.windows,
+        judge.book.windows,
         held={rank: each.held_sizes for rank, each in judge.notes.items()},
         scenario=judge.scenario,
         costs=costs,

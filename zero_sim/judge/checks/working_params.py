@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-
-from torch import Tensor
 
 from zero_sim.findings import describe as findings
 from zero_sim.findings.records import Finding
-from zero_sim.judge.judged_group import Comparer, JudgedGroup
+from zero_sim.judge.checks.shown import Shown
 from zero_sim.reference import encode
 from zero_sim.scenario.checks import Check
-from zero_sim.targets import CompletedEngine, OwnedPart
 from zero_sim.targets.adapt import UNTRAINED
 
 
-def check_casts(
-    parts: Sequence[OwnedPart],
-    params: Mapping[str, Tensor],
-    scales: Mapping[str, Tensor | None],
-    *,
-    comparer: Comparer,
-    step: int,
-    rank: int,
-) -> Iterator[Finding]:
-    """Check that working params are their masters, cast; of params that are there at all.
+def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
+    """Compare scales of params in fp8, and check that working params are their masters, cast.
 
-    Args:
-        parts: What the rank owns.
-        params: Its working params.
-        scales: Of those in fp8: the rank's own, since this is about what it holds, right or wrong.
-        comparer: Counts what is compared.
-        step: After which step.
-        rank: The rank, within the judged group.
+    A cast is by the rank's own scale, since this is about what it holds, right or wrong.
     """
-    for part in parts:
+    group, rank, step = shown.group, shown.rank, shown.step
+    held, comparison = group.ownership.held[rank], shown.comparison
+    scales = shown.engine.scales([n for n in comparison.scale_names(step) if n in held])
+    yield from comparison.compare_scales(scales, rank=rank, step=step)
+    params = shown.engine.params()
+    for part in shown.parts:
         place = part.place
         if place.param not in params:
             continue
@@ -46,51 +34,29 @@ def check_casts(
             if scale is None
             else encode(part.master, scale=scale, dtype=working.dtype)
         )
-        if comparer.differs(cast, working):
+        if group.comparer.differs(cast, working):
             at = findings.owned(Check.INVARIANT_CAST, "", step, rank, place)
             yield findings.differing(at, cast, working)
 
 
-def check_repeated(
-    repeated: Iterable[tuple[str, str, Tensor]],
-    params: Mapping[str, Tensor],
-    *,
-    comparer: Comparer,
-    step: int,
-    rank: int,
-) -> Iterator[Finding]:
-    """Check that a param that is told under two names, such as a tied one, is one param.
-
-    Args:
-        repeated: The param, the name under which it was told again, and the values there.
-        params: All that was told, each once.
-        comparer: Counts what is compared.
-        step: After which step.
-        rank: The rank, within the judged group.
-    """
-    for name, other, values in repeated:
-        if comparer.differs(params[name], values):
-            at = findings.param(step, rank, name)
+def check_repeated(shown: Shown) -> Iterator[Finding]:
+    """Check that a param that is told under two names, such as a tied one, is one param."""
+    params = shown.engine.params()
+    for name, other, values in shown.engine.repeated():
+        if shown.group.comparer.differs(params[name], values):
+            at = findings.param(shown.step, shown.rank, name)
             message = f"the engine has this param once more as {other!r}, with other values"
             yield findings.differing(replace(at, message=message), params[name], values)
 
 
-def check_untrained(
-    engine: CompletedEngine, *, group: JudgedGroup, step: int, rank: int
-) -> Iterator[Finding]:
-    """Check that params which are never trained are what they were before the engine was built.
-
-    Args:
-        engine: The rank's engine.
-        group: The judged group.
-        step: After which step.
-        rank: The rank, within the group.
-    """
-    for name, values, now in engine.untrained():
+def check_untrained(shown: Shown) -> Iterator[Finding]:
+    """Check that params which are never trained are what they were before the engine was built."""
+    group = shown.group
+    for name, values, now in shown.engine.untrained():
         if now is None:
             group.unobserved.add(UNTRAINED)
         elif group.comparer.differs(values, now):
-            at = findings.param(step, rank, name)
+            at = findings.param(shown.step, shown.rank, name)
             at = replace(at, message="nobody may change this param, which is never trained")
             differing = group.differing(at, values, now)
             yield findings.with_index(differing, {name: tuple(values.shape)})
