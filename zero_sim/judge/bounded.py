@@ -79,19 +79,11 @@ class BoundedComparison(Steps):
         self._replica_count = world.size if system.stage == 0 else state_copies(system)
 
     def follows(self, step: int) -> bool:
-        """Whether there was nothing before a step that could not be followed.
-
-        Args:
-            step: Index of the step, from 0.
-        """
+        """Whether there was nothing before a step that could not be followed."""
         return self.uncertified_step is None or step <= self.uncertified_step
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Tell where each rank's working params lie, before the first step.
-
-        Args:
-            addresses: By rank.
-        """
+        """Tell where each rank's working params lie, before the first step."""
         self._reference.set_addresses(addresses)
 
     def advance(self, *, told: Tensor | None = None) -> None:
@@ -118,11 +110,7 @@ class BoundedComparison(Steps):
         return taken
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was shown with, but for the params to go on from.
-
-        Args:
-            step: Index of the step, from 0.
-        """
+        """Forget a step that every rank was shown with, but for the params to go on from."""
         super().forget(step)
         self._ledger.forget(before=step)
 
@@ -150,11 +138,7 @@ class BoundedComparison(Steps):
         """Do nothing: no steps come from elsewhere."""
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return what was seen with what ranks showed, compared where all of them did.
-
-        Args:
-            judged: The judge's report so far.
-        """
+        """Return what was seen with what ranks showed, compared where all of them did."""
         digests = RankDigests(
             copies=tuple(self._copies),
             part_stats=tuple(self._part_stats),
@@ -186,13 +170,7 @@ class BoundedComparison(Steps):
         return taken.divisor != 1 and self._group.tells_divided
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros with what the bounds leave them.
-
-        Args:
-            result: What the engine said of the step.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare norm and zeros with what the bounds leave them."""
         expected = self.steps[step]
         self._norms[rank] = result.norm
         if expected.overflow != "never":
@@ -219,13 +197,7 @@ class BoundedComparison(Steps):
         )
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part's gradient with its bounds, and what follows from it bit for bit.
-
-        Args:
-            part: The part of a param that a rank owns, as its engine shows it.
-            rank: The rank that owns it.
-            step: Index of the step, from 0.
-        """
+        """Compare a part's gradient with its bounds, and what follows from it bit for bit."""
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
@@ -309,25 +281,13 @@ class BoundedComparison(Steps):
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare nothing: what tells no parts is not followed.
-
-        Args:
-            engine: The rank's engine.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare nothing: what tells no parts is not followed."""
         yield from ()
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params of ranks with each other.
-
-        Args:
-            params: By name.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare the working params of ranks with each other."""
         for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)

@@ -36,7 +36,11 @@ AnyReference = Reference | BoundedReference
 
 
 class Comparing(Protocol):
-    """What one group of ranks owes after a step."""
+    """What one group of ranks owes after a step.
+
+    In all methods `rank` is a rank within the judged group, and `step` the index of a step that was
+    taken, from 0. What is compared is as the engine of that rank shows it, by the names of params.
+    """
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare what was measured of the whole gradient."""

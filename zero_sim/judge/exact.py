@@ -61,33 +61,19 @@ class ExactComparison:
         return self._source.steps
 
     def forget(self, step: int) -> None:
-        """Forget a step that every rank was compared with.
-
-        Args:
-            step: Index of the step, from 0.
-        """
+        """Forget a step that every rank was compared with."""
         self._rules.forget(step)
         self._grad_rules.forget(step)
         self._mistakes.forget(step)
 
     def scale_names(self, step: int) -> Iterable[str]:
-        """Return the names of params in fp8.
-
-        Args:
-            step: Index of the step, from 0.
-        """
+        """Return the names of params in fp8."""
         return self._steps[step].scales
 
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the scales of params in fp8 after a step.
-
-        Args:
-            scales: By param, as the rank has them; None for one that it has not.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare the scales of params in fp8 after a step."""
         expected = self._steps[step].scales
         for name, scale in scales.items():
             at = findings.scale(step, rank, name)
@@ -99,36 +85,18 @@ class ExactComparison:
     def compare_losses(
         self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare a rank's losses, and if one differs the params that its forward read.
-
-        Args:
-            losses: By micro-batch.
-            reads: Params that the rank's forwards read; None if they are not recorded.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare a rank's losses, and if one differs the params that its forward read."""
         return compare_losses(losses, self._steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: CompletedEngine, *, rank: int) -> Iterator[Finding]:
-        """Compare all that a rank goes on with after a load, before its first step.
-
-        Args:
-            engine: The rank's engine.
-            rank: The rank, within the judged group.
-        """
+        """Compare all that a rank goes on with after a load, before its first step."""
         standing = self._source.reference.standing()
         # Ranks that wait for none of the others may be steps ahead of them.
         if standing.next_step == self._group.first_step:
             yield from compare_loaded(self._group, engine, standing=standing, rank=rank)
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros; the norm only where every order of adding gives it.
-
-        Args:
-            result: What the engine said of the step.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare norm and zeros; the norm only where every order of adding gives it."""
         expected = self._steps[step]
         norm = result.norm if expected.norm_certified else None
         if self._group.numerics.norm == "told":
@@ -181,13 +149,7 @@ class ExactComparison:
         return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part's gradient, master and optimizer state.
-
-        Args:
-            part: The part of a param that a rank owns, as its engine shows it.
-            rank: The rank that owns it.
-            step: Index of the step, from 0.
-        """
+        """Compare a part's gradient, master and optimizer state."""
         expected, place = self._steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         whole = stop - start == expected.masters[name].numel()
@@ -233,12 +195,7 @@ class ExactComparison:
             )
 
     def note_agreed(self, part: OwnedPart, *, step: int) -> None:
-        """Note a part that was found to be as it is owed in another way.
-
-        Args:
-            part: As its rank's engine shows it.
-            step: Index of the step, from 0.
-        """
+        """Note a part that was found to be as it is owed in another way."""
         pick, got = part_picked(part)
         self._rules.look(step, self._steps[step].otherwise, pick=pick, got=got, agrees=True)
 
@@ -295,13 +252,7 @@ class ExactComparison:
     def compare_reported(
         self, engine: CompletedEngine, *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare gradients of whole params, where the target declares that it shows them.
-
-        Args:
-            engine: The rank's engine.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare gradients of whole params, where the target declares that it shows them."""
         group = self._group
         group.note_unreported(divisor=self._steps[step].divisor)
         if not group.shows_grads_of_params:
@@ -399,13 +350,7 @@ class ExactComparison:
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params that a rank holds, those that others own included.
-
-        Args:
-            params: By name.
-            rank: The rank, within the judged group.
-            step: Index of the step, from 0.
-        """
+        """Compare the working params that a rank holds, those that others own included."""
         for name, value in self._steps[step].params.items():
             if name not in self._group.ownership.held[rank]:
                 continue
@@ -424,11 +369,7 @@ class ExactComparison:
             )
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return what was seen with the rules that would fit what differs.
-
-        Args:
-            judged: The judge's report so far.
-        """
+        """Return what was seen with the rules that would fit what differs."""
         bad = judged.bad_step
         rules, mistakes = self._rules.of_step(bad), self._mistakes.of_step(bad)
         if mistakes is not None and mistakes.fitting:
