@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from tests.judge.test_step_digests import CASE, taken
 from zero_sim.judge.comparison import owed_of
-from zero_sim.judge.step_source import WiredSteps
 from zero_sim.reference import Reference
+from zero_sim.run.step_wire import WiredSteps
 from zero_sim.targets import OwnedPart, Place, StepResult
 from zero_sim.workloads import build_workload
 
 
 @dataclass
-class Wire:
-    """Keeps what is told, as JSON."""
+class FakeRank:
+    """A rank with a store of what is told, as JSON."""
 
-    told: dict[int, str] = field(default_factory=dict)
-    begun: list[int] = field(default_factory=list)
+    store: dict[str, str]
+    rank: int
 
-    def begin(self, step):
-        self.begun.append(step)
+    def tell(self, value, *, about):
+        self.store[about] = json.dumps(value)
 
-    def tell(self, step, owed):
-        self.told[step] = json.dumps(owed)
+    def has_told(self, rank, *, about):
+        return about in self.store
 
-    def hear(self, step):
-        return json.loads(self.told.get(step, "null"))
+    def hear(self, rank, *, about, seconds):
+        if about not in self.store:
+            raise TimeoutError
+        return json.loads(self.store[about])
 
 
-def owed_by(group, *, wire=None, tells=False):
+def owed_by(group, *, store=None, rank=1):
     reference = Reference(CASE, workload=build_workload(CASE))
-    shared = None if wire is None else WiredSteps(wire, tells=tells)
+    shared = None if store is None else WiredSteps(FakeRank(store, rank), stall_seconds=1)
     return owed_of(group, reference=reference, order_seed=0, shared=shared)
 
 
@@ -45,13 +47,13 @@ def group():
 
 
 @pytest.fixture
-def wire(group):
-    """A wire on which both steps were told."""
-    wire = Wire()
-    telling = owed_by(group, wire=wire, tells=True).steps
+def store(group):
+    """A store to which both steps were told."""
+    store = {}
+    telling = owed_by(group, store=store, rank=0).steps
     for _ in range(2):
         telling.advance()
-    return wire
+    return store
 
 
 def part_of(step, name):
@@ -88,8 +90,8 @@ def shown(group):
     }
 
 
-def test_what_is_right_agrees_and_as_much_is_compared(group, wire, shown):
-    hearing, exact = owed_by(group, wire=wire), owed_by(group)
+def test_what_is_right_agrees_and_as_much_is_compared(group, store, shown):
+    hearing, exact = owed_by(group, store=store), owed_by(group)
     counts = []
     for each in (hearing, exact):
         each.steps.advance()
@@ -150,16 +152,16 @@ def _zeros(shown):
     "spoil",
     [_master, _state, _grad, _no_grad, _key, _dtype, _place, _param, _missing, _norm, _zeros],
 )
-def test_whatever_is_wrong_does_not_agree(group, wire, shown, spoil):
-    hearing = owed_by(group, wire=wire)
+def test_whatever_is_wrong_does_not_agree(group, store, shown, spoil):
+    hearing = owed_by(group, store=store)
     hearing.steps.advance()
     spoil(shown)
     assert all_of(hearing, group, 0, **shown)
 
 
-def test_with_its_own_reference_it_finds_what_the_exact_comparison_finds(group, wire, shown):
+def test_with_its_own_reference_it_finds_what_the_exact_comparison_finds(group, store, shown):
     _master(shown)
-    hearing, exact = owed_by(group, wire=wire), owed_by(group)
+    hearing, exact = owed_by(group, store=store), owed_by(group)
     hearing.steps.advance()
     hearing.steps.fall_back()
     exact.steps.advance()
@@ -167,11 +169,11 @@ def test_with_its_own_reference_it_finds_what_the_exact_comparison_finds(group, 
     assert one == other
 
 
-def test_it_falls_back_to_the_step_that_it_was_at(group, wire):
-    hearing, exact = owed_by(group, wire=wire).steps, owed_by(group).steps
+def test_it_falls_back_to_the_step_that_it_was_at(group, store):
+    hearing, exact = owed_by(group, store=store).steps, owed_by(group).steps
     hearing.advance()
     hearing.fall_back()
-    del wire.told[1]
+    del store["owed 1"]
     hearing.forget(0)
     for each in (exact, exact, hearing):
         each.advance()
@@ -180,9 +182,9 @@ def test_it_falls_back_to_the_step_that_it_was_at(group, wire):
         assert torch.equal(hearing.steps[1].masters[name], master)
 
 
-def test_where_a_step_is_not_told_it_takes_all_steps_itself(group, wire):
-    del wire.told[1]
-    hearing = owed_by(group, wire=wire).steps
+def test_where_a_step_is_not_told_it_takes_all_steps_itself(group, store):
+    del store["owed 1"]
+    hearing = owed_by(group, store=store).steps
     for step in range(2):
         assert hearing.get(step).step == step
     assert hearing.is_local
@@ -199,9 +201,8 @@ def test_what_was_noted_by_digests_is_taken_back(group):
 
 
 def test_a_teller_tells_nothing_more_once_it_has_stopped(group):
-    wire = Wire()
-    telling = owed_by(group, wire=wire, tells=True).steps
+    store = {}
+    telling = owed_by(group, store=store, rank=0).steps
     telling.stop_sharing(0)
     telling.advance()
-    assert wire.told == {0: "null"}
-    assert wire.begun == [0]
+    assert store == {"owing 0": "{}", "owed 0": "null"}

@@ -10,9 +10,8 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -26,56 +25,26 @@ from zero_sim.judge.coverage import Coverage
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.judge.ownership import Ownership
-from zero_sim.judge.positions import Arrangements
 from zero_sim.judge.rank_notes import RankNotes
 from zero_sim.judge.step_book import FirstBadStep, StepBook
 from zero_sim.judge.step_source import AnyStep, SharedSteps
 from zero_sim.judge.trainable import check_trainable
 from zero_sim.judge.trajectory import LateReference
-from zero_sim.reference import SumSite
-from zero_sim.scenario.spec import Scenario
-from zero_sim.targets import CompletedEngine, Numerics, OwnedPart, Place, StepResult
+from zero_sim.targets import CompletedEngine, OwnedPart, StepResult
 from zero_sim.targets.adapt import PARTS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeSettings:
-    """What a judge judges: a group of ranks in some consecutive steps."""
-
-    scenario: Scenario
-    """The case, as the reference replays it."""
-    first_step: int = 0
-    """More than 0 after a checkpoint was reloaded."""
-    stop_step: int | None = None
-    """The step before which this world ends; None for all of the case."""
-    world_ranks: Sequence[int] | None = None
-    """The ranks of the group, as findings name them; None for the first of the world."""
-    order_seed: int | None = None
-    """Seed of the world; None for the scenario's."""
-    numerics: Numerics | None = None
-    """Declared by the target; without them, gradients are told before the division."""
-    observed: Collection[int] | None = None
-    """The ranks, within the group, that the judge is shown; None for all."""
-
-    @property
-    def weighed_step(self) -> int:
-        """The step whose memory is compared: what leaks has done so after the second one.
-
-        One is enough, because weighing costs as much as comparing.
-        """
-        stop = self.scenario.run.steps if self.stop_step is None else self.stop_step
-        return min(self.first_step + 1, stop - 1)
 
 
 class Judge:
     """Judges one run; collects findings of the first step at which anything is wrong.
 
     Args:
-        settings: What is judged.
+        group: The judged group of ranks.
         reference: The oracle, at the step before the first one.
+        order_seed: Seed of the world, from which orders are drawn.
+        observed: The ranks, within the group, that this judge is shown.
+        weighed_step: The step whose memory is compared; weighing costs as much as comparing.
         calls_made: How many calls the world has logged, for findings to say where in the log they
-            stand; left out where there is no log.
+            stand; None if there is no log.
         after_step: Called with every step that the reference has taken, before the next one.
         shared: Steps that other processes take, or that earlier cases took; None to take all here.
 
@@ -84,37 +53,29 @@ class Judge:
 
     def __init__(
         self,
-        settings: JudgeSettings,
+        group: JudgedGroup,
         *,
         reference: AnyReference | LateReference,
-        calls_made: Callable[[], int] | None = None,
-        after_step: Callable[[int], None] | None = None,
-        shared: SharedSteps | None = None,
+        order_seed: int,
+        observed: Iterable[int],
+        weighed_step: int,
+        calls_made: Callable[[], int] | None,
+        after_step: Callable[[int], None],
+        shared: SharedSteps | None,
     ) -> None:
-        scenario, first_step = settings.scenario, settings.first_step
-        size = scenario.world.size
-        ranks = range(size) if settings.observed is None else settings.observed
-        world_ranks = settings.world_ranks or range(size)
-        seed = scenario.run.seed if settings.order_seed is None else settings.order_seed
-        self.settings = settings
+        first_step = group.first_step
+        self.group = group
+        self.weighed_step = weighed_step
         self.notes: dict[int, RankNotes] = {}
         """By rank that has begun."""
-        self.book = StepBook(world_ranks, first_step=first_step, calls_made=calls_made)
-        self._bad = FirstBadStep(first_step=first_step, book=self.book)
-        self._coverage = Coverage(scenario, first_step=first_step)
-        self._shown_steps = dict.fromkeys(ranks, first_step - 1)
+        self.book = StepBook(group.world_ranks, first_step=first_step, calls_made=calls_made)
+        self.bad = FirstBadStep(first_step=first_step, book=self.book)
+        self._coverage = Coverage(group.scenario, first_step=first_step)
+        self._shown_steps = dict.fromkeys(observed, first_step - 1)
         """By rank that is shown: the last step at which it was."""
         self._parts: dict[int, Sequence[OwnedPart]] = {}
         """By rank: what it owns, as after its last step."""
-        self._group = JudgedGroup(
-            scenario=scenario,
-            numerics=settings.numerics or Numerics(),
-            ownership=Ownership(scenario, held=reference.held),
-            world_ranks=world_ranks,
-            first_step=first_step,
-            sees_all=len(self._shown_steps) == size,
-        )
-        self._owed = owed_of(self._group, reference=reference, order_seed=seed, shared=shared)
+        self._owed = owed_of(group, reference=reference, order_seed=order_seed, shared=shared)
         self._owed.steps.on_step = self._take
         self._after_step = after_step
 
@@ -125,39 +86,9 @@ class Judge:
             judge._owed.steps.peers = [each._owed.steps for each in judges]
 
     @property
-    def scenario(self) -> Scenario:
-        """The case, as the reference replays it."""
-        return self.settings.scenario
-
-    @property
-    def first_step(self) -> int:
-        """The first step that is judged."""
-        return self.settings.first_step
-
-    @property
-    def world_ranks(self) -> Sequence[int]:
-        """The ranks of the group, as findings name them."""
-        return self._group.world_ranks
-
-    @property
-    def places(self) -> Mapping[int, Sequence[Place]]:
-        """What each rank tells that it owns, by rank."""
-        return self._group.ownership.places
-
-    @property
-    def param_names(self) -> frozenset[str]:
-        """Names of the params that any rank of the group trains."""
-        return frozenset[str]().union(*self._group.ownership.held)
-
-    @property
     def has_started(self) -> bool:
         """Whether every rank has built its engine and told of it."""
-        return self._group.ownership.are_all_there
-
-    @property
-    def can_unwrap(self) -> bool:
-        """False if the engine of any rank has no `unwrap`."""
-        return self._group.ownership.can_unwrap
+        return self.group.ownership.are_all_there
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found at the first bad step, in the order in which an error travels."""
@@ -166,22 +97,24 @@ class Judge:
     def judge_report(self) -> JudgeReport:
         """All there is to say of this run, as plain data."""
         placed = (
-            findings.with_index(found, self._group.ownership.shapes) for found in self._bad.findings
+            findings.with_index(found, self.group.ownership.shapes) for found in self.bad.findings
         )
         judged = JudgeReport(
-            world_ranks=tuple(self.world_ranks),
-            first_step=self.first_step,
+            world_ranks=tuple(self.group.world_ranks),
+            first_step=self.group.first_step,
             has_started=self.has_started,
-            compared_elems=self._group.comparer.elems,
+            compared_elems=self.group.comparer.elems,
             nonzero_fraction_max=self._coverage.nonzero_fraction_max,
             same_data=self._coverage.same_data,
             has_stepped=self._coverage.has_stepped,
             uncertified_step=self._owed.steps.uncertified_step,
-            unobserved=frozenset(self._group.unobserved),
+            unobserved=frozenset(self.group.unobserved),
             owed=self._coverage.owed,
-            bad_step=self._bad.step,
+            bad_step=self.bad.step,
             findings=tuple(
-                found if found.rank is None else replace(found, rank=self.world_ranks[found.rank])
+                found
+                if found.rank is None
+                else replace(found, rank=self.group.world_ranks[found.rank])
                 for found in placed
             ),
         )
@@ -191,8 +124,8 @@ class Judge:
         """The flat buffer of the first finding that lies in one."""
         judged = self.judge_report()
         for first in judged.merged():
-            sharing = self._group.ownership.places_beside(first.param)
-            places = {self.world_ranks[rank]: places for rank, places in sharing.items()}
+            sharing = self.group.ownership.places_beside(first.param)
+            places = {self.group.world_ranks[rank]: places for rank, places in sharing.items()}
             found = [finding for finding in judged.findings if finding.check == first.check]
             buffer_map = build_buffer_map(first, found=found, places=places)
             if buffer_map is not None:
@@ -206,25 +139,13 @@ class Judge:
             rank: The rank, within the group.
             facts: What it says. Of every rank, also those that are not observed, before any steps.
         """
-        ownership, step = self._group.ownership, self.first_step
+        ownership, step = self.group.ownership, self.group.first_step
         ownership.note_facts(rank, facts)
-        self._group.unobserved.update(facts.unreported)
+        self.group.unobserved.update(facts.unreported)
         if self.has_started:
             self._owed.steps.set_addresses(ownership.addresses)
-            tell_parts = PARTS not in self._group.unobserved
-            self._bad.report(step, ownership.check(step, tell_parts=tell_parts))
-
-    def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
-        """The calls that add gradients, once all ranks were heard; see `Ownership.calls`."""
-        return self._group.ownership.calls()
-
-    def arrange(self, arrangements: Arrangements) -> None:
-        """Note how communicators were seen to add, before the first step.
-
-        Args:
-            arrangements: By their ranks, within the group.
-        """
-        self._group.ownership.arrangements = arrangements
+            tell_parts = PARTS not in self.group.unobserved
+            self.bad.report(step, ownership.check(step, tell_parts=tell_parts))
 
     def observe_load(self, rank: int, engine: CompletedEngine) -> None:
         """Judge what a rank goes on with, right after it has loaded a checkpoint.
@@ -239,7 +160,7 @@ class Judge:
             engine.params()
             engine.settings()
             found = self._owed.exact.compare_loaded(engine, rank=rank)
-            self._bad.report(self.first_step, found)
+            self.bad.report(self.group.first_step, found)
 
     def begin(self, rank: int, notes: RankNotes) -> None:
         """Note what is known of a rank, which is judged from the next step on.
@@ -251,22 +172,14 @@ class Judge:
         self.notes[rank] = notes
         self.book.begin(rank)
 
-    def note_uncosted(self, names: Iterable[str]) -> None:
-        """Note what of the ranks' costs is held to nothing."""
-        self._group.unobserved.update(names)
-
-    def aside(self, rank: int) -> AbstractContextManager[None]:
-        """A block in which what a rank calls belongs to no step: for the judge, or a checkpoint."""
-        return self.book.aside(rank)
-
     def before_backward(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Look at a rank right before the first backward of a step."""
         self.book.begin_backward(rank, step)
-        if self._bad.is_before(step):
+        if self.bad.is_before(step):
             self._owed.steps.stop_sharing(step)
-        with self.aside(rank):
+        with self.book.aside(rank):
             shown = self._shown(rank, step, engine)
-            self._bad.report(step, table.run_checks(table.BEFORE_BACKWARD, shown))
+            self.bad.report(step, table.run_checks(table.BEFORE_BACKWARD, shown))
 
     def observe(
         self,
@@ -285,9 +198,9 @@ class Judge:
             result: What its engine said of the step.
             engine: Its engine; params may still be in flight.
         """
-        with self.aside(rank), engine.asked_once():
+        with self.book.aside(rank), engine.asked_once():
             self._query_after_step(rank, step, engine)
-            if self._bad.is_before(step):
+            if self.bad.is_before(step):
                 return
             shown = self._shown(rank, step, engine)
             self._observe(replace(shown, losses=losses, result=result))
@@ -302,14 +215,14 @@ class Judge:
         # Views of live state, looked at once more when the params are there.
         self._parts[rank] = list(engine.parts())
         engine.stray_gradients(padding_only=True)
-        if self._group.shows_grads_of_params:
+        if self.group.shows_grads_of_params:
             engine.gradients()
         if self._is_weighed(rank, step):
             engine.held_bytes()
 
     def _is_weighed(self, rank: int, step: int) -> bool:
         """True for the step whose memory is compared, if the target declares any of it."""
-        return step == self.settings.weighed_step and self.notes[rank].costs.held is not None
+        return step == self.weighed_step and self.notes[rank].costs.held is not None
 
     def _observe(self, shown: Shown) -> None:
         steps, rank, step, skipped = self._owed.steps, shown.rank, shown.step, self.book.skipped
@@ -321,33 +234,24 @@ class Judge:
             # Whether it was skipped is not owed either: an overflow may depend on the order.
             skipped[step] = bool(shown.result.skipped)
             return
-        self._group.telling[rank] = any(part.grad is not None for part in shown.parts)
+        self.group.telling[rank] = any(part.grad is not None for part in shown.parts)
         self._compare(table.AFTER_STEP, shown)
         if self._is_weighed(rank, step):
-            self._bad.report(step, table.run_checks(table.WEIGHED, shown))
+            self.bad.report(step, table.run_checks(table.WEIGHED, shown))
 
     def observe_params(self, rank: int, step: int, engine: CompletedEngine) -> None:
         """Judge a rank's working params, once a step's gathers are done; last look at that step."""
-        with self.aside(rank), engine.asked_once():
+        with self.book.aside(rank), engine.asked_once():
             # On every rank, whatever was found: see `_query_after_step`.
             engine.params()
             engine.stray_padding()
-            if not self._bad.is_before(step):
+            if not self.bad.is_before(step):
                 shown = self._shown(rank, step, engine)
                 if self._owed.steps.uncertified_step is None:
                     self._compare(table.AFTER_GATHER, shown, agreed=shown.parts)
-                self._bad.report(step, table.run_checks(table.AFTER_GATHER_ALWAYS, shown))
+                self.bad.report(step, table.run_checks(table.AFTER_GATHER_ALWAYS, shown))
         self._shown_steps[rank] = step
         self._forget_shown(step)
-
-    def note_findings(self, step: int, found: Iterator[Finding]) -> None:
-        """Note what a check found that needs nothing of the judge.
-
-        Args:
-            step: After which step.
-            found: Its findings.
-        """
-        self._bad.report(step, found)
 
     def step_unseen(self) -> None:
         """Let the references of all peers take a step of which nothing is shown here."""
@@ -371,7 +275,7 @@ class Judge:
             step=step,
             engine=engine,
             notes=self.notes[rank],
-            group=self._group,
+            group=self.group,
             owed=self._owed,
             parts=self._parts.get(rank, ()),
         )
@@ -392,25 +296,24 @@ class Judge:
         """
         steps, step = self._owed.steps, shown.step
         if not steps.is_local:
-            noted = self._group.noted()
+            noted = self.group.noted()
             if next(table.run_checks(checks, shown), None) is None:
                 return
-            self._group.go_back(noted)
+            self.group.go_back(noted)
             steps.fall_back()
             for part in agreed:
                 self._owed.exact.note_agreed(part, step=step)
-        self._bad.report(step, table.run_checks(checks, shown))
+        self.bad.report(step, table.run_checks(checks, shown))
 
     def _take(self, taken: AnyStep) -> None:
         """Note a step that the reference has just done."""
         self._forget_shown(taken.step)
-        if self._after_step is not None:
-            self._after_step(taken.step)
+        self._after_step(taken.step)
         self.book.skipped[taken.step] = taken.skipped
         self._coverage.note(taken)
         # Behind a finding the system's own mistake may have led there.
-        if not self._bad.findings:
-            check_trainable(taken, self.scenario, world_ranks=self.world_ranks)
+        if not self.bad.findings:
+            check_trainable(taken, self.group.scenario, world_ranks=self.group.world_ranks)
 
     def _forget_shown(self, step: int) -> None:
         """Forget a step once all ranks were shown with it; at once where none ever is."""

@@ -64,6 +64,11 @@ class Ownership:
         self._tied_parts |= {name: other for other, name in facts.tied_parts.items()}
 
     @property
+    def param_names(self) -> frozenset[str]:
+        """Names of the params that any rank of the group trains."""
+        return frozenset[str]().union(*self.held)
+
+    @property
     def are_all_there(self) -> bool:
         """Whether every rank has built its engine and told of it."""
         return len(self.places) == self._scenario.world.size
@@ -77,7 +82,7 @@ class Ownership:
     def sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
         """The ranks that hold params together, and which: dense ones, and each share of experts."""
         names_of: dict[tuple[int, ...], set[str]] = {}
-        for name in frozenset[str]().union(*self.held):
+        for name in self.param_names:
             ranks = tuple(rank for rank, names in enumerate(self.held) if name in names)
             names_of.setdefault(ranks, set()).add(name)
         return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]

@@ -7,13 +7,13 @@ do not cover, the group's own reference takes all steps so far, and goes on with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from zero_sim.judge.judged_group import JudgedGroup
-from zero_sim.judge.step_digests import StepDigests, digests_of
+from zero_sim.judge.step_digests import StepDigests
 from zero_sim.judge.trajectory import LateReference, frozen, placed_as
 from zero_sim.reference import (
     POSITION_FREE,
@@ -62,71 +62,6 @@ class SharedSteps(Protocol):
     def stop(self, step: int) -> None:
         """Keep no more steps, from this one on."""
         ...
-
-
-class StepWire(Protocol):
-    """Wire between the process that takes all steps and the others; no process group takes part."""
-
-    def begin(self, step: int) -> None:
-        """Send that a step is being taken."""
-        ...
-
-    def tell(self, step: int, owed: Sequence[Mapping[str, Any]] | None) -> None:
-        """Send a step, group by group; None if each process has to take it itself."""
-        ...
-
-    def hear(self, step: int) -> Sequence[Mapping[str, Any]] | None:
-        """Return what was sent of a step; None also if nothing came, for whatever reason."""
-        ...
-
-
-class WiredSteps:
-    """Steps that one process takes for all, sent as digests.
-
-    Args:
-        wire: The wire.
-        tells: True in the process that takes them.
-    """
-
-    def __init__(self, wire: StepWire, *, tells: bool) -> None:
-        self._wire = wire
-        self._tells = tells
-        """False once the others take their own steps."""
-        self.are_digests = not tells
-
-    def find(self, step: int, *, placed: Hashable = None) -> Sequence[StepDigests] | None:
-        """Return a step that was sent."""
-        heard = self._wire.hear(step) if self.are_digests else None
-        return None if heard is None else [StepDigests(**each) for each in heard]
-
-    def begin(self, step: int) -> None:
-        """Send that a step is being taken."""
-        if self._tells:
-            self._wire.begin(step)
-
-    def keep(
-        self,
-        taken: Sequence[ReferenceStep],
-        *,
-        groups: Sequence[JudgedGroup],
-        placed: Hashable = None,
-    ) -> None:
-        """Send a step, or that the others have to take it, if digests do not cover it."""
-        if not self._tells:
-            return
-        digests = [digests_of(each, group=group) for each, group in zip(taken, groups, strict=True)]
-        sent = [each.as_dict() for each in digests if each is not None]
-        if len(sent) == len(groups):
-            self._wire.tell(taken[0].step, sent)
-        else:
-            self.stop(taken[0].step)
-
-    def stop(self, step: int) -> None:
-        """Let the others take their own steps, from this one on."""
-        if self._tells:
-            self._tells = False
-            self._wire.begin(step)
-            self._wire.tell(step, None)
 
 
 class Steps:

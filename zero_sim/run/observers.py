@@ -113,7 +113,7 @@ def choose_observers(
         sizes=bare.sizes,
         held_sizes=bare.held_sizes,
         costs=costs,
-        own_bytes=_own_bytes(costs, bare, scenario=watched.judge.scenario, rank=rank),
+        own_bytes=_own_bytes(costs, bare, scenario=watched.judge.group.scenario, rank=rank),
         hook_trace=hook_trace,
         memory=memory,
         reads=bare.reads,
@@ -126,7 +126,7 @@ def _watch_memory(
     bare: BareModule, costed: CostedEngine, *, scenario: Scenario, watched: Watched
 ) -> MemoryRecorder | None:
     """Record memory within a step as far as closed forms depend on it; None if none does."""
-    system, rank, step = scenario.system, watched.rank, watched.judge.settings.weighed_step
+    system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
     recorder = MemoryRecorder(step)
     at: dict[str, Any] = {"scenario": scenario, "rank": rank}
     if isinstance(costed, PeakEngine):
@@ -203,7 +203,7 @@ class UnwrapObserver(Observer):
     def at_end(self, step: int) -> None:
         """Unwrap, if the engines of all ranks can."""
         it = self._watched
-        if not it.judge.can_unwrap:
+        if not it.judge.group.ownership.can_unwrap:
             return
         with harness_time(it.pause_clock):
             held = {name: param.clone() for name, param in it.engine.params().items()}
@@ -218,4 +218,4 @@ class UnwrapObserver(Observer):
                 step=step,
                 rank=it.rank,
             )
-            it.judge.note_findings(step, found)
+            it.judge.bad.report(step, found)

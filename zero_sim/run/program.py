@@ -223,7 +223,7 @@ def _build(
             tp_index=context.dp_cp_group.tp_index,
         )
         # Before ranks are made distinct: all are to have what the first holder has.
-        model = model_of(module, known=context.judge.param_names)
+        model = model_of(module, known=context.judge.group.ownership.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         bare = BareModule(module, read_step=segment.read_step, pause_clock=pause_clock)
@@ -291,7 +291,7 @@ def _begin_save(training: _Training, segment: Segment) -> Saving:
     assert segment.save is not None
     assert segment.scenario.reload is not None
     training.engine.settle()
-    with training.context.judge.aside(training.rank):
+    with training.context.judge.book.aside(training.rank):
         return training.engine.save_async(segment.save, form=segment.scenario.reload.form)
 
 
