@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from hypothesis import strategies as st
-from zero_sim.scenario.unused import without_unused
 
 from zero_sim.fuzz.choices import Choices, Drawable
 from zero_sim.fuzz.models import drawn_model
@@ -15,6 +14,7 @@ from zero_sim.fuzz.plans import param_specs
 from zero_sim.fuzz.swarm import Swarm
 from zero_sim.fuzz.systems import drawn_system, drawn_world
 from zero_sim.scenario.checks import Check
+from zero_sim.scenario.fitting import without_unused
 from zero_sim.scenario.spec import (
     ExpectSpec,
     FaultSpec,
