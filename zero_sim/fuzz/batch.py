@@ -221,7 +221,7 @@ class _Findings:
         others = self.known.others(key, scenario)
 
         def may_ask(other: Scenario) -> bool:
-            has_other_cause = any(one.has_what_it_takes(other) for one in others)
+            has_other_cause = any(one.needs.met_by(other) for one in others)
             return self.system.may_ask(other) and not has_other_cause
 
         reduced, best = shrink_finding(

@@ -218,6 +218,7 @@ def read_corpus(path: Path) -> Kept:
     if path.suffix == OLD_SUFFIX:
         head, reports = read_old(path)
         found = [one for report in reports for one in report.found]
+        reports = [replace(report, found=()) for report in reports]
         return Kept(head=head, reports=reports, found=dict(enumerate(found)))
     with _connected(path, mode="ro") as database:
         return _read(database, path=path)

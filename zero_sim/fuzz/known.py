@@ -91,10 +91,6 @@ class Known:
         (scenario,) = parse_cases(found.scenario, source="smallest case", stem="smallest")
         return cls(key=found.key, places=found.places, needs=Needs.of(scenario))
 
-    def has_what_it_takes(self, scenario: Scenario) -> bool:
-        """Whether a case has all that the smallest case of this finding has."""
-        return self.needs.met_by(scenario)
-
     def is_of_kind(self, key: Key) -> bool:
         """Whether a key is this finding's, as far as smaller cases keep it."""
         return key[:-1] == self.key[:-1]
@@ -102,7 +98,7 @@ class Known:
     def explains(self, key: Key, scenario: Scenario) -> bool:
         """Whether a case with a finding of this key shows this one."""
         lies_there = not key.place or key == self.key or key.place in self.places
-        return self.is_of_kind(key) and lies_there and self.has_what_it_takes(scenario)
+        return self.is_of_kind(key) and lies_there and self.needs.met_by(scenario)
 
 
 @dataclass(slots=True)
@@ -126,7 +122,7 @@ class KnownFindings:
         return [
             known
             for known in self.findings
-            if known.is_of_kind(key) and not known.has_what_it_takes(scenario)
+            if known.is_of_kind(key) and not known.needs.met_by(scenario)
         ]
 
 

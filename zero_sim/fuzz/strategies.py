@@ -47,7 +47,6 @@ from zero_sim.scenario.spec import (
     Scenario,
     SystemSpec,
     TopologySpec,
-    WorldSpec,
 )
 from zero_sim.targets import (
     EVERYTHING,
@@ -232,12 +231,15 @@ def _one_step(
     accumulates = swarm.on("accumulation", often=ranks == 1)
     data = drawn_data(choices, model=model, swarm=swarm)
     world = drawn_world(choices, size=ranks * topology.tp * topology.pp, swarm=swarm)
+    if system.sum_by == "first-rank":
+        # The order in which the system adds by itself.
+        world = replace(world, order="linear")
     return Scenario(
         schema=1,
         name="drawn",
         model=model,
         data=data,
-        world=_in_the_order_of(system, world),
+        world=world,
         topology=topology,
         system=system,
         optimizer=drawn_optimizer(choices, model=model, swarm=swarm),
@@ -309,11 +311,6 @@ def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     return replace(scenario, run=replace(run, own_micro_batches=own))
 
 
-def _in_the_order_of(system: SystemSpec, world: WorldSpec) -> WorldSpec:
-    """The world with the order in which the system adds, where it does so by itself."""
-    return replace(world, order="linear") if system.sum_by == "first-rank" else world
-
-
 def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """The case with what its optimizer and its model allow and make possible.
 
@@ -321,27 +318,16 @@ def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
         scenario: With all that does not depend on either.
         swarm: Which features it has.
     """
-    return _split(_fitted(scenario, swarm=swarm), swarm=swarm)
-
-
-def _fitted(scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with what its optimizer allows and makes possible."""
-    system, optimizer = scenario.system, scenario.optimizer
+    system, optimizer, world = scenario.system, scenario.optimizer, scenario.world
     if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
         system = replace(system, offload_state=False, step_buffer_elems=None)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")
-    return replace(scenario, system=system)
-
-
-def _split(scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """The case with what it keeps of blocks that ranks split, and an order that suits them."""
-    system, has_blocks = scenario.system, scenario.model.name == "tp-block"
+    has_blocks = scenario.model.name == "tp-block"
     if swarm.on("checkpoints", fits=has_blocks and system.stage != 3, often=True):
         system = replace(system, checkpoints="whole" if swarm.on("whole checkpoints") else "split")
         if swarm.on("offloaded checkpoints", often=True):
             system = replace(system, offload_checkpoints=True)
-    world = scenario.world
     if has_blocks and scenario.topology.tp > 1:
         world = replace(world, order="linear")
     return replace(scenario, system=system, world=world)
