@@ -106,12 +106,14 @@ class CompletedEngine:
         self._repeated: list[tuple[str, str, Tensor]] = []
         """Params that were reported a second time: name, other name, and values there."""
         self.tied_parts: dict[str, str] = {}
-        """First name of each tied param of which it told parts under another name, by that name."""
+        """First name of each tied param, by the other name under which its parts were reported."""
         self.module = engine.module
         self.unreported = frozenset(
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
         )
         """State that is not observed, in words for the notes."""
+        self.can_unwrap = getattr(engine, "unwrap", None) is not None
+        """True if the engine gives its module back."""
         self.costed = engine if isinstance(engine, CostedEngine) else None
         """The engine itself, if it declares that the closed forms of its stage hold."""
 
@@ -120,16 +122,11 @@ class CompletedEngine:
         """True if the engine has save() and load()."""
         return hasattr(self._engine, "save") and hasattr(self._engine, "load")
 
-    @property
-    def can_unwrap(self) -> bool:
-        """True if the engine gives its module back."""
-        return getattr(self._engine, "unwrap", None) is not None
-
     @contextmanager
     def asked_once(self) -> Iterator[None]:
-        """A block in which the engine does nothing: asked again, it answers as it did before.
+        """Open a block in which the engine does nothing, so each query is answered once.
 
-        What it tells may take calls that all ranks have to make alike.
+        An answer may take collectives, which all ranks have to call equally often.
         """
         self._answers = {}
         try:
@@ -196,7 +193,7 @@ class CompletedEngine:
         return {name: param.detach() for name, param in self._params().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """What the full working params have in `.grad`."""
+        """Gradients that the full working params have in `.grad`."""
         return {
             name: param.grad.detach()
             for name, param in self._params().items()
@@ -220,7 +217,7 @@ class CompletedEngine:
         return reported
 
     def _told_once(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Params by their names in the bare model; what is told again goes to `_repeated`."""
+        """Params by their names in the bare model; repeated ones go to `_repeated`."""
         once: dict[Any, Any] = {}
         self._repeated = []
         for own, value in told.items():
@@ -238,12 +235,12 @@ class CompletedEngine:
         return name if model is None else model.tied.get(name, name)
 
     def repeated(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Params that `params` told twice, such as tied ones: name, other name and values there."""
+        """Params that `params` returned twice, such as tied ones: name, other name, values."""
         self._params()
         return [(name, own, value.detach()) for name, own, value in self._repeated]
 
     def untrained(self) -> Iterator[Seen]:
-        """Params that are never trained, as they are now; asks for `params`, if there are any."""
+        """Params that are never trained, as they are now; calls `params` if there are any."""
         model = self._check.model
         if model is None or not model.untrained:
             return
@@ -256,10 +253,10 @@ class CompletedEngine:
         yield from look_at(model.untrained, told=self._told, held=held)
 
     def module_tensors(self) -> dict[str, Tensor]:
-        """Params and buffers of the module as it is now, whatever they are for.
+        """Params and buffers of the module as it is now.
 
-        Those that are sharded (DTensors) are left out: what each rank has of them differs by right,
-        and `params` tells them whole.
+        Sharded ones (DTensors) are omitted: each rank rightly has another shard, and `params`
+        returns them whole.
         """
         with self._asking():
             params = dict(self._engine.module.named_parameters())
@@ -270,7 +267,7 @@ class CompletedEngine:
             }
 
     def scales(self, names: Collection[str]) -> dict[str, Tensor | None]:
-        """Scales of params in fp8: buffers of the module, as the workload says; None for none."""
+        """Scales of params in fp8, which are buffers of the module; None for none."""
         if not names:
             return {}
         with self._asking():
@@ -297,7 +294,7 @@ class CompletedEngine:
         return self._check.parts(reported)
 
     def _renamed(self, part: object) -> object:
-        """A part with its param by its name in the bare model; what is no part stays as it is."""
+        """Return a part with its param's name in the bare model; anything else unchanged."""
         if not isinstance(part, OwnedPart) or not isinstance(part.place, Place):
             return part
         own = self._names.get(part.place.param, part.place.param)
@@ -319,13 +316,13 @@ class CompletedEngine:
 
     @_query
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Where gradient buffers hold a nonzero they must not; '' for nowhere, or not reported."""
+        """Name a nonzero gradient where all must be zero; '' if there is none, or not reported."""
         stray = self._optional("stray_gradients", padding_only=padding_only)
         return self._check.text("stray_gradients", stray)
 
     @_query
     def stray_padding(self) -> str:
-        """Where padding of params or masters is not zero; '' for nowhere, or not reported."""
+        """Name nonzero padding of params or masters; '' if there is none, or not reported."""
         return self._check.text("stray_padding", self._optional("stray_padding"))
 
     @_query
@@ -358,16 +355,15 @@ class CompletedEngine:
 def complete(
     engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
 ) -> CompletedEngine:
-    """An engine with all that the harness calls, from one that has at least what it must have.
+    """Wrap an engine with the required methods into one with all that the harness calls.
 
     Args:
-        engine: What a target built; one that is complete already comes back as it is.
-        model: The bare model, which what the engine tells is held to.
+        engine: Engine from a target's `build`; a complete one is returned unchanged.
+        model: The bare model, against which answers are checked.
         asking: As for `CompletedEngine`.
 
     Raises:
-        ProtocolError: It lacks something that it must have; names all of that. Or it has it in
-            another form.
+        ProtocolError: It lacks something required; names all of that. Or it has another form.
     """
     if isinstance(engine, CompletedEngine):
         return engine

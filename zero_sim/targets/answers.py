@@ -48,7 +48,7 @@ CALLS = {
 
 
 def check_calls(engine: object) -> None:
-    """Check that the methods that an engine has can be called as the harness does.
+    """Check that an engine's methods can be called as the harness does.
 
     Raises:
         ProtocolError: One is no method, or takes other arguments; or `module` is no module.
@@ -85,7 +85,7 @@ def check_calls(engine: object) -> None:
 
 @lru_cache(maxsize=512)
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Whether a function can be called as a method of an engine by that name is."""
+    """Return True if a function can be called like the method of an engine with that name."""
     _, args, named = CALLS[name]
     try:
         inspect.signature(function).bind(None, *args, **named)
@@ -347,7 +347,7 @@ def _wrong(
 def _check_plain(
     value: Tensor, *, engine: object, method: str, what: str, model: Model | None = None
 ) -> None:
-    """Check that elements of a tensor can be looked at where the reference has them."""
+    """Check that a tensor's elements can be compared on the reference's device."""
     hint = ""
     if hasattr(value, "full_tensor"):
         wanted = f"a plain tensor for {what}"

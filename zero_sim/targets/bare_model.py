@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 _WIDE = (torch.float32, torch.float64)
-"""What every dtype of a model is cast to without rounding."""
+"""Dtypes to which every dtype of a model is cast without rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,13 +47,13 @@ class Model:
     device: str
     """Type of the device that they are on."""
     untrained: Mapping[str, Untrained] = field(default_factory=dict)
-    """What those that are never trained were."""
+    """Params that are never trained, as they were."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """First name of each tied param, by its other names."""
 
 
 def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
-    """Return what there is to know of a module before it is wrapped.
+    """Return names, shapes and untrained params of a module before it is wrapped.
 
     Args:
         module: The model of this rank.
@@ -73,7 +73,7 @@ def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
 
 
 def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
-    """Those of a bare model's params that are never trained; most models have none."""
+    """Return the params of a bare model that are never trained; most models have none."""
     return {
         name: Untrained(values=param.detach().clone(), place=param.detach())
         for name, param in params.items()
@@ -82,7 +82,7 @@ def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
 
 
 def names_like(held: Collection[str], name: str) -> list[str]:
-    """Names that may be that of a param of the bare model: it alone, if it is among them.
+    """Return the names that may belong to a param of the bare model; its own alone if present.
 
     Args:
         held: Names in the engine's module.
@@ -95,7 +95,7 @@ def names_like(held: Collection[str], name: str) -> list[str]:
 
 
 def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether the parts of a name have those of another among them, in order, the last one last."""
+    """Return True if a name has the parts of another in order, the last one last."""
     rest = iter(parts)
     return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
 
@@ -105,20 +105,20 @@ class Seen(NamedTuple):
 
     name: str
     values: Tensor
-    """What it was, in the dtype of what is there."""
+    """Values before, in the dtype of `now`."""
     now: Tensor | None
-    """None where it is not shown."""
+    """None if it is not observed."""
 
 
 def look_at(
     known: Mapping[str, Untrained], *, told: Mapping[str, Tensor], held: Mapping[str, Tensor]
 ) -> Iterator[Seen]:
-    """Look at params that are never trained.
+    """Yield params that are never trained, as they are now.
 
     Args:
-        known: What they were.
-        told: What the engine told of all params, by their names in the bare model.
-        held: Params of its module, by the names that they have there.
+        known: Their values before.
+        told: Params that the engine returned, by their names in the bare model.
+        held: Params of its module, by their names there.
     """
     trained = {name: param for name, param in told.items() if name not in known}
     in_place = bool(trained) and all(
@@ -146,7 +146,7 @@ def _lies_at(tensor: Tensor | None, place: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory with all its elements in it: no DTensor, nothing freed."""
+    """Return True if a tensor's memory has all its elements: no DTensor, nothing freed."""
     if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
         return False
     if tensor.device.type == "meta":
@@ -159,7 +159,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _is_whole(now: Tensor, values: Tensor) -> bool:
-    """Whether what is there can be compared: all elements, where they were, and none rounded."""
+    """Return True if a tensor can be compared: all elements, where they were, none rounded."""
     return (
         is_plain(now)
         and now.numel() == values.numel()

@@ -145,7 +145,7 @@ def load_state(accelerator: Any, path: Path) -> None:
 
 
 def settings_of_groups(optimizer: Any, params: Mapping[str, Any]) -> Settings:
-    """What the optimizer's groups say, but for learning rates, which have a factor in them.
+    """Settings of the optimizer's groups, except learning rates, which have a factor in them.
 
     Args:
         optimizer: Torch's, or accelerate's around it.

@@ -43,7 +43,7 @@ def why_no_mean(scenario: Scenario) -> str:
 
 
 def too_many(scenario: Scenario) -> Iterator[Problem]:
-    """Whether a case has more micro-batches than what `backward` divides by can be undone for."""
+    """Refuse more micro-batches than the largest number whose division can be undone."""
     if scenario.run.micro_batches > MICRO_BATCHES_MAX:
         yield Problem(
             path="run.micro_batches",
@@ -54,7 +54,7 @@ def too_many(scenario: Scenario) -> Iterator[Problem]:
 
 
 def unsharded(scenario: Scenario) -> Iterator[Problem]:
-    """Whether a case has as many copies as ranks, for which accelerate has no FSDP2."""
+    """Refuse as many copies as ranks, for which accelerate has no FSDP2."""
     copies = scenario.system.redundancy
     if 1 < copies == scenario.world.size:
         yield Problem(
@@ -66,7 +66,7 @@ def unsharded(scenario: Scenario) -> Iterator[Problem]:
 
 
 def left_out_of_files(scenario: Scenario) -> Iterator[Problem]:
-    """Whether accelerate 1.15.0 saves one of several params without elements, as it does as DDP."""
+    """Refuse several params without elements, of which accelerate 1.15.0 saves the first as DDP."""
     empty = [shape for shape in scenario.model.shapes or () if 0 in shape]
     if scenario.reload is not None and len(empty) > 1:
         yield Problem(
@@ -188,7 +188,7 @@ class AccelerateDDP:
         self.name = f"accelerate-ddp{'-as-is' if as_is else ''}"
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """By which rules it computes a case."""
+        """Return the rules of a case."""
         options = chosen_options(self, scenario)
         is_hooked = options["hook"] == "fp16"
         return Numerics(
@@ -204,7 +204,7 @@ class AccelerateDDP:
         )
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """What of a case is by no rule that can be declared."""
+        """Yield parts of a case for which no rule can be declared."""
         yield from too_many(scenario)
         options = chosen_options(self, scenario)
         if options["hook"] == "fp16" and options["mean_loss"] and scenario.run.micro_batches > 1:
@@ -272,7 +272,7 @@ class AccelerateFSDP2:
         )
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """By which rules it computes a case."""
+        """Return the rules of a case."""
         options = chosen_options(self, scenario)
         known = numerics_with(as_reduced(scenario), as_fsdp2(options))
         known = replace(known, sync="last" if scenario.world.size == 1 else None)
@@ -282,7 +282,7 @@ class AccelerateFSDP2:
         return known
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """What of a case is by no rule that can be declared."""
+        """Yield parts of a case for which no rule can be declared."""
         options = chosen_options(self, scenario)
         yield from too_many(scenario)
         yield from without_rule(as_reduced(scenario), as_fsdp2(options))

@@ -34,7 +34,7 @@ from zero_sim.targets.torch.optim import LearningRates, plain_optimizer
 MEGABYTE = 1 << 20
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WRAPPED = "_checkpoint_wrapped_module."
-"""What a module whose activations are checkpointed has in the names of its params."""
+"""Part of the names of params below a module with checkpointed activations."""
 
 
 class AccumulationLoop:
@@ -120,7 +120,7 @@ class _PreparedEngine:
         load_state(self._loop.accelerator, path)
 
     def settings(self) -> Settings:
-        """What the optimizer steps with."""
+        """Settings of the optimizer."""
         return settings_of_groups(self._optimizer, self._params)
 
 
@@ -218,7 +218,7 @@ class AccelerateFSDP2Engine(_PreparedEngine, FSDP2Engine):
 
 
 def _plugin_settings(scenario: Scenario, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `FullyShardedDataParallelPlugin` is set to."""
+    """Return the settings of `FullyShardedDataParallelPlugin`."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     own = None if scenario.model.dtype == "fp32" else _DTYPES[scenario.model.dtype]

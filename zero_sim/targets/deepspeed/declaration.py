@@ -45,7 +45,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def is_all_reduced(scenario: Scenario, *, stage: int) -> bool:
-    """Whether gradients are all-reduced whole, divided as `gradient_predivide_factor` says."""
+    """Return True if gradients are all-reduced whole, divided by `gradient_predivide_factor`."""
     # Without contiguous gradients reduce_scatter changes nothing.
     system = scenario.system
     return stage == 0 or (stage < 3 and system.sum_by == "all-reduce" and system.contiguous_grads)
@@ -93,7 +93,7 @@ def own_or(name: str | None, own: str) -> str:
 
 
 def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> Numerics:
-    """By which rules a stage computes a case."""
+    """Return the rules by which a stage computes a case."""
     own = scenario.model.dtype
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     is_mixed = {wire, wide} != {own}
@@ -204,7 +204,7 @@ class DeepSpeedZero:
         )
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """By which rules it computes a case."""
+        """Return the rules of a case."""
         options = chosen_options(self, scenario)
         return numerics_for(scenario, stage=self._stage, options=options)
 

@@ -16,7 +16,7 @@ from zero_sim.workloads import params_of
 
 
 def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
-    """What DeepSpeed cannot be set to, or tells in a way that has no name.
+    """Yield settings that DeepSpeed lacks, and those with no rule that can be declared.
 
     Args:
         scenario: As the target is given it.
@@ -68,7 +68,7 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
 
 
 def _reloaded(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
-    """Of cases that go on after a checkpoint; arguments as for `never`."""
+    """Yield problems of cases with a reload; arguments as for `never`."""
     reload = scenario.reload
     if reload is None:
         return
@@ -121,7 +121,7 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
 
 
 def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
-    """Of stage 0 in bf16 and fp16."""
+    """Yield problems of stage 0 in bf16 and fp16."""
     spec = scenario.optimizer
     if spec.loss_scale is not None:
         yield Problem(
@@ -148,7 +148,7 @@ _ALIGNED = 2
 
 
 def why_not_universal(scenario: Scenario) -> Iterator[Problem]:
-    """What of a case its universal checkpoints are not made for."""
+    """Yield parts of a case for which universal checkpoints are not made."""
     if scenario.reload is None:
         return
     if scenario.optimizer.name not in _ADAMS:
@@ -208,7 +208,7 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
 
 
 def _may_be_before_all_steps(scenario: Scenario, *, step: int) -> bool:
-    """Whether all steps before one may be skipped."""
+    """Return True if all steps before one may be skipped."""
     nan = scenario.data.nan
     return scenario.model.dtype == "fp16" or (nan is not None and nan.step == 0 and step == 1)
 
@@ -223,6 +223,6 @@ def _elems_of_groups(scenario: Scenario) -> dict[int, int]:
 
 
 def _has_none(elems: int, *, ranks: int) -> bool:
-    """Whether the last rank's part of so many elements is padding alone."""
+    """Return True if the last rank's part of so many elements is padding alone."""
     part = -(-elems // (_ALIGNED * ranks)) * _ALIGNED
     return (ranks - 1) * part >= elems

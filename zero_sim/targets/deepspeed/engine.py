@@ -68,7 +68,7 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
 
 
 def _half(scenario: Scenario) -> dict[str, Any]:
-    """What it says of bf16 or fp16; in fp16 losses are scaled, by 1 if not asked for."""
+    """Return its part for bf16 or fp16; in fp16 losses are scaled, by 1 if not asked for."""
     if scenario.model.dtype != "fp16":
         return {"bf16": {"enabled": True}} if scenario.model.dtype == "bf16" else {}
     half: dict[str, Any] = {"enabled": True, "loss_scale": 1.0}
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
             return {name: param.detach().clone() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """What this rank has of masters and state."""
+        """Parts of masters and state on this rank."""
         yield from self._parts.owned(self._reduced)
 
     def settings(self) -> Settings:
@@ -194,7 +194,7 @@ def import_deepspeed() -> Any:
 
 
 class Parts(Protocol):
-    """What a stage keeps, where it keeps it."""
+    """State of a stage, in the place where the stage keeps it."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Reduced gradients, copied, 1-D; asked right before a step."""
@@ -206,7 +206,7 @@ class Parts(Protocol):
 
 
 def parts_of(stage: int, *, optimizer: Any, client: Any, params: Mapping[str, Any]) -> Parts:
-    """What a stage tells.
+    """Return the parts of a stage.
 
     Args:
         stage: Of ZeRO.

@@ -98,7 +98,7 @@ class MegatronEngine:
         return {name: param.detach() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """What this rank steps: all, or its shards of all buckets."""
+        """Parts that this rank steps: all, or its shards of all buckets."""
         steps = dict(self._stepped())
         for name, param in self._params.items():
             if id(param) not in steps:
@@ -112,7 +112,7 @@ class MegatronEngine:
             )
 
     def _stepped(self) -> Iterator[tuple[int, tuple[int, int, Tensor]]]:
-        """By param: the range of it that this rank steps, and what it steps there."""
+        """Yield each param's range that this rank steps, and the master it steps there."""
         if not self._sharded:
             yield from ((id(param), (0, param.numel(), param)) for param in self._params.values())
             return

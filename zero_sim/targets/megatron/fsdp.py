@@ -39,7 +39,7 @@ from zero_sim.targets.torch.optim import OPTIMIZERS, decays_weights
 
 
 def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
-    """By which rules a case is computed.
+    """Return the rules of a case.
 
     Args:
         scenario: As the target is given it.
@@ -61,7 +61,7 @@ def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
 
 
 def _dtypes(scenario: Scenario, chosen: Any) -> tuple[Any, Any]:
-    """In which gradients accumulate, and in which they are summed."""
+    """Return the dtype in which gradients accumulate, and the one in which they are summed."""
     own, main, wire = scenario.model.dtype, chosen["main_grads"], chosen["communication"]
     accumulated = own if main == "param" else main
     return accumulated, accumulated if wire == "param" else wire
@@ -77,7 +77,7 @@ def _is_wider(one: str, other: str) -> bool:
 
 
 def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """What of a case is by no rule that can be declared; arguments as for `numerics_for`."""
+    """Yield parts of a case for which no rule can be declared; arguments as for `numerics_for`."""
     accumulated, summed = _dtypes(scenario, chosen)
     added = summed if _is_scattered(scenario) else scenario.model.dtype
     if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
@@ -142,12 +142,12 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 
 def _is_scattered(scenario: Scenario) -> bool:
-    """Whether gradients are; what one rank has all of is whole, whatever the stage."""
+    """Return True if gradients are scattered: with one rank a shard group they are whole."""
     return scenario.system.stage > 1 and scenario.world.size > scenario.system.redundancy
 
 
 def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Of stages 2 and 3 where one rank has all of what is sharded."""
+    """Yield problems of stages 2 and 3 where a shard group has one rank."""
     accumulated, summed = _dtypes(scenario, chosen)
     if accumulated != summed:
         yield Problem(
@@ -209,11 +209,11 @@ class MegatronFSDP:
         self.name = f"megatron-fsdp{'-as-is' if as_is else ''}"
 
     def numerics(self, scenario: Scenario) -> Numerics:
-        """By which rules it computes a case."""
+        """Return the rules of a case."""
         return numerics_for(scenario, chosen_options(self, scenario))
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """What of a case is by no rule that can be declared, or is known to go wrong."""
+        """Yield parts of a case that have no rule, or are known to go wrong."""
         chosen: Any = chosen_options(self, scenario)
         yield from without_rule(scenario, chosen)
         if not self._as_is:

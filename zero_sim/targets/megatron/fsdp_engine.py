@@ -115,7 +115,7 @@ class MegatronFSDPEngine:
         return whole
 
     def parts(self) -> Iterator[OwnedPart]:
-        """What this rank steps: whole params, or what its part of each bucket has of them."""
+        """Parts that this rank steps: whole params, or their parts in its shards of buckets."""
         for group in self._buffer.parameter_groups:
             for index, orig in enumerate(group.params):
                 name = self._buffer.param_to_name[orig]

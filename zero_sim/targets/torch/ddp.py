@@ -161,7 +161,7 @@ class DDPEngine:
         return {name: param.grad for name, param in self._params.items() if param.grad is not None}
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Which param has a gradient where none must be; DDP pads nothing."""
+        """Name a param with a gradient where none must be; DDP pads nothing."""
         if padding_only:
             return ""
         return next(

@@ -158,7 +158,7 @@ class FSDP1Engine:
             }
 
     def parts(self) -> Iterator[OwnedPart]:
-        """What this rank's even parts of flat params have of every param."""
+        """Parts of every param in this rank's even parts of the flat params."""
         held = {}
         for unit in self._fsdp_type.fsdp_modules(self._fsdp):
             flat: Any = unit._handle.flat_param if unit._handle is not None else None
@@ -257,7 +257,7 @@ class TorchFSDP1:
         )
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """What of a case is known to go wrong, or is by no rule that can be declared."""
+        """Yield parts of a case that are known to go wrong, or have no rule."""
         every = scenario.system.sync == "every"
         if _is_whole(scenario) and every and scenario.run.micro_batches > 1:
             yield Problem(
@@ -276,7 +276,7 @@ class TorchFSDP1:
 
 
 def _is_whole(scenario: Scenario) -> bool:
-    """Whether nothing is sharded."""
+    """Return True if nothing is sharded."""
     return scenario.system.stage == 0 or scenario.world.size == 1
 
 

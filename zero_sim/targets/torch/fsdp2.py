@@ -68,7 +68,7 @@ _AFTER = ("avg", "post-rounded")
 
 
 def numerics_with(scenario: Scenario, chosen: Any) -> Numerics:
-    """By which rules a case is computed.
+    """Return the rules of a case.
 
     Args:
         scenario: As the target is given it.
@@ -112,7 +112,7 @@ def _division(scenario: Scenario, chosen: Any) -> dict[str, Any]:
 
 
 def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """What of a case is by no rule that can be declared; arguments as for `numerics_with`."""
+    """Yield parts of a case for which no rule can be declared; arguments as for `numerics_with`."""
     ranks, blocks = scenario.world.size, scenario.system.redundancy
     together = ranks // blocks
     reduce, factor = chosen["reduce_dtype"], chosen["divide_factor"]
@@ -135,13 +135,13 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 
 def divides_twice(scenario: Scenario, chosen: Any) -> bool:
-    """Whether torch 2.13 divides by `divide_factor` twice; arguments as for `numerics_with`."""
+    """Return True if torch 2.13 divides by the factor twice; arguments as for `numerics_with`."""
     has_all = scenario.world.size == scenario.system.redundancy
     return bool(chosen["divide_factor"]) and has_all and sums_plainly(scenario, chosen)
 
 
 def sums_plainly(scenario: Scenario, chosen: Any) -> bool:
-    """Whether collectives neither divide nor multiply; arguments as for `numerics_with`."""
+    """Return True if collectives neither divide nor multiply; arguments as for `numerics_with`."""
     return chosen["force_sum"] or reduced_in(scenario, chosen) == "fp16"
 
 
@@ -218,7 +218,7 @@ class TorchFSDP2:
         return rules
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
-        """What of a case is known to go wrong, or is by no rule that can be declared."""
+        """Yield parts of a case that are known to go wrong, or have no rule."""
         chosen: Any = chosen_options(self, scenario)
         yield from without_rule(scenario, chosen)
         is_large = scenario.model.name == "bit-hash"
@@ -238,7 +238,7 @@ class TorchFSDP2:
             )
 
     def reduce_ops(self, scenario: Scenario) -> tuple[str, ...]:
-        """What its collectives do besides SUM."""
+        """Return the reduce operations of its collectives besides SUM."""
         divides = self.numerics(scenario).divide
         return {"avg": ("AVG",), "premul": ("PREMUL_SUM",)}.get(divides or "", ())
 

@@ -175,7 +175,7 @@ class FSDP2Engine:
         }
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Which param has a gradient where none must be; padding is not looked at."""
+        """Name a param with a gradient where none must be; padding is not looked at."""
         if padding_only:
             return ""
         return next(
