@@ -79,13 +79,6 @@ def whole_params_kept_over_a_step(patch: Patches) -> None:
     patch[OnUse._end_gradients, _IS_WHOLE] = "False"
 
 
-@mutant("W10", "ALIAS", "Z3 S2", seen_in="class ALIAS")
-def last_unit_kept_over_a_step(patch: Patches) -> None:
-    """The unit that stays between forward and backward stays after backward, too."""
-    patch[OnUse.free_all, _IS_WHOLE] = "... and unit is not self._units[-1]"
-    patch[OnUse._end_gradients, _IS_WHOLE] = "... and unit is not self._units[-1]"
-
-
 @mutant("W11", "VOLUME", "Z3 IN", seen_in="class VOLUME", kill="volume")
 def gathered_where_a_step_was_skipped(patch: Patches) -> None:
     """After a skipped step all units are gathered and let go of, to be sure."""

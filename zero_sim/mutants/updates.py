@@ -287,16 +287,6 @@ def gradients_rounded_on_the_way_in(patch: Patches) -> None:
     )
 
 
-@mutant("D06", "DTYPE", "S2", seen_in="class DTYPE")
-def scale_of_the_step_before(patch: Patches) -> None:
-    """An fp8 param is written at the scale of the step before."""
-    new = "choose_scale(amax[self._index_of[param]], dtype=param.dtype)"
-    patch[ScaleUpdate.run, f"scale.copy_({new})"] = f"""
-        new, old = {new}, __mutant__.kept.get(param, scale)
-        scale.copy_(old)
-        __mutant__.kept[param] = new"""
-
-
 @mutant("P06", "OPTST", "", seen_in="class OPTST", core=True)
 def nothing_stepped(patch: Patches) -> None:
     """Masters are not stepped."""
