@@ -17,7 +17,6 @@ from torch import Tensor
 import zero_sim
 from zero_sim.bundle.check import (
     check_buffer_map,
-    check_call,
     check_case,
     check_evidence,
     check_finding,
@@ -46,7 +45,14 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
 from zero_sim.targets import library_target_names, target_names
 from zero_sim.untrusted import Unreadable, printable, read_regular
-from zero_sim.untrusted_json import InvalidField, build_record, matching, parse, show
+from zero_sim.untrusted_json import (
+    InvalidField,
+    build_record,
+    check_integers,
+    matching,
+    parse,
+    show,
+)
 
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
@@ -237,6 +243,9 @@ def _read_head(path: Path) -> _Head:
         )
     if version != VERSION:
         raise InvalidField(f"version: expected {VERSION}, got {version}")
+    # Beside the scenario all integers count or number something.
+    counts = {name: value for name, value in table.items() if name != "scenario"}
+    check_integers(counts, where=BUNDLE_FILE, least=0)
     return build_record(_Head, table, where=BUNDLE_FILE)
 
 
@@ -318,7 +327,9 @@ def _evidence(
 def _logs(
     worlds: Sequence[_World], files: Mapping[str, bytes], scenario: Scenario, *, is_hashed: bool
 ) -> tuple[EventLog, ...]:
-    turns = build_record(list, parse(files[TURNS_FILE], where=TURNS_FILE), where=TURNS_FILE)
+    turns = build_record(
+        list, parse(files[TURNS_FILE], where=TURNS_FILE, least=0), where=TURNS_FILE
+    )
     if len(turns) != len(worlds):
         raise InvalidField(f"{TURNS_FILE}: expected {len(worlds)} lists, got {len(turns)}")
     logs = tuple(EventLog() for _ in worlds)
@@ -329,7 +340,7 @@ def _logs(
     groups: list[list[_Group]] = [[] for _ in worlds]
     for number, line in enumerate(files[EVENTS_FILE].splitlines(), 1):
         where = f"{EVENTS_FILE} line {number}"
-        event = parse(line, where=where)
+        event = parse(line, where=where, least=0)
         if not isinstance(event, dict):
             raise InvalidField(f"{where}: expected an object, got {show(event)}")
         (world,) = integers([event.pop("world", None)], stop=len(logs), where=f"{where}.world")
@@ -374,7 +385,6 @@ def _add_event(
         record = build_record(CollectiveRecord, whole, where=where)
         if record.rank not in group.ranks:
             raise InvalidField(f"{where}.rank: expected one of the group's, got {record.rank}")
-        check_call(record, where=where)
         log.collectives.append(record)
     elif kind == "moment":
         moment = build_record(Moment, event, where=where)
