@@ -181,9 +181,9 @@ def test_a_long_value_is_clipped_in_the_error(path, edit):
     ("file", "data", "said"),
     [
         ("turns.json", b"[[0], [1.5]]", "turns.json[1][0]: expected 0 to 1, got 1.5"),
-        ("turns.json", b"[[0], [-1]]", "turns.json[1][0]: expected an integer of at least 0"),
+        ("turns.json", b"[[0], [-1]]", "turns.json[1][0]: expected 0 to"),
         ("turns.json", b"[" * 100_000, "turns.json: expected JSON"),
-        ("turns.json", b"{}", "turns.json: expected a valid array, got an object"),
+        ("turns.json", b"{}", "turns.json: expected a list, got an object"),
         ("events.jsonl", b"[]\n", "events.jsonl line 1: expected an object, got a list"),
         ("events.jsonl", b'{"world":0}\n', "line 1.event: expected group, call or moment"),
         ("events.jsonl", b'{"world":9,"event":"call"}\n', "line 1.world[0]: expected 0 to 1"),
