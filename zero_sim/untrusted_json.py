@@ -120,6 +120,8 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
             raise InvalidField(f"{path}: expected a value, got none")
         case "unexpected_keyword_argument" | "extra_forbidden":
             raise InvalidField(f"{path}: expected no field of this name, got one")
+        case "value_error":
+            raise InvalidField(f"{path}: {first['msg'].removeprefix('Value error, ')}")
     got = show(first["input"])
     raise InvalidField(f"{path}: expected {first['msg'].removeprefix(_PREFIX)}, got {got}")
 
