@@ -168,10 +168,11 @@ class _Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """Content of `BUNDLE_FILE`. Fields with a default are missing from older bundles."""
+    """Content of `BUNDLE_FILE` beside format and version.
 
-    format: str
-    version: int
+    Fields with a default are missing from older bundles.
+    """
+
     id: str
     verdict: Literal["fail", "error", "inconclusive"]
     scenario: dict[str, Any]
@@ -231,11 +232,11 @@ def _read(path: Path) -> Bundle:
 
 def _read_head(path: Path) -> _Head:
     table = parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), where=BUNDLE_FILE)
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
+    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise InvalidField(
             f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else'
         )
-    version = build_record(int, table.get("version"), where="version")
+    version = build_record(int, table.pop("version", None), where="version")
     if version > VERSION:
         raise InvalidField(
             f"version: expected at most {VERSION}, got {version}: a newer zero_sim wrote it. "
