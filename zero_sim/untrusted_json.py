@@ -48,16 +48,17 @@ def matching(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def parse(data: bytes, *, where: str) -> Any:
+def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
     """Return what a file of JSON holds.
 
     Args:
         data: Content of the file.
         where: Place of it, for the message.
+        least: As for `check_integers`.
 
     Raises:
-        InvalidField: It is no JSON, has a name twice or an integer of more than 64 bits, or nests
-            deeper than recursion may follow.
+        InvalidField: It is no JSON, has a name twice or an integer out of range, or nests deeper
+            than recursion may follow.
     """
     try:
         value = json.loads(data, object_pairs_hook=_build_table, parse_constant=_refuse)
@@ -65,8 +66,32 @@ def parse(data: bytes, *, where: str) -> Any:
         raise InvalidField(f"{where}: expected JSON, got an error: {error}") from None
     if nests_too_deep(value):
         raise InvalidField(f"{where}: expected JSON, got more than {NESTING_MAX} levels of it")
-    _check_integers(value, where)
+    check_integers(value, where=where, least=least)
     return value
+
+
+def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
+    """Check every integer within parsed JSON.
+
+    Args:
+        value: What was parsed.
+        where: Place of the value, for the message.
+        least: Smallest integer that is right. The largest is the greatest of 64 bits.
+
+    Raises:
+        InvalidField: One is smaller or larger.
+    """
+    if isinstance(value, dict):
+        for name, item in value.items():
+            check_integers(item, where=_join(where, name), least=least)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, int | dict | list):
+                check_integers(item, where=f"{where}[{index}]", least=least)
+    elif isinstance(value, int) and not least <= value < 2**63:
+        raise InvalidField(
+            f"{where}: expected an integer of at least {least} in 64 bits, got {show(value)}"
+        )
 
 
 def build_record(cls: type[T], value: object, *, where: str) -> T:
@@ -95,6 +120,8 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
             raise InvalidField(f"{path}: expected a value, got none")
         case "unexpected_keyword_argument" | "extra_forbidden":
             raise InvalidField(f"{path}: expected no field of this name, got one")
+        case "value_error":
+            raise InvalidField(f"{path}: {first['msg'].removeprefix('Value error, ')}")
     got = show(first["input"])
     raise InvalidField(f"{path}: expected {first['msg'].removeprefix(_PREFIX)}, got {got}")
 
@@ -133,17 +160,6 @@ def _build_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise ValueError(f"a name twice among {show(', '.join(sorted(name for name, _ in pairs)))}")
     return table
-
-
-def _check_integers(value: Any, where: str) -> None:
-    if not isinstance(value, dict | list):
-        value = [value]
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        if isinstance(item, dict | list):
-            _check_integers(item, _join(where, key))
-        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
-            path = _join(where, key)
-            raise InvalidField(f"{path}: expected an integer of at most 64 bits, got a larger one")
 
 
 def _join(where: str, part: int | str) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor
 import zero_sim
 from zero_sim.bundle.check import (
     check_buffer_map,
-    check_call,
     check_case,
     check_evidence,
     check_finding,
@@ -46,7 +45,14 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import CollectiveRecord, EventLog, Moment
 from zero_sim.targets import library_target_names, target_names
 from zero_sim.untrusted import Unreadable, printable, read_regular
-from zero_sim.untrusted_json import InvalidField, build_record, matching, parse, show
+from zero_sim.untrusted_json import (
+    InvalidField,
+    build_record,
+    check_integers,
+    matching,
+    parse,
+    show,
+)
 
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
@@ -162,10 +168,11 @@ class _Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """Content of `BUNDLE_FILE`. Fields with a default are missing from older bundles."""
+    """Content of `BUNDLE_FILE` beside format and version.
 
-    format: str
-    version: int
+    Fields with a default are missing from older bundles.
+    """
+
     id: str
     verdict: Literal["fail", "error", "inconclusive"]
     scenario: dict[str, Any]
@@ -225,11 +232,11 @@ def _read(path: Path) -> Bundle:
 
 def _read_head(path: Path) -> _Head:
     table = parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), where=BUNDLE_FILE)
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
+    if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise InvalidField(
             f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else'
         )
-    version = build_record(int, table.get("version"), where="version")
+    version = build_record(int, table.pop("version", None), where="version")
     if version > VERSION:
         raise InvalidField(
             f"version: expected at most {VERSION}, got {version}: a newer zero_sim wrote it. "
@@ -237,6 +244,9 @@ def _read_head(path: Path) -> _Head:
         )
     if version != VERSION:
         raise InvalidField(f"version: expected {VERSION}, got {version}")
+    # Beside the scenario all integers count or number something.
+    counts = {name: value for name, value in table.items() if name != "scenario"}
+    check_integers(counts, where=BUNDLE_FILE, least=0)
     return build_record(_Head, table, where=BUNDLE_FILE)
 
 
@@ -318,7 +328,9 @@ def _evidence(
 def _logs(
     worlds: Sequence[_World], files: Mapping[str, bytes], scenario: Scenario, *, is_hashed: bool
 ) -> tuple[EventLog, ...]:
-    turns = build_record(list, parse(files[TURNS_FILE], where=TURNS_FILE), where=TURNS_FILE)
+    turns = parse(files[TURNS_FILE], where=TURNS_FILE)
+    if not isinstance(turns, list):
+        raise InvalidField(f"{TURNS_FILE}: expected a list, got {show(turns)}")
     if len(turns) != len(worlds):
         raise InvalidField(f"{TURNS_FILE}: expected {len(worlds)} lists, got {len(turns)}")
     logs = tuple(EventLog() for _ in worlds)
@@ -329,7 +341,7 @@ def _logs(
     groups: list[list[_Group]] = [[] for _ in worlds]
     for number, line in enumerate(files[EVENTS_FILE].splitlines(), 1):
         where = f"{EVENTS_FILE} line {number}"
-        event = parse(line, where=where)
+        event = parse(line, where=where, least=0)
         if not isinstance(event, dict):
             raise InvalidField(f"{where}: expected an object, got {show(event)}")
         (world,) = integers([event.pop("world", None)], stop=len(logs), where=f"{where}.world")
@@ -370,11 +382,12 @@ def _add_event(
         group = groups[index]
         if build_record(bool, event.pop("harness", False), where=f"{where}.harness"):
             log.harness.add(len(log.collectives))
-        whole = event | {"group": group.name, "group_ranks": group.ranks}
+        # Without ranks, which are checked once a group: a thousand ranks make many calls.
+        whole = event | {"group": group.name, "group_ranks": []}
         record = build_record(CollectiveRecord, whole, where=where)
+        record = record._replace(group_ranks=group.ranks)
         if record.rank not in group.ranks:
             raise InvalidField(f"{where}.rank: expected one of the group's, got {record.rank}")
-        check_call(record, where=where)
         log.collectives.append(record)
     elif kind == "moment":
         moment = build_record(Moment, event, where=where)

@@ -31,10 +31,9 @@ from zero_sim.checkpoint.manifest import (
     digest_content,
     take_apart,
 )
-from zero_sim.errors import CheckpointError, UsageError
+from zero_sim.errors import CheckpointError
 from zero_sim.layout import Span
 from zero_sim.untrusted_json import InvalidField, build_record, parse, show
-from zero_sim.zero.scaler import LossScaler
 
 _FIELDS: Final = ("format", "version", "sha256", "content")
 _RANK_FILE: Final = re.compile(r"rank-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
@@ -62,7 +61,6 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         _check_unlike(modules, "content.module")
         groups = (json.dumps(take_apart(group), sort_keys=True) for group in manifest.groups)
         _check_unlike(groups, "content.groups")
-        _check_scaler(manifest)
         _check_files(manifest)
     except InvalidField as invalid:
         raise CheckpointError(f"In {where}, {invalid}.") from invalid
@@ -113,33 +111,11 @@ def _check_params(manifest: Manifest) -> None:
                 f"{where}.state: expected none for a param without elements, got some"
             )
         _check_unlike((entry.key for entry in param.state), f"{where}.state")
-        for number, entry in enumerate(param.state):
-            if entry.dtype is not None and entry.value is not None:
-                raise InvalidField(
-                    f"{where}.state[{number}].value: expected null beside a dtype, "
-                    f"got {show(entry.value)}"
-                )
     unused = set(groups) - {param.group for param in manifest.params}
     if unused:
         raise InvalidField(
             f"content.groups[{min(unused)}]: expected the group of a param, got one of none"
         )
-
-
-def _check_scaler(manifest: Manifest) -> None:
-    scaler = manifest.loss_scaler
-    if scaler is None:
-        return
-    try:
-        LossScaler(
-            scale=scaler.scale,
-            good_steps=scaler.good_steps,
-            growth_interval=scaler.growth_interval,
-        )
-    except UsageError as error:
-        raise InvalidField(
-            f"content.loss_scaler: expected the state of a loss scaler, got an error: {error}"
-        ) from error
 
 
 def _check_files(manifest: Manifest) -> None:

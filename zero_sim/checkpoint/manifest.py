@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from zero_sim.checkpoint.values import SAFETENSORS_DTYPES, Text, check_encoded
 from zero_sim.untrusted_json import matching, unfit
+from zero_sim.zero.scaler import LossScaler
 
 Form = Literal["sharded", "consolidated"]
 
@@ -69,12 +70,16 @@ class StateRecord:
 
     key: Text
     """Its name in `torch.optim`, such as `exp_avg`."""
-    dtype: DtypeName | None = None
+    dtype: DtypeName | None
     """Dtype of a tensor with one element for each of the param, which lies in files; None for
     everything else."""
-    value: Encoded = None
+    value: Encoded
     """What is not elementwise, such as a 0D `step`: encoded, once a param however many ranks own a
     part of it."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.value is not None:
+            raise unfit("a value of null beside a dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,12 +135,17 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerRecord:
-    """The loss scaler."""
+    """The loss scaler, which checks its ranges."""
 
     scale: float
     good_steps: Count
     """Finite steps since the scale last changed."""
     growth_interval: Count
+
+    def __post_init__(self) -> None:
+        LossScaler(
+            scale=self.scale, good_steps=self.good_steps, growth_interval=self.growth_interval
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -309,9 +309,9 @@ def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: st
                 f"expected state of one element or of shape {tuple(leaf.shape)}, the part that "
                 f"this rank owns, got {key!r} of shape {tuple(value.shape)} {where}."
             )
-        return StateRecord(key=key, dtype=name_dtype(value.dtype))
+        return StateRecord(key=key, dtype=name_dtype(value.dtype), value=None)
     try:
-        return StateRecord(key=key, value=encode_value(value))
+        return StateRecord(key=key, dtype=None, value=encode_value(value))
     except CheckpointError as error:
         raise CheckpointError(f"State {key!r} {where} cannot be saved. {error}") from error
 
