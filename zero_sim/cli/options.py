@@ -1,4 +1,4 @@
-"""How `zero-sim run` judges cases: options that replace what scenarios say."""
+"""Options of `zero-sim run` that replace what scenarios say, and of a target's own."""
 
 from __future__ import annotations
 

@@ -16,17 +16,12 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.applies import APPLIES, Applies
 from zero_sim.scenario.bare_params import check_one_rank, check_readers
 from zero_sim.scenario.checks import Check
-from zero_sim.scenario.conditions import (
-    CONDITIONS,
-    check_freeze,
-    check_freeze_begins,
-    check_groups,
-    check_order_known,
-)
+from zero_sim.scenario.conditions import CONDITIONS, check_order_known
 from zero_sim.scenario.costs import check_costs
 from zero_sim.scenario.derived import world_size_at
 from zero_sim.scenario.fields import check_index, describe_value, values_at
 from zero_sim.scenario.fitting import has_no_use
+from zero_sim.scenario.names import check_freeze, check_freeze_begins, check_groups
 from zero_sim.scenario.reload import check_after_reload, check_async_steps
 from zero_sim.scenario.spec import FaultSpec, Scenario
 from zero_sim.scenario.suggest import closest
