@@ -55,7 +55,7 @@ class MemoryRecorder(Observer):
     """Records the moments of one step of one rank.
 
     Args:
-        step: The step.
+        step: Index of the step, from 0.
         look: Returns whole memory; None if it is not recorded.
         kept: Returns the bytes of activation checkpoints; None if they are not recorded.
         with_updates: True to record what optimizers are given.

@@ -89,7 +89,7 @@ def choose_observers(
 
     Args:
         bare: The module as it was before the engine had it.
-        watched: The rank.
+        watched: The rank, its engine and its judge.
         scenario: The case as its dp-cp group sees it.
         costs: Declared by the target.
         clock: Time of the event log; None if there is no log.
@@ -162,7 +162,7 @@ class JudgeObserver(Observer):
     """Lets the judge look at a rank; its time is not the system's.
 
     Args:
-        watched: The rank.
+        watched: The rank, its engine and its judge.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -191,7 +191,7 @@ class UnwrapObserver(Observer):
     """Has the module given back, last of all, and lets the judge look at it.
 
     Args:
-        watched: The rank.
+        watched: The rank, its engine and its judge.
         note: What its module was made of before.
         own_hooks: Hooks of the harness.
     """

@@ -136,16 +136,7 @@ def build_program(
     """
 
     def program(world_rank: int) -> None:
-        group, context = dist.group.WORLD, contexts[0]
-        if len(contexts) > 1:
-            # Every rank makes every group, in one order, as torch.distributed demands.
-            with caused_by_harness(pause_clock):
-                groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
-            mine = next(
-                i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
-            )
-            group, context = groups[mine], contexts[mine]
-        assert isinstance(group, dist.ProcessGroup)
+        group, context = _own_group(contexts, world_rank=world_rank, pause_clock=pause_clock)
         rank = group.rank()
         bare, engine, costs = _build(
             segment, context, target=target, group=group, pause_clock=pause_clock
@@ -187,6 +178,23 @@ def build_program(
         _train(training, segment, outcome=outcome)
 
     return program
+
+
+def _own_group(
+    contexts: Sequence[GroupContext], *, world_rank: int, pause_clock: PauseClock
+) -> tuple[dist.ProcessGroup, GroupContext]:
+    """Return the process group of a rank's dp-cp group; with several, all of them are made."""
+    group, mine = dist.group.WORLD, 0
+    if len(contexts) > 1:
+        # Every rank makes every group, in one order, as torch.distributed demands.
+        with caused_by_harness(pause_clock):
+            groups = [dist.new_group(list(context.dp_cp_group.ranks)) for context in contexts]
+        mine = next(
+            i for i, context in enumerate(contexts) if world_rank in context.dp_cp_group.ranks
+        )
+        group = groups[mine]
+    assert isinstance(group, dist.ProcessGroup)
+    return group, contexts[mine]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
